@@ -153,16 +153,16 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[None]:
+def beating(detail: Callable[[], object] = lambda: None, news: threading.Event | None = None) -> Iterator[None]:
     """Send the current activity's heartbeat once a second until the block ends, each with a fresh `detail()`.
 
-    Temporal delivers cancellations with heartbeats, so an activity in this block learns of one within about a second.
-    Outside an activity this does nothing.
+    `news`: when it is set, the next heartbeat follows at once. Temporal delivers cancellations with heartbeats, so an
+    activity in this block learns of one within about a second. Outside an activity this does nothing.
     """
     if not activity.in_activity():
         yield
         return
-    ended = threading.Event()
+    ended, news = threading.Event(), news or threading.Event()
     context = contextvars.copy_context()  # the activity that this thread belongs to
 
     def beat() -> None:
@@ -171,7 +171,8 @@ def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[N
                 activity.heartbeat(detail())
             except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
                 _log.warning("a heartbeat was not sent: %r", error)
-            ended.wait(BEAT_EVERY_S)
+            news.wait(BEAT_EVERY_S)
+            news.clear()
 
     thread = threading.Thread(target=context.run, args=(beat,), name="heartbeat", daemon=True)
     thread.start()
@@ -179,6 +180,7 @@ def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[N
         yield
     finally:
         ended.set()
+        news.set()
         thread.join()
 
 

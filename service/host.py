@@ -77,7 +77,8 @@ _SHUTDOWN_GRACE = timedelta(seconds=10)
 # host that is slower only has to read the run's history again.
 _STICKY = timedelta(seconds=3)
 # Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
-_BEAT = timedelta(seconds=1)
+# Activities beat once a second; sooner where an answer that is streamed has grown.
+_BEAT = timedelta(milliseconds=100)
 _log = logging.getLogger("longshore.host")
 
 

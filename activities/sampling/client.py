@@ -14,11 +14,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
+from activities.sampling.streamed import MAX_EVENT_BYTES, StreamedAnswer, Tell
 from shared.chat.completions import (
     Choice,
     CompletionRequest,
@@ -33,6 +34,9 @@ from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
 
+if TYPE_CHECKING:
+    import httpx
+
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
 # Seconds from a request's last byte to the answer's first, and how often a request is made.
@@ -40,6 +44,7 @@ TIMEOUT_S, ATTEMPTS = 600.0, 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # Bounds on an answer's length: bytes for each token (text, id, logprob), each likelier token beside it, and the rest.
 _BYTES_A_TOKEN, _LIKELY_BYTES, _OTHER_BYTES = 512, 256, 1 << 20
+_BYTES_AN_EVENT = 2048  # of a stream, each with a token
 _MAX_ANSWER_BYTES = 128 << 20
 _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
@@ -166,12 +171,29 @@ class Sampler:
             tuple(choice.token_ids), logprobs, choice.text, choice.finish_reason == "length", choice.stop_reason
         )
 
-    def complete(self, request: CompletionRequest) -> CompletionResponse:
-        """Pass on a request and its answer as they are."""
-        body = request.model_dump(mode="json", exclude_none=True) | _PLAIN
-        asked = 1 if isinstance(request.prompt, str) else len(request.prompt)
-        num_tokens = _characters(request.prompt) + asked * request.n * request.max_tokens
-        return self._completions(body, num_tokens, request.logprobs or 0)
+    def complete(self, request: CompletionRequest, tell: Tell | None = None) -> CompletionResponse:
+        """Pass on a request and its answer as they are. `tell` is given the choices' texts as they are drawn."""
+        body = request.model_dump(mode="json", exclude_none=True, exclude={"stream", "stream_options"}) | _PLAIN
+        num_choices = request.n * _num_prompts(request.prompt)
+        num_tokens = _characters(request.prompt) + num_choices * request.max_tokens
+        if tell is None:
+            return self._completions(body, num_tokens, request.logprobs or 0)
+        max_bytes = _OTHER_BYTES + num_tokens * (_BYTES_AN_EVENT + (request.logprobs or 0) * _LIKELY_BYTES)
+        return self._streamed(body, min(max_bytes, _MAX_ANSWER_BYTES), num_choices, tell)
+
+    def _streamed(self, body: dict[str, Any], max_bytes: int, num_choices: int, tell: Tell) -> CompletionResponse:
+        found = StreamedAnswer(num_choices, tell, self._url)
+
+        def take(response: "httpx.Response") -> bytes:
+            nonlocal found
+            found = StreamedAnswer(num_choices, tell, self._url)  # an attempt before this one may have begun
+            for line in _lines(response, max_bytes, self._url):
+                found.line(line)
+            return b""
+
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        self._ask("POST", "/v1/completions", body, max_bytes, take)
+        return found.answer()
 
     def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
@@ -232,8 +254,18 @@ class Sampler:
             if name in self.models():
                 raise
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES) -> bytes:
-        """Make a request, with retries, and return the answer's body. Raises as described for the class."""
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        max_bytes: int = _OTHER_BYTES,
+        take: Callable[["httpx.Response"], bytes] | None = None,
+    ) -> bytes:
+        """Make a request, with retries, and return the answer's body. Raises as described for the class.
+
+        `take`: reads an answer that is no error, in the place of the bounded read.
+        """
         import httpx
 
         problem = ""
@@ -241,7 +273,7 @@ class Sampler:
             if attempt:
                 time.sleep(_pause_s(attempt))
             try:
-                status, content = self._ask_once(method, path, body, max_bytes)
+                status, content = self._ask_once(method, path, body, max_bytes, take)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
@@ -252,7 +284,14 @@ class Sampler:
                 raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
 
-    def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> tuple[int, bytes]:
+    def _ask_once(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        max_bytes: int,
+        take: Callable[["httpx.Response"], bytes] | None,
+    ) -> tuple[int, bytes]:
         """Make one request. Returns its status and answer as sent: nothing is unpacked, nor more read than asked for.
 
         Raises:
@@ -265,12 +304,9 @@ class Sampler:
                 raise InvalidInput(
                     f"the sampler sends its answer as {encoding!r:.40}, which it was not asked for", place
                 )
-            found = bytearray()
-            for piece in response.iter_raw():
-                found += piece
-                if len(found) > max_bytes:
-                    raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
-            return response.status_code, bytes(found)
+            if take is not None and response.status_code == 200:
+                return response.status_code, take(response)
+            return response.status_code, b"".join(_bounded(response, max_bytes, place))
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
         """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""
@@ -288,6 +324,30 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
     if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
         raise InvalidInput("the sampler sends more tokens than were asked for", place)
     return found
+
+
+def _bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:
+    """Yield an answer's bytes as they come. Raises InvalidInput if there are more than `max_bytes`."""
+    num_bytes = 0
+    for piece in response.iter_raw():
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
+        yield piece
+
+
+def _lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[str]:
+    """Yield an answer's lines as they come. Raises InvalidInput if they, or one of them, are too long."""
+    rest = b""
+    for piece in _bounded(response, max_bytes, place):
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)
+        yield from (line.decode(errors="replace") for line in lines)
+
+
+def _num_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
+    return sum(not isinstance(one, int) for one in prompt) or 1 if isinstance(prompt, list) else 1
 
 
 def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:

@@ -1,6 +1,7 @@
 """The activity `complete`: has a sampler answer a user's question to a published adapter or model."""
 
 import logging
+import threading
 import time
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -11,16 +12,20 @@ from activities.host_context import HostContext, beating
 from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
 from activities.sampling.client import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
+from activities.sampling.streamed import Tell
+from activities.tokenizing.tool_calls import text_before_calls
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
-from shared.runs.serving import Completed, CompleteRequest, ServedSampler
+from shared.runs.serving import Completed, CompleteRequest, DrawnSoFar, ServedSampler
 
 logger = logging.getLogger("longshore.complete")
 
 _MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
 _ATTEMPTS = 3
+# Of answers that are streamed: what heartbeats carry, and how much of it a second.
+_MAX_CHARACTERS, _CHARACTERS_A_SECOND = 300_000, 200_000
 
 
 class Complete:
@@ -43,13 +48,13 @@ class Complete:
             InvalidInput: the question cannot be answered; names the field.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        prompt_ids = None
-        with beating(), self._samplers.open(request.place) as opened:
+        prompt_ids, stream = None, _Stream(request.asked)
+        with beating(lambda: stream.drawn, stream.news), self._samplers.open(request.place) as opened:
             if isinstance(request.asked, ChatRequest):
                 prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
             if isinstance(request.place, ServedSampler):
                 _check_base(opened, request)
-            [answer] = in_parallel(lambda asked: self._answer(opened, asked, prompt_ids), [request], num_threads=1)
+            [answer] = in_parallel(lambda asked: self._answer(opened, asked, prompt_ids, stream), [request], 1)
         if (size := len(answer.model_dump_json())) > _MAX_ANSWER_BYTES:
             raise InvalidInput(
                 f"the answer has {size:,} bytes, and {_MAX_ANSWER_BYTES:,} are carried: ask for less", "n"
@@ -57,30 +62,36 @@ class Complete:
         return Completed(answer=answer)
 
     def _answer(
-        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
+        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None, stream: "_Stream"
     ) -> ChatCompletion | CompletionResponse:
         """Answer; try again if the adapter was unloaded to make room for another one before it could answer."""
         for attempt in range(_ATTEMPTS):
             model = self._adapters.use(opened, request.adapter)
             try:
-                return self._drawn(opened, model, request, prompt_ids)
+                return self._drawn(opened, model, request, prompt_ids, stream)
             except SamplerUnavailable:
                 if attempt + 1 == _ATTEMPTS or model in opened.client.models():
                     raise
         raise AssertionError("the last attempt answers or raises")
 
     def _drawn(
-        self, opened: OpenSampler, model: str, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
+        self,
+        opened: OpenSampler,
+        model: str,
+        request: CompleteRequest,
+        prompt_ids: tuple[int, ...] | None,
+        stream: "_Stream",
     ) -> ChatCompletion | CompletionResponse:
         asked = request.asked
         if isinstance(asked, CompletionRequest):
-            drawn = _ask(opened, asked.model_copy(update={"model": model}), "prompt")
+            drawn = _ask(opened, asked.model_copy(update={"model": model}), "prompt", stream)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt_ids is not None
         wanted = sampler_request(asked, model, prompt_ids, _max_model_len(opened))
-        drawn = _ask(opened, wanted, "messages")
+        drawn = _ask(opened, wanted, "messages", stream)
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
-        answer = chat_completion(asked, drawn, bytes_of, new_answer_id(time.time()), prompt_ids)
+        answer_id = request.answer_id or new_answer_id(time.time())
+        answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt_ids)
         record = record_of(answer, drawn, prompt_ids, request.model.sha256)
         if record is None or not self._remembers(request, record):
             return answer
@@ -100,9 +111,34 @@ class Complete:
         return True
 
 
-def _ask(opened: OpenSampler, request: CompletionRequest, place: str) -> CompletionResponse:
+class _Stream:
+    """What an answer that is to be streamed has so far. The activity's heartbeats carry it to the service."""
+
+    def __init__(self, asked: ChatRequest | CompletionRequest) -> None:
+        # Where ids are asked for, they come first, and with them the whole answer.
+        self._is_wanted = bool(asked.stream and not asked.return_token_ids)
+        self._hides_calls = isinstance(asked, ChatRequest) and bool(asked.offered_tools)
+        self._told_at = 0.0
+        self.drawn: DrawnSoFar | None = None
+        self.news = threading.Event()
+
+    @property
+    def tell(self) -> Tell | None:
+        return self._told if self._is_wanted else None
+
+    def _told(self, texts: tuple[str, ...]) -> None:
+        if (num_characters := sum(map(len, texts))) > _MAX_CHARACTERS:
+            return
+        self.drawn = DrawnSoFar(texts=tuple(map(text_before_calls, texts)) if self._hides_calls else texts)
+        pause_s = num_characters / _CHARACTERS_A_SECOND  # each heartbeat has the whole text so far
+        if time.monotonic() > self._told_at + pause_s:
+            self._told_at = time.monotonic()
+            self.news.set()
+
+
+def _ask(opened: OpenSampler, request: CompletionRequest, place: str, stream: _Stream) -> CompletionResponse:
     try:
-        return opened.client.complete(request)
+        return opened.client.complete(request, stream.tell)
     except InvalidInput as error:
         raise refusal(opened.client, request.model, error, place) from error
 

@@ -47,6 +47,14 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
     return rest.strip(), tuple(numbered)
 
 
+def text_before_calls(text: str) -> str:
+    """Return what an answer that is being drawn says before its first tool call, without what may begin one."""
+    begin = text.find(_BEGIN)
+    if begin < 0:
+        begin = next((n for n in range(max(0, len(text) - len(_BEGIN)), len(text)) if _BEGIN.startswith(text[n:])), -1)
+    return (text if begin < 0 else text[:begin]).rstrip()
+
+
 def _taken_out(text: str) -> tuple[list[str], str]:
     """Split a text into the blocks between tags and the rest, in linear time even if many tags are not closed."""
     blocks, around, at = [], [], 0

@@ -2,20 +2,24 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from megatron_worker.sampler import generation
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Generator, Sequence, Ticket
+from megatron_worker.sampler.generation import Sequence, Ticket
 from megatron_worker.sampler.models import Models, Refused, parsed
+from megatron_worker.sampler.streaming import Piece, Pieces
 from shared.chat.completions import (
     MAX_SAMPLES,
     Choice,
+    CompletionChunk,
     CompletionRequest,
     CompletionResponse,
     LogprobsMode,
@@ -27,6 +31,7 @@ from shared.chat.completions import (
 )
 
 _CANCEL_PERIOD_S = 0.5
+_STREAM_PERIOD_S = 0.03  # between two chunks of a stream
 R = TypeVar("R", bound=Request)
 
 
@@ -47,7 +52,7 @@ class Answers:
         decoder: Decoder,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
-        generator: Generator,
+        generator: generation.Generator,
         limits: Limits,
     ) -> None:
         self.models = models
@@ -58,21 +63,25 @@ class Answers:
         self._limits = limits
         self._token_text = lru_cache(maxsize=1 << 16)(self._decode_one)
 
-    def complete(self, body: bytes, is_gone: Callable[[], bool]) -> CompletionResponse | None:
-        """Complete prompts; None when the client did not wait for the answer."""
+    def complete(
+        self, body: bytes, is_gone: Callable[[], bool]
+    ) -> CompletionResponse | Generator[CompletionChunk, None, None] | None:
+        """Complete prompts, in chunks if the request asks for a stream. None when the client has not waited."""
         request = parsed(CompletionRequest, body)
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model)
         prompts = self._prompts(request)
         ticket = Ticket(adapter, self._sequences(request, prompts), num_changes)
         self._generator.submit(ticket)
-        while not ticket.done.wait(_CANCEL_PERIOD_S):
+        # A stream is only begun with its first token, as a refusal must come before it.
+        period_s = _STREAM_PERIOD_S if request.stream else _CANCEL_PERIOD_S
+        while not ticket.done.wait(period_s) and not (request.stream and ticket.has_begun):
             if is_gone():
                 ticket.cancelled = True
                 return None
         if ticket.is_late:
             raise Refused(503, "the weights have just changed: ask again")
-        return self._response(request, prompts, ticket)
+        return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
         prompts = _several(request.prompt)
@@ -112,29 +121,46 @@ class Answers:
             for j in range(request.n)
         ]
 
-    def _response(
-        self, request: CompletionRequest, prompts: list[tuple[int, ...]], ticket: Ticket
-    ) -> CompletionResponse:
-        num_prompt, num_drawn = sum(map(len, prompts)), sum(len(s.token_ids) for s in ticket.sequences)
+    def _response(self, request: CompletionRequest, ticket: Ticket) -> CompletionResponse:
         return CompletionResponse(
-            id=f"cmpl-{secrets.token_hex(12)}",
+            id=_new_id(),
             created=int(time.time()),
             model=request.model,
-            choices=[self._choice(request, index, sequence) for index, sequence in enumerate(ticket.sequences)],
-            usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_drawn, total_tokens=num_prompt + num_drawn),
+            choices=[self._choice(request, i, each, Piece.whole(each)) for i, each in enumerate(ticket.sequences)],
+            usage=_usage(request, ticket),
         )
 
-    def _choice(self, request: CompletionRequest, index: int, sequence: Sequence) -> Choice:
-        assert sequence.end is not None
+    def _chunks(
+        self, request: CompletionRequest, ticket: Ticket, is_gone: Callable[[], bool]
+    ) -> Generator[CompletionChunk, None, None]:
+        """Yield what is new, from time to time. Who stops asking for chunks cancels the request."""
+        head = CompletionChunk(id=_new_id(), created=int(time.time()), model=request.model, choices=[])
+        pieces = [Pieces(sequence, self._tokenizer) for sequence in ticket.sequences]
+        try:
+            is_over = False
+            while not is_over and not is_gone():
+                is_over = ticket.done.wait(_STREAM_PERIOD_S)
+                news = [(i, piece) for i, each in enumerate(pieces) if (piece := each.next()) is not None]
+                if news:
+                    choices = [self._choice(request, i, ticket.sequences[i], piece) for i, piece in news]
+                    yield head.model_copy(update={"choices": choices})
+            if is_over and request.stream_options is not None and request.stream_options.include_usage:
+                yield head.model_copy(update={"usage": _usage(request, ticket)})
+        finally:
+            ticket.cancelled = True
+
+    def _choice(self, request: CompletionRequest, index: int, sequence: Sequence, piece: Piece) -> Choice:
+        """Return a piece of a sequence as a choice. What is told of the prompt comes with the first one."""
+        tells_prompt = piece.first == 0
         return Choice(
             index=index,
-            text=sequence.ending.text(sequence.token_ids),
-            finish_reason=sequence.end.finish_reason,
-            stop_reason=sequence.end.stop_reason,
-            logprobs=None if request.logprobs is None else self._logprobs(sequence),
-            token_ids=sequence.token_ids if request.return_token_ids else None,
-            prompt_token_ids=list(sequence.prompt) if request.return_token_ids else None,
-            prompt_logprobs=None if sequence.prompt_scores is None else self._prompt_logprobs(sequence),
+            text=piece.text,
+            finish_reason=piece.end and piece.end.finish_reason,
+            stop_reason=piece.end and piece.end.stop_reason,
+            logprobs=None if request.logprobs is None else self._logprobs(sequence, piece),
+            token_ids=sequence.token_ids[piece.first : piece.last] if request.return_token_ids else None,
+            prompt_token_ids=list(sequence.prompt) if request.return_token_ids and tells_prompt else None,
+            prompt_logprobs=self._prompt_logprobs(sequence) if sequence.prompt_scores and tells_prompt else None,
         )
 
     def _prompt_logprobs(self, sequence: Sequence) -> list[dict[int, PromptLogprob] | None]:
@@ -147,20 +173,32 @@ class Answers:
             ),
         ]
 
-    def _logprobs(self, sequence: Sequence) -> TokenLogprobs:
+    def _logprobs(self, sequence: Sequence, piece: Piece) -> TokenLogprobs:
         values = sequence.raw if self._limits.logprobs_mode == "raw_logprobs" else sequence.processed
-        texts = [self._token_text(token) for token in sequence.token_ids]
-        offsets = [0]
-        for text in texts[:-1]:
-            offsets.append(offsets[-1] + len(text))
+        values = values[piece.first : piece.last]
+        before, texts = (
+            [self._token_text(token) for token in sequence.token_ids[start:stop]]
+            for start, stop in ((0, piece.first), (piece.first, piece.last))
+        )
+        offsets = list(accumulate(map(len, texts[:-1]), initial=sum(map(len, before)))) if texts else []
         likeliest: list[dict[str, float] | None] = []
         for number, text in enumerate(texts):
-            row = sequence.top[number] if sequence.top else []
+            row = sequence.top[piece.first + number] if sequence.num_top else []
             likeliest.append({self._token_text(token): value for token, value in row} | {text: values[number]})
-        return TokenLogprobs(tokens=texts, token_logprobs=list(values), text_offset=offsets, top_logprobs=likeliest)
+        return TokenLogprobs(tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest)
 
     def _decode_one(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _new_id() -> str:
+    return f"cmpl-{secrets.token_hex(12)}"
+
+
+def _usage(request: CompletionRequest, ticket: Ticket) -> Usage:
+    num_prompt = sum(len(sequence.prompt) for sequence in ticket.sequences) // request.n
+    num_drawn = sum(len(sequence.token_ids) for sequence in ticket.sequences)
+    return Usage(prompt_tokens=num_prompt, completion_tokens=num_drawn, total_tokens=num_prompt + num_drawn)
 
 
 def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

@@ -70,6 +70,10 @@ class Ticket:
         self.is_late = False
         self._num_open = len(sequences)
 
+    @property
+    def has_begun(self) -> bool:
+        return any(sequence.token_ids for sequence in self.sequences)
+
     def one_ended(self) -> None:
         self._num_open -= 1
         if not self._num_open:

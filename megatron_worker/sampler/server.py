@@ -6,7 +6,10 @@ import select
 import socket
 import sys
 import traceback
+from collections.abc import Generator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 
 from pydantic import BaseModel
 
@@ -75,10 +78,13 @@ class _Exchange(BaseHTTPRequestHandler):
             detail = ErrorDetail(message="the sampler failed", type="server_error")
             self._send(500, ErrorResponse(error=detail))
         else:
-            if answer is not None:
-                self._send(200, answer)
+            match answer:
+                case Generator():
+                    self._stream(answer)
+                case BaseModel() | str():
+                    self._send(200, answer)
 
-    def _route(self, method: str, body: bytes) -> BaseModel | str | None:
+    def _route(self, method: str, body: bytes) -> BaseModel | str | Generator[BaseModel, None, None] | None:
         answers, path = self.server.answers, self.path.partition("?")[0]
         match method, path:
             case "GET", "/health":
@@ -147,6 +153,20 @@ class _Exchange(BaseHTTPRequestHandler):
         self.wfile.flush()
         if self._body_is_unread:
             self._drain()
+
+    def _stream(self, events: Generator[BaseModel, None, None]) -> None:
+        """Send server-sent events, each as one chunk of the body. A client that has hung up ends them."""
+        self.send_response(200)
+        for name, value in (("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")):
+            self.send_header(name, value)
+        self.end_headers()
+        with closing(events):
+            for event in chain((each.model_dump_json() for each in events), ("[DONE]",)):
+                line = f"data: {event}\n\n".encode()
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
+                self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+        self.wfile.flush()
 
     def _drain(self) -> None:
         """Read the rest: a connection that is closed with bytes unread is reset, and the client may miss the answer."""

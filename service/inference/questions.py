@@ -21,6 +21,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts.limits import FairShare
 from service.inference.art_models import ArtModels, ArtName
 from service.inference.published_models import PublishedModels, Target
+from service.inference.so_far import AnswerSoFar
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
 from shared.chat import answer_records
 from shared.chat.completions import CompletionRequest, CompletionResponse
@@ -184,8 +185,8 @@ class Inference:
         self._art_models = art_models
         self._questions = questions
 
-    async def chat(self, tenant: str, asked: ChatRequest) -> ChatCompletion:
-        """Ask a model to answer messages. `stream` is ignored here.
+    async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> ChatCompletion:
+        """Ask a model to answer messages. `so_far` is told the answer's text while it is drawn, if `stream` is asked.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -193,14 +194,16 @@ class Inference:
             Busy: the tenant has as many questions open as it may.
         """
         async with self._questions.place(tenant):
-            answer = await self._ask(tenant, asked)
+            answer = await self._ask(tenant, asked, so_far)
         assert isinstance(answer, ChatCompletion)
         return answer
 
-    async def complete(self, tenant: str, asked: CompletionRequest) -> CompletionResponse:
-        """Continue a text, or token ids, with a model. Raises as `chat` does."""
+    async def complete(
+        self, tenant: str, asked: CompletionRequest, so_far: AnswerSoFar | None = None
+    ) -> CompletionResponse:
+        """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         async with self._questions.place(tenant):
-            answer = await self._ask(tenant, asked)
+            answer = await self._ask(tenant, asked, so_far)
         assert isinstance(answer, CompletionResponse)
         return answer
 
@@ -210,7 +213,9 @@ class Inference:
         prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest) -> ChatCompletion | CompletionResponse:
+    async def _ask(
+        self, tenant: str, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None
+    ) -> ChatCompletion | CompletionResponse:
         if (name := ArtName.parse(asked.model)) is not None:
             if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
@@ -219,6 +224,8 @@ class Inference:
             target = await self._art_models.target(tenant, name)
         else:
             target = await asyncio.to_thread(self._published.target_of, tenant, asked.model)
+        if so_far is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
+            asked = asked.model_copy(update={"seed": secrets.randbits(61)})
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -226,7 +233,8 @@ class Inference:
             # An installation with an inference server of its own leases no sampler.
             lease = await self.leases.lease(self._key(target)) if self._settings.sampling.url is None else None
             try:
-                return (await self._answered(self._start(tenant, target, asked, lease))).answer
+                start = self._start(tenant, target, asked, lease, so_far.answer_id if so_far else None)
+                return (await self._answered(start, so_far)).answer
             except _Lost as lost:
                 problem = str(lost)
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
@@ -245,7 +253,12 @@ class Inference:
         )
 
     def _start(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, lease: SamplerLease | None
+        self,
+        tenant: str,
+        target: Target,
+        asked: ChatRequest | CompletionRequest,
+        lease: SamplerLease | None,
+        answer_id: str | None,
     ) -> CompletionStart:
         queue = lease.grant.host_queue if lease else policies.queue_of("complete", self._settings.control_queue)
         place: SamplerPlace = ServedSampler()
@@ -262,13 +275,15 @@ class Inference:
                 base=target.base,
                 place=place,
                 asked=asked,
+                answer_id=answer_id,
             ),
             queue=queue,
             timing=timing_of(self._settings),
         )
 
-    async def _answered(self, start: CompletionStart) -> Completed:
+    async def _answered(self, start: CompletionStart, so_far: AnswerSoFar | None) -> Completed:
         """Run a question's workflow. A caller that is cancelled cancels the workflow."""
+        following: asyncio.Future[None] | None = None
         async with self._temporal.client() as client:
             completion_id = f"completion-{secrets.token_hex(12)}"
             options = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
@@ -277,12 +292,17 @@ class Inference:
             )
             try:
                 handle = await asyncio.shield(starting)
+                if so_far is not None:
+                    following = asyncio.ensure_future(so_far.follow(client, handle))
                 answer: Completed = await handle.result()
             except asyncio.CancelledError:
                 await _cancel(client, completion_id, starting)
                 raise
             except WorkflowFailureError as error:
                 raise _failure(error) from None
+            finally:
+                if following is not None:
+                    following.cancel()
         return answer
 
 

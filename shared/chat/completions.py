@@ -7,7 +7,7 @@ Answers are read leniently, because other servers say more than we need.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from shared.contract import Frozen
 from shared.field_rules import only
@@ -45,6 +45,13 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class StreamOptions(Request):
+    """Options of a stream of chunks: what it holds besides the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
 class CompletionRequest(Request):
     """`POST /v1/completions`. Sample j of each prompt is drawn with the seed `seed + j`, as vLLM does."""
 
@@ -61,9 +68,10 @@ class CompletionRequest(Request):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(default=None, description="0: of the prompt's own tokens")
     return_token_ids: bool = False
+    stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
+    stream_options: StreamOptions | None = None
 
     # Known to vLLM's clients; only at the values that change nothing.
-    stream: Literal[False] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
@@ -74,6 +82,13 @@ class CompletionRequest(Request):
     frequency_penalty: Only0 = None
     repetition_penalty: Only1 = None
     user: str | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("stream_options needs stream: true")
+        return value
 
     @field_validator("prompt_logprobs")
     @classmethod
@@ -149,7 +164,7 @@ class Choice(Answer):
 
     index: int
     text: str
-    finish_reason: str | None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: TokenLogprobs | None = None
     token_ids: list[int] | None = None
@@ -172,6 +187,20 @@ class CompletionResponse(Answer):
     model: str
     choices: list[Choice]
     usage: Usage
+
+
+class CompletionChunk(Answer):
+    """An event of a stream: choices with what is new of them. The last choice of each index has its finish_reason.
+
+    `usage` comes in the last event, which has no choices, if it was asked for.
+    """
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
 
 
 class ModelCard(Answer):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from shared.chat.completions import MAX_TOP_LOGPROBS, AllTokens, Answer, Only0, Only1, Request, Usage
+from shared.chat.completions import MAX_TOP_LOGPROBS, AllTokens, Answer, Only0, Only1, Request, StreamOptions, Usage
 from shared.contract import Frozen
 from shared.field_rules import only
 
@@ -21,13 +21,6 @@ _ToolChoice = Annotated[
         words='no call can be forced: "auto" (the model calls a tool or answers) or "none" (it is told of no tools)',
     ),
 ]
-
-
-class StreamOptions(Request):
-    """Options of a stream of chunks: what it holds besides the text."""
-
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
 
 
 class ChatRequest(Request):

@@ -48,6 +48,16 @@ class CompleteRequest(Frozen):
     base: str
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
+    answer_id: str | None = Field(default=None, description="of an answer that is streamed, to messages")
+
+
+class DrawnSoFar(Frozen):
+    """The text of each choice of an answer that is still being drawn: a beginning of what the choice will have.
+
+    The heartbeats of the activity that draws a streamed answer carry it to the service.
+    """
+
+    texts: tuple[str, ...] = ()
 
 
 class Completed(Frozen):

@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
-from shared.chat.completions import CompletionResponse, Sampling
+from shared.chat.completions import CompletionRequest, CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from shared.jobs.job import LINEARS, Reinforce
 from shared.jobs.layout import Layout
@@ -247,6 +248,31 @@ def test_samples_do_not_depend_on_what_else_is_drawn(place, sampler, tmp_path):
 # Adapters.
 
 
+def test_a_stream_has_the_parts_of_the_whole_answer(sampler):
+    """Several prompts and samples at once, ended by tokens, strings and the length; text never has to be taken back."""
+    asked = CompletionRequest(
+        model="all",
+        prompt=[list(prompt_of(30)), list(prompt_of(5, 1))],
+        n=3,
+        max_tokens=120,
+        seed=4,
+        logprobs=2,
+        prompt_logprobs=0,
+        return_token_ids=True,
+    )
+    first = sampler.complete(asked).choices[0]
+    stops = [first.text[40:43], "nowhere"]
+    for request in (asked, asked.model_copy(update={"ignore_eos": True, "stop": stops})):
+        told = []
+        whole, streamed = sampler.complete(request), sampler.complete(request, told.append)
+        assert streamed.choices == whole.choices
+        assert streamed.usage == whole.usage
+        assert len(told) > 5, "it came in pieces"
+        for before, after in pairwise(told):
+            assert all(later.startswith(earlier) for earlier, later in zip(before, after, strict=True))
+    assert [choice.stop_reason for choice in whole.choices].count(stops[0]) >= 1
+
+
 def test_models_are_listed_with_their_parents(place, sampler):
     models = sampler.models()
     assert models["all"].parent == NAME
@@ -315,7 +341,7 @@ def test_a_missing_adapter_is_a_404(ours, tmp_path):
     [
         {"presence_penalty": 0.5},
         {"top_k": 5},
-        {"stream": True},
+        {"stream_options": {"include_usage": True}},
         {"echo": True},
         {"best_of": 3},
         {"min_tokens": 2},

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
@@ -11,9 +11,17 @@ from fastapi.responses import StreamingResponse
 from service.accounts import audit
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.apis.openai.streams import ChatChunks, TextChunks
 from service.backend import Backed
-from shared.chat.completions import CompletionRequest, CompletionResponse, ErrorDetail, ErrorResponse, Usage
-from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, ServedModel
+from service.inference.so_far import AnswerSoFar
+from shared.chat.completions import (
+    Answer,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorDetail,
+    ErrorResponse,
+)
+from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
 from shared.contract import Frozen
 from shared.errors import LongshoreError
 
@@ -22,9 +30,16 @@ router = APIRouter(
 )
 
 T = TypeVar("T")
+A = TypeVar("A", contravariant=True)
 _LISTEN_S = 0.5
 _KEEP_ALIVE_S = 15.0
-_PIECE_CHARACTERS = 64
+
+
+class Chunks(Protocol[A]):
+    """Makes the chunks of one streamed answer."""
+
+    def grown(self, texts: tuple[str, ...]) -> Iterator[Answer]: ...
+    def rest(self, answer: A, include_usage: bool) -> Iterator[Answer]: ...
 
 
 class ServedModels(Frozen):
@@ -64,55 +79,91 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 async def chat(
     body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response | ChatCompletion:
-    """Ask a published adapter or model. `stream` sends the finished answer in pieces."""
-    task = asyncio.ensure_future(backend.inference.chat(asking.tenant, body))
+    """Ask a published adapter or model. `stream` sends the text as it is drawn."""
     if not body.stream:
-        return await _unless_gone(request, task)
-    with suppress(TimeoutError):  # an early refusal can still have its own status
-        await _unless_gone(request, task, _KEEP_ALIVE_S)
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    headers = {"cache-control": "no-store"}
-    return StreamingResponse(_events(task, include_usage), media_type="text/event-stream", headers=headers)
+        return await _unless_gone(request, asyncio.ensure_future(backend.inference.chat(asking.tenant, body)))
+    so_far = AnswerSoFar()
+    task = asyncio.ensure_future(backend.inference.chat(asking.tenant, body, so_far))
+    return await _streamed(request, body, task, so_far, ChatChunks(so_far, body.model))
 
 
-@router.post("/completions")
+@router.post("/completions", response_model=CompletionResponse)
 async def complete(
     body: JsonBody[CompletionRequest], request: Request, asking: Asking, backend: Backed
-) -> CompletionResponse:
-    """Continue a text, or token ids, without a chat template."""
-    return await _unless_gone(request, asyncio.ensure_future(backend.inference.complete(asking.tenant, body)))
+) -> Response | CompletionResponse:
+    """Continue a text, or token ids, without a chat template. `stream` sends the text as it is drawn."""
+    if not body.stream:
+        return await _unless_gone(request, asyncio.ensure_future(backend.inference.complete(asking.tenant, body)))
+    so_far = AnswerSoFar()
+    task = asyncio.ensure_future(backend.inference.complete(asking.tenant, body, so_far))
+    return await _streamed(request, body, task, so_far, TextChunks(so_far, body.model))
 
 
-async def _unless_gone(request: Request, task: "asyncio.Future[T]", patience_s: float = float("inf")) -> T:
+async def _streamed(
+    request: Request,
+    body: ChatRequest | CompletionRequest,
+    task: "asyncio.Future[T]",
+    so_far: AnswerSoFar,
+    chunks: Chunks[T],
+) -> Response:
+    """Return a stream that begins with the first text, so that an early refusal still has a status of its own."""
+    with suppress(TimeoutError):
+        await _unless_gone(request, task, _KEEP_ALIVE_S, so_far.changed)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    events = _events(task, so_far, chunks, include_usage)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def _unless_gone(
+    request: Request,
+    task: "asyncio.Future[T]",
+    patience_s: float = float("inf"),
+    begun: asyncio.Event | None = None,
+) -> T:
     """Wait for a task, and cancel it when the client hangs up.
 
     Raises:
-        TimeoutError: it is not there yet, and goes on.
+        TimeoutError: it is not there yet, and goes on: it took too long, or has `begun`.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
+    beginning = asyncio.ensure_future((begun or asyncio.Event()).wait())
     try:
         while not task.done():
-            if loop.time() > deadline:
+            if loop.time() > deadline or beginning.done():
                 raise TimeoutError
-            await asyncio.wait({task}, timeout=_LISTEN_S)
+            await _either(task, beginning, _LISTEN_S)
             if not task.done() and await request.is_disconnected():
                 task.cancel()
                 raise HTTPException(408, "the client hung up")
     except asyncio.CancelledError:
         task.cancel()
         raise
+    finally:
+        beginning.cancel()
     return task.result()
 
 
-async def _events(task: "asyncio.Future[ChatCompletion]", include_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events: comments while the answer is made, then its pieces."""
+async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", timeout_s: float) -> None:
+    await asyncio.wait({first, second}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _events(
+    task: "asyncio.Future[T]", so_far: AnswerSoFar, chunks: Chunks[T], include_usage: bool
+) -> AsyncIterator[str]:
+    """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
     try:
         while not task.done():
-            await asyncio.wait({task}, timeout=_KEEP_ALIVE_S)
-            if not task.done():
+            growing = asyncio.ensure_future(so_far.changed.wait())
+            await _either(task, growing, _KEEP_ALIVE_S)
+            growing.cancel()
+            if so_far.changed.is_set():
+                so_far.changed.clear()
+                for chunk in chunks.grown(so_far.texts):
+                    yield f"data: {chunk.model_dump_json()}\n\n"
+            elif not task.done():
                 yield ": the model is answering\n\n"
-        for chunk in chunks_of(task.result(), include_usage):
+        for chunk in chunks.rest(task.result(), include_usage):
             yield f"data: {chunk.model_dump_json()}\n\n"
     except LongshoreError as error:  # the status has been sent, so the error is sent as an event
         body = ErrorResponse(error=ErrorDetail(message=str(error), type="server_error"))
@@ -120,31 +171,3 @@ async def _events(task: "asyncio.Future[ChatCompletion]", include_usage: bool) -
     finally:
         task.cancel()
     yield "data: [DONE]\n\n"
-
-
-def chunks_of(answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk]:
-    """An answer in pieces, choice after choice: its role, its text, why it ended."""
-
-    def chunk(*choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
-        return ChatChunk(id=answer.id, created=answer.created, model=answer.model, choices=[*choices], usage=usage)
-
-    for at, choice in enumerate(answer.choices):
-        first = chunk(ChunkChoice(index=choice.index, delta={"role": "assistant", "content": ""}))
-        yield first if at else first.model_copy(update={"prompt_token_ids": answer.prompt_token_ids})
-        for text in _pieces(choice):
-            piece = {"delta": {"content": text}, "logprobs": choice.logprobs, "token_ids": choice.token_ids}
-            yield chunk(ChunkChoice.model_validate({"index": choice.index, **piece}))
-        if calls := choice.message.tool_calls:
-            deltas = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
-            yield chunk(ChunkChoice(index=choice.index, delta={"tool_calls": deltas}))
-        yield chunk(ChunkChoice(index=choice.index, delta={}, finish_reason=choice.finish_reason))
-    if include_usage:
-        yield chunk(usage=answer.usage)
-
-
-def _pieces(choice: ChatChoice) -> list[str]:
-    """The text in pieces; in one with log-probabilities or token ids, as tokens may end within a character."""
-    text = choice.message.content or ""
-    if choice.logprobs is not None or choice.token_ids is not None:
-        return [text]
-    return [text[at : at + _PIECE_CHARACTERS] for at in range(0, len(text), _PIECE_CHARACTERS)]

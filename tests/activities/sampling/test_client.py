@@ -12,7 +12,8 @@ import pytest
 
 import activities.sampling.client
 from activities.sampling.client import Sampler
-from shared.chat.completions import Sampling
+from activities.sampling.streamed import MAX_EVENT_BYTES
+from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.settings import ConfinedSettings
 from tests.conftest import free_port
@@ -51,8 +52,10 @@ class Scripted:
                     self.close_connection = True
                     return
                 text = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
+                self.send_response(200 if status == 206 else status)
+                # 206: hang up before the answer has all the bytes that were announced.
+                self.send_header("Content-Length", str(len(text) + (status == 206)))
+                self.close_connection = status == 206
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -102,6 +105,51 @@ def test_what_passes_is_tried_again(scripted):
     assert path == "/v1/completions"
     assert body["prompt"] == [1, 2]
     assert (body["seed"], body["n"], body["stop"], body["return_token_ids"]) == (9, 1, ["x"], True)
+
+
+def events(*chunks):
+    return b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+
+
+def chunk(index=0, text="a", usage=None, **changes):
+    head = {"id": "cmpl-1", "created": 1, "model": "m", "usage": usage}
+    return {**head, "choices": [] if usage else [{"index": index, "text": text, **changes}]}
+
+
+END = chunk(usage=GOOD["usage"])
+
+
+def stream(client, tell=lambda texts: None):
+    return client.complete(CompletionRequest(model="m", prompt=[1, 2], n=2, seed=9, max_tokens=2000), tell)
+
+
+def test_a_stream_that_breaks_off_is_asked_for_again(scripted):
+    """A server that dies hangs up in the middle of the stream, before its last chunk."""
+    parts = [chunk(0, "a"), chunk(1, "x"), chunk(0, "b", finish_reason="stop"), chunk(1, "", finish_reason="length")]
+    server = scripted((206, events(*parts[:2])), (200, events(*parts, END)))
+    told = []
+    answer = stream(server.client(), told.append)
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [("ab", "stop"), ("x", "length")]
+    assert told[-4:] == [("a", ""), ("a", "x"), ("ab", "x"), ("ab", "x")]
+    assert server.asked[-1][1]["stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        (events(chunk(0, finish_reason="stop"), END), SamplerUnavailable, "ended before the answer"),
+        (events(chunk(0, finish_reason="stop"), chunk(1, finish_reason="stop")), SamplerUnavailable, "before the ans"),
+        (events({"error": {"message": "out of memory", "code": 500}}), SamplerUnavailable, "out of memory"),
+        (events(chunk(2)), InvalidInput, "a choice 2"),
+        (events(chunk(-1)), InvalidInput, "a choice -1"),
+        (events({"choices": "none"}), InvalidInput, "makes no sense"),
+        (b"data: " + b"x" * (MAX_EVENT_BYTES + 1), InvalidInput, "an event of more than"),
+        (events(chunk(0, "a" * 1000)) * 9000, InvalidInput, "answers with more than"),
+    ],
+)
+def test_a_stream_that_makes_no_sense_is_refused(scripted, body, error, words):
+    with pytest.raises(error, match=words):
+        stream(scripted((200, body)).client())
 
 
 def test_it_gives_up_after_its_attempts(scripted):

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion
-from activities.tokenizing.tool_calls import told_calls
-from service.apis.openai.chat import chunks_of
+from activities.tokenizing.tool_calls import text_before_calls, told_calls
+from service.apis.openai.streams import ChatChunks
+from service.inference.so_far import AnswerSoFar
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact
@@ -88,7 +89,10 @@ def test_a_call_ends_the_answer_whole_and_in_a_stream() -> None:
     assert choice.message.tool_calls is not None
     [call] = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("tide", {"port": "nørth", "day": 2})
-    sent = [chunk.choices[0] for chunk in chunks_of(answer, include_usage=False)]
+    chunks = ChatChunks(AnswerSoFar(), "m")
+    grown = [text_before_calls(SAID[:n]) for n in range(len(SAID))]
+    early = [chunk for text in grown for chunk in chunks.grown((text,))]
+    sent = [chunk.choices[0] for chunk in (*early, *chunks.rest(answer, include_usage=False))]
     assert [piece.delta.get("tool_calls") for piece in sent if "tool_calls" in piece.delta] == [
         [{"index": 0, **call.model_dump()}]
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -11,8 +12,9 @@ from activities.host_context import HostContext
 from activities.sampling.chat import chat_completion
 from activities.sampling.complete import Complete
 from activities.sampling.samplers import Samplers
-from service.apis.openai.chat import chunks_of
+from service.apis.openai.streams import ChatChunks
 from service.inference.published_models import PublishedModels
+from service.inference.so_far import AnswerSoFar
 from shared.chat.answer_records import recall
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion
@@ -108,7 +110,7 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
         assert choice.logprobs is not None
         assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
         assert kept.content == choice.message.content
-    chunks = list(chunks_of(answer, include_usage=False))
+    chunks = list(ChatChunks(AnswerSoFar(), "north").rest(answer, include_usage=False))
     assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
     told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
     assert told == [choice.token_ids for choice in answer.choices]
@@ -116,6 +118,25 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
     assert plain.prompt_token_ids is plain.choices[0].token_ids is plain.choices[0].logprobs is None
     kept_too = recall(harbour.store, "default", plain.id)
     assert kept_too is not None and len(kept_too.choices[0].logprobs) == NUM_TOKENS, "also where nobody asked for ids"
+
+
+async def test_text_comes_while_it_is_drawn(harbour: Harbour) -> None:
+    """Texts only grow into those of the answer, which is remembered under the id that its stream had."""
+    inference, so_far, seen = harbour.inference(), AnswerSoFar(), dict[tuple[str, ...], float]()
+    await inference.chat("default", greedy("north", max_tokens=1))
+    asked_at = time.monotonic()
+    asked = greedy("north", temperature=1, n=2, max_tokens=1500, stream=True)
+    answering = asyncio.ensure_future(inference.chat("default", asked, so_far))
+    while not answering.done():
+        await asyncio.sleep(0.02)
+        if so_far.texts:
+            seen.setdefault(so_far.texts, time.monotonic() - asked_at)
+    answer = answering.result()
+    print(f"first text after {min(seen.values()):.2f} s, all of it after {time.monotonic() - asked_at:.2f} s")
+    texts = [choice.message.content for choice in answer.choices]
+    assert sum(map(len, next(iter(seen)))) < sum(map(len, texts))
+    assert all(whole.startswith(text) for each in seen for whole, text in zip(texts, each, strict=True))
+    assert recall(harbour.store, "default", so_far.answer_id) is not None and answer.id == so_far.answer_id
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:
@@ -176,7 +197,6 @@ async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harb
                 chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
                 deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
                 assert deltas[0]["role"] == message["role"] == "assistant"
-                assert len(deltas) > 3
                 assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
                 assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-2:] == [None, "length"]
                 assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole.json()["usage"])
@@ -184,6 +204,12 @@ async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harb
                 assert offered.json()["choices"][0]["message"] == message
                 text = http.post("/completions", json={"model": "south", "prompt": "How many", "max_tokens": 4})
                 assert text.json()["usage"]["completion_tokens"] <= 4
+                longer = {"model": "south", "prompt": "How many", "max_tokens": 40, "temperature": 0, "logprobs": 0}
+                texts = http.post("/completions", json=longer | {"stream": True}).text.split("\n\n")[:-2]
+                parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in texts]
+                [whole_text] = http.post("/completions", json=longer).json()["choices"]
+                assert "".join(part["text"] for part in parts) == whole_text["text"]
+                assert {**parts[-1], "text": whole_text["text"]} == whole_text
                 for changes, status, place in [
                     ({"model": "west"}, 404, None),
                     ({"model": "west", "stream": True}, 404, None),

@@ -1,0 +1,113 @@
+"""Answers that a sampler streams: server-sent events put together, and the text of each choice as it grows."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, TokenLogprobs, Usage
+from shared.errors import InvalidInput, SamplerUnavailable
+from shared.field_rules import first_rule
+
+MAX_EVENT_BYTES = 2 << 20
+_DATA = "data:"
+Tell = Callable[[tuple[str, ...]], None]
+
+
+class StreamedAnswer:
+    """The answer that the events of one response make. `tell` is given the texts of all choices after each event.
+
+    Args:
+        num_choices: so many are expected.
+        place: names the server in errors.
+    """
+
+    def __init__(self, num_choices: int, tell: Tell, place: str) -> None:
+        self._parts: list[list[Choice]] = [[] for _ in range(num_choices)]
+        self._texts = [""] * num_choices
+        self._tell = tell
+        self._place = place
+        self._head: CompletionChunk | None = None
+        self._usage: Usage | None = None
+
+    def line(self, line: str) -> None:
+        """Take a line of the response.
+
+        Raises:
+            InvalidInput: it is no event of this answer. SamplerUnavailable: the sampler reports an error.
+        """
+        data = line.removeprefix(_DATA).strip()
+        if not line.startswith(_DATA) or data == "[DONE]":
+            return
+        chunk = self._parsed(data)
+        self._head = self._head or chunk
+        self._usage = chunk.usage or self._usage
+        for choice in chunk.choices:
+            if not 0 <= choice.index < len(self._parts):
+                raise InvalidInput(f"the sampler sends a choice {choice.index}", self._place)
+            self._parts[choice.index].append(choice)
+            self._texts[choice.index] += choice.text
+        if chunk.choices:
+            self._tell(tuple(self._texts))
+
+    def _parsed(self, data: str) -> CompletionChunk:
+        try:
+            return CompletionChunk.model_validate_json(data)
+        except ValidationError as error:
+            if (reported := _reported(data)) is not None:
+                raise SamplerUnavailable(f"{self._place}: {reported}") from error
+            raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", self._place) from error
+
+    def answer(self) -> CompletionResponse:
+        """Return the answer when the response has ended. Raises SamplerUnavailable if it ended before the answer."""
+        choices = [_joined(index, parts) for index, parts in enumerate(self._parts)]
+        if self._head is None or self._usage is None or any(choice.finish_reason is None for choice in choices):
+            raise SamplerUnavailable(f"{self._place}: the stream ended before the answer")
+        return CompletionResponse(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=choices,
+            usage=self._usage,
+        )
+
+
+def _joined(index: int, parts: list[Choice]) -> Choice:
+    """Put the pieces of a choice together."""
+    last = next((part for part in reversed(parts) if part.finish_reason), None)
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    token_ids = [part.token_ids for part in parts if part.token_ids is not None]
+    return Choice(
+        index=index,
+        text="".join(part.text for part in parts),
+        finish_reason=last and last.finish_reason,
+        stop_reason=last and last.stop_reason,
+        logprobs=_joined_logprobs(logprobs) if logprobs else None,
+        token_ids=[id for ids in token_ids for id in ids] if token_ids else None,
+        prompt_token_ids=next((part.prompt_token_ids for part in parts if part.prompt_token_ids is not None), None),
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+    )
+
+
+def _joined_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    def of(rows: Callable[[TokenLogprobs], list[Any] | None]) -> list[Any]:
+        return [each for part in parts for each in rows(part) or ()]
+
+    return TokenLogprobs(
+        tokens=of(lambda part: part.tokens),
+        token_logprobs=of(lambda part: part.token_logprobs),
+        text_offset=of(lambda part: part.text_offset) or None,
+        top_logprobs=of(lambda part: part.top_logprobs) or None,
+    )
+
+
+def _reported(data: str) -> str | None:
+    """Return the message of an error that a server sends in the place of an event."""
+    try:
+        match json.loads(data):
+            case {"error": {"message": str(message)}}:
+                return message[:500]
+    except (ValueError, RecursionError):
+        pass
+    return None

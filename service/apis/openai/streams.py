@@ -1,0 +1,103 @@
+"""Answers as streams of chunks: what is new of each choice while it is drawn, and the rest once the answer is there."""
+
+from collections.abc import Iterator
+
+from service.inference.so_far import AnswerSoFar
+from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, Usage
+from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChunkChoice
+from shared.errors import SamplerUnavailable
+
+
+class _Sent:
+    """The text that was sent of each choice."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def begins(self, index: int) -> bool:
+        """Return True the first time that a choice is asked about."""
+        is_new = index not in self._texts
+        self._texts.setdefault(index, "")
+        return is_new
+
+    def new(self, index: int, text: str) -> str:
+        """Return what of a choice's text, all that it has so far, has not been sent.
+
+        Raises:
+            SamplerUnavailable: what was sent is not the beginning of it.
+        """
+        sent = self._texts.get(index, "")
+        if not text.startswith(sent):
+            sent = sent.lstrip()  # of an answer with tool calls the text is stripped
+        if not text.startswith(sent):
+            raise SamplerUnavailable("the sampler was lost, and another one's answer differs: ask again")
+        self._texts[index] = text
+        return text[len(sent) :]
+
+
+class ChatChunks:
+    """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended."""
+
+    def __init__(self, so_far: AnswerSoFar, model: str) -> None:
+        self._head = ChatChunk(id=so_far.answer_id, created=so_far.created, model=model, choices=[])
+        self._sent = _Sent()
+
+    def grown(self, texts: tuple[str, ...]) -> Iterator[ChatChunk]:
+        """Return what is new in the texts of the choices."""
+        for index, text in enumerate(texts):
+            if self._sent.begins(index):
+                yield self._opening(index)
+            if new := self._sent.new(index, text):
+                yield self._chunk(ChunkChoice(index=index, delta={"content": new}))
+
+    def rest(self, answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk]:
+        """Return what is left of the answer. Log-probabilities and token ids come with the last of the text."""
+        prompt_ids = answer.prompt_token_ids
+        for choice in answer.choices:
+            if self._sent.begins(choice.index):
+                yield self._opening(choice.index).model_copy(update={"prompt_token_ids": prompt_ids})
+                prompt_ids = None
+            yield from self._end(choice)
+        if include_usage:
+            yield self._chunk(usage=answer.usage)
+
+    def _end(self, choice: ChatChoice) -> Iterator[ChatChunk]:
+        text = self._sent.new(choice.index, choice.message.content or "")
+        if text or choice.logprobs is not None or choice.token_ids is not None:
+            piece = {"delta": {"content": text}, "logprobs": choice.logprobs, "token_ids": choice.token_ids}
+            yield self._chunk(ChunkChoice.model_validate({"index": choice.index, **piece}))
+        if calls := choice.message.tool_calls:
+            deltas = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
+            yield self._chunk(ChunkChoice(index=choice.index, delta={"tool_calls": deltas}))
+        yield self._chunk(ChunkChoice(index=choice.index, delta={}, finish_reason=choice.finish_reason))
+
+    def _opening(self, index: int) -> ChatChunk:
+        return self._chunk(ChunkChoice(index=index, delta={"role": "assistant", "content": ""}))
+
+    def _chunk(self, *choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
+        return self._head.model_copy(update={"choices": [*choices], "usage": usage})
+
+
+class TextChunks:
+    """The chunks of a continued text: of each choice its text, then why it ended with all else that was asked for."""
+
+    def __init__(self, so_far: AnswerSoFar, model: str) -> None:
+        id = so_far.answer_id.replace("chatcmpl", "cmpl")
+        self._head = CompletionChunk(id=id, created=so_far.created, model=model, choices=[])
+        self._sent = _Sent()
+
+    def grown(self, texts: tuple[str, ...]) -> Iterator[CompletionChunk]:
+        """Return what is new in the texts of the choices."""
+        for index, text in enumerate(texts):
+            if new := self._sent.new(index, text):
+                yield self._chunk(Choice(index=index, text=new))
+
+    def rest(self, answer: CompletionResponse, include_usage: bool) -> Iterator[CompletionChunk]:
+        """Return what is left of the answer."""
+        for choice in answer.choices:
+            yield self._chunk(choice.model_copy(update={"text": self._sent.new(choice.index, choice.text)}))
+        if include_usage:
+            yield self._chunk(usage=answer.usage)
+
+    def _chunk(self, *choices: Choice, usage: Usage | None = None) -> CompletionChunk:
+        return self._head.model_copy(update={"choices": [*choices], "usage": usage})
