@@ -76,8 +76,7 @@ _SHUTDOWN_GRACE = timedelta(seconds=10)
 # Workflow tasks of a control host that was killed go to another after this long, instead of Temporal's 10 s. A living
 # host that is slower only has to read the run's history again.
 _STICKY = timedelta(seconds=3)
-# Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
-# Activities beat once a second; sooner where an answer that is streamed has grown.
+# Else the SDK holds heartbeats, and so cancellations, back by 80 % of their timeout. Streamed answers beat more often.
 _BEAT = timedelta(milliseconds=100)
 _log = logging.getLogger("longshore.host")
 
