@@ -1,21 +1,28 @@
 """Eight LoRA runs at once on one shared worker, against one after another: wall time, GPU seconds, and equal bits.
 
     python -m benchmarks.shared_worker [--steps 40] [--hidden 64] [--layers 2]
+    python -m benchmarks.shared_worker --switches 4 [--hidden 64] [--layers 2]
 
 Starts `longshore dev` twice in a temporary folder, with LONGSHORE_QUOTAS__WORKER_SHARING `none` and `all`, warms it up
 with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
 trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds as the runs'
 status tells them, and how many adapters have the same SHA-256 in both.
+
+With `--switches` instead: runs of two bases in turn, with LONGSHORE_WARM_BYTES 0 and with its default. Prints the
+median seconds from asking for a worker to having trained two steps, of the runs whose base has had a run before.
 """
 
 import argparse
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +46,37 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--switches", type=int, default=0, help="between two bases")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         texts = ["how many crates are on the quay? seven crates."] * 8
         sizes = {"hidden_size": given.hidden, "num_layers": given.layers}
         model = make_tiny_model(Path(folder) / "model", texts, **sizes)
+        if given.switches:
+            models = [model, shutil.copytree(model, Path(folder) / "other")]
+            cold, warm = (_switching(Path(folder), models, given.switches, budget) for budget in ("0", None))
+            _print({"what": "a run whose base has just had another one's place", **sizes, "cold": cold, "warm": warm})
+            return
         measured = {sharing: _measure(Path(folder), model, given.steps, sharing) for sharing in ("none", "all")}
     alone, shared = measured["none"], measured["all"]
-    result = {
-        "what": "eight LoRA runs at once: each on the worker alone, and all on a shared one",
-        "steps_of_each": given.steps,
-        **sizes,
-        "seconds_alone": round(alone.seconds, 2),
-        "seconds_shared": round(shared.seconds, 2),
-        "speedup": round(alone.seconds / shared.seconds, 2),
-        "gpu_seconds_alone": round(alone.gpu_seconds, 2),
-        "gpu_seconds_shared": round(shared.gpu_seconds, 2),
-        "longest_wait_for_the_shared_worker_s": round(max(shared.waits_s), 3),
-        "equal_adapters": sum(a == b for a, b in zip(alone.adapters, shared.adapters, strict=True)),
-        **provenance(),
-    }
-    print(json.dumps(result, indent=1))
+    _print(
+        {
+            "what": "eight LoRA runs at once: each on the worker alone, and all on a shared one",
+            "steps_of_each": given.steps,
+            **sizes,
+            "seconds_alone": round(alone.seconds, 2),
+            "seconds_shared": round(shared.seconds, 2),
+            "speedup": round(alone.seconds / shared.seconds, 2),
+            "gpu_seconds_alone": round(alone.gpu_seconds, 2),
+            "gpu_seconds_shared": round(shared.gpu_seconds, 2),
+            "longest_wait_for_the_shared_worker_s": round(max(shared.waits_s), 3),
+            "equal_adapters": sum(a == b for a, b in zip(alone.adapters, shared.adapters, strict=True)),
+        }
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(json.dumps({**result, **provenance()}, indent=1))
 
 
 class Measured:
@@ -75,23 +92,43 @@ class Measured:
 
 
 def _measure(folder: Path, model: Path, num_steps: int, sharing: str) -> Measured:
-    root = folder / sharing
-    environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_QUOTAS__WORKER_SHARING": sharing}
+    with _started(folder / sharing, LONGSHORE_QUOTAS__WORKER_SHARING=sharing) as client:
+        _sft(client, folder, model, 4, 2, 99)()
+        begin = {"sft": _sft, "dpo": _dpo, "rl": _rl}
+        works = [
+            begin[kind](client, folder, model, rank, num_steps, seed)
+            for seed, (kind, rank) in enumerate(zip(KINDS, RANKS, strict=True))
+        ]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(works)) as threads:
+            runs = list(threads.map(lambda work: work(), works))
+        return Measured(time.perf_counter() - began, runs)
+
+
+def _switching(folder: Path, models: Sequence[Path], num: int, budget: str | None) -> float:
+    """Return the median seconds of runs of two steps, of the bases in turn, each of which had a run before."""
+    settings = {"LONGSHORE_WARM_BYTES": budget} if budget else {}
+    with _started(folder / f"switching-{budget}", **settings) as client:
+        runs = [_sft(client, folder, models[n % 2], 4, 2, n)() for n in range(num + 2)][2:]
+    return round(statistics.median(map(_until_trained, runs)), 3)
+
+
+def _until_trained(run: RunView) -> float:
+    """Return the seconds from asking for a worker to having trained."""
+    began = {span.phase: span.began for span in reversed(run.timeline)}  # of each phase the first time
+    return began["publishing"] - began["waiting_for_worker"]
+
+
+@contextmanager
+def _started(root: Path, **settings: str) -> Iterator[Client]:
+    """Start a stack, and stop it when the block ends."""
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
     subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
     try:
         connection = Connection.read(root)
         assert connection is not None
         with Client(connection.api_url, connection.api_key) as client:
-            _sft(client, folder, model, 4, 2, 99)()
-            begin = {"sft": _sft, "dpo": _dpo, "rl": _rl}
-            works = [
-                begin[kind](client, folder, model, rank, num_steps, seed)
-                for seed, (kind, rank) in enumerate(zip(KINDS, RANKS, strict=True))
-            ]
-            began = time.perf_counter()
-            with ThreadPoolExecutor(len(works)) as threads:
-                runs = list(threads.map(lambda work: work(), works))
-            return Measured(time.perf_counter() - began, runs)
+            yield client
     finally:
         subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
 

@@ -182,8 +182,13 @@ class WarmEngine:
         if self.in_hand:
             self._move_away([plan.run_id], slots_of(plan.run_id, plan.trainable))
         else:
-            self._move_away(list(self.room.on_device), None)
-        self.on_device = bool(self.in_hand)
+            self.offload_all()
+
+    def offload_all(self) -> None:
+        """Take everything off the device, while no job is in hand."""
+        assert not self.in_hand
+        self._move_away(list(self.room.on_device), None)
+        self.on_device = False
 
     def _move_away(self, run_ids: Iterable[str], slots: Collection[Slot] | None) -> None:
         """Take slots of runs without a job off the device; None: all slots, and the base."""

@@ -27,9 +27,12 @@ KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
 
 class Order(Frozen):
-    """Rank 0's order to all ranks: begin a job, go on with a run's job, wait, or end. `stale`: why a job is refused."""
+    """Rank 0's order to all ranks: begin a job, go on with a run's job, wait, offload, or end.
 
-    kind: Literal["wait", "begin", "go_on", "leave"]
+    `stale`: why a job is refused.
+    """
+
+    kind: Literal["wait", "begin", "go_on", "offload", "leave"]
     job: Job | None = None
     stale: str | None = None
     run_id: str | None = None
@@ -129,6 +132,8 @@ class Worker:
                 case "go_on":
                     assert order.run_id is not None
                     self._advance(order.run_id)
+                case "offload":
+                    self._offload(paths)
 
     def do_one(self, job: Job) -> Outcome:
         """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput when its log is in use."""
@@ -150,8 +155,16 @@ class Worker:
         return outcome
 
     def _next_order(self, reader: "QueueReader | None") -> Order:
-        order = reader.next_order(self._in_hand, self._turns) if reader else None
+        order = reader.next_order(self._in_hand, self._turns, self._warm.on_device) if reader else None
         return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
+
+    def _offload(self, paths: WorkerPaths) -> None:
+        """Take everything off the device, and tell the host how many bytes of its memory all ranks hold."""
+        assert self._warm.dispatcher is not None
+        self._warm.offload_all()
+        [held] = self._ranks.total([self._warm.dispatcher.engine.memory().host_bytes])
+        if self._ranks.rank == 0:
+            write_atomically(paths.offloaded, str(held).encode(), is_durable=False)
 
     def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
         claim = reader.claim if reader else None
@@ -208,8 +221,10 @@ class QueueReader:
         self.claim: Claim
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_hand: Mapping[str, InHand], turns: Turns) -> Order:
+    def next_order(self, in_hand: Mapping[str, InHand], turns: Turns, is_on_device: bool) -> Order:
         """Wait for something to do: begin a new job, or go on with the run whose turn it is.
+
+        A worker that is on its device and serves no lease any more is to leave the device.
 
         After KEEP_ALIVE_S seconds it returns an order to wait, so that the broadcast to other ranks does not time out.
         """
@@ -224,5 +239,7 @@ class QueueReader:
                 return Order(kind="begin", job=claim.job, stale=claim.stale)
             if ready := [(run_id, task.job.tenant) for run_id, task in in_hand.items() if task.is_ready()]:
                 return Order(kind="go_on", run_id=turns.next(ready))
+            if is_on_device and not in_hand and self.queue.has_no_lease():
+                return Order(kind="offload")
             time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
         return Order(kind="wait")

@@ -337,7 +337,7 @@ async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerComman
     # In a thread, as it may start a sampler in place of one that a killed host left, and fetch its model.
     sharing = Sharing(settings.runs_per_worker, settings.sharing_window_s)
     pool = await asyncio.to_thread(
-        WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks, sharing
+        WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks, sharing, settings.warm_bytes
     )
     stack.callback(pool.close)
     # A task group, so that an error of the task ends the host: without it, idle workers would keep their device.

@@ -212,7 +212,12 @@ class Settings(BaseSettings):
         description="on each rank's device, for adapters in training with their gradients and optimizer state; if "
         "absent, on CUDA what the base leaves of nine tenths of the device, on the CPU no limit",
     )
-    worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
+    worker_idle_s: float = Field(default=30.0, description="how long workers stay warm on a host that no run uses")
+    warm_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="of a GPU host's memory, for idle workers beside the one in use; a quarter of it if absent",
+    )
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")
     heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")

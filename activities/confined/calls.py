@@ -142,11 +142,16 @@ class _Places:
 
 @cache
 def _room(memory_bytes: int) -> int:
-    """Return how many children fit into the memory of this machine or container, at least 2."""
+    """Return how many children fit into the memory of this machine, at least 2."""
+    return max(2, machine_bytes() // memory_bytes)
+
+
+def machine_bytes() -> int:
+    """Return the memory of this machine or container."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such container, or "max"
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return max(2, available // memory_bytes)
+    return available
 
 
 class _Child:

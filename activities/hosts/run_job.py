@@ -17,7 +17,19 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
-from shared.jobs.events import Applied, Cancelled, Failed, Kept, Probed, Saved, Step, Succeeded, Synced, Terminal
+from shared.jobs.events import (
+    Applied,
+    Cancelled,
+    Failed,
+    Kept,
+    Offloaded,
+    Probed,
+    Saved,
+    Step,
+    Succeeded,
+    Synced,
+    Terminal,
+)
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import SyncOutcome
@@ -180,6 +192,8 @@ class _Attempt:
             self.uploader.keep(event)
         if isinstance(event, Probed):
             self.probe = event.logprobs
+        if isinstance(event, Offloaded):
+            self.worker.offloaded_bytes = event.host_bytes
         if isinstance(event, Synced):
             self.sync = event.outcome
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept))

@@ -1,4 +1,8 @@
-"""The worker processes of one host: leases them to runs, keeps them warm after a lease, ends those idle too long."""
+"""The worker processes of one host: leases them to runs, keeps them warm after a lease, ends those idle too long.
+
+A worker that no run has holds nothing on the device, so those of several bases may stay beside the one in use, as long
+as a budget of host memory allows.
+"""
 
 import logging
 import threading
@@ -7,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from activities.confined.calls import machine_bytes
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
 from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.layout import MAX_WORLD_SIZE
-from shared.jobs.leases import LeaseMark, ProcessKey
+from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
 from shared.storage.paths import HostPaths
 
+_OFFLOAD_PATIENCE_S = 60.0
+_WARM_SHARE = 4  # of the machine's memory; the part that idle workers may hold unless another budget is given
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +37,10 @@ class Sharing:
 class WorkerPool:
     """Starts a worker when a lease asks for one, adopts a warm one of an equal key, ends it after an idle time.
 
+    While a worker is leased, idle ones of other keys stay if together they hold at most `warm_bytes` of host memory (a
+    quarter of it if None): those that were leased least recently are ended first. A sampler keeps its weights on the
+    device, so it is ended before another one starts.
+
     Safe to use from several threads. The constructor ends workers that a killed host left behind, and starts one of
     them anew, which may fetch a model's files.
     """
@@ -42,6 +53,7 @@ class WorkerPool:
         idle_limit_s: float,
         max_ranks: int = MAX_WORLD_SIZE,
         sharing: "Sharing | None" = None,
+        warm_bytes: int | None = None,
     ) -> None:
         self._paths = paths
         self._command = command
@@ -52,7 +64,10 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._leased: dict[str, WorkerProcess] = {}
         self._shared: dict[str, tuple[WorkerProcess, float]] = {}
-        self._idle: dict[str, tuple[WorkerProcess, float]] = {}
+        self._warm_bytes = machine_bytes() // _WARM_SHARE if warm_bytes is None else warm_bytes
+        # With the bytes of host memory that each holds. The one that was leased last is last.
+        self._idle: dict[str, tuple[WorkerProcess, int]] = {}
+        self._released_at = time.monotonic()
         for key in end_leftovers(paths)[:1]:  # the device has room for one
             self._start_again(key)
 
@@ -65,21 +80,18 @@ class WorkerPool:
         except (OSError, LongshoreError) as error:  # the lease that asks for it will report the error
             _log.warning("a worker as the one left behind does not start: %s", error)
             return
-        self._idle[worker.worker_id] = (worker, time.monotonic())
+        self._idle[worker.worker_id] = worker, 0
 
     def acquire(self, key: ProcessKey, lease: LeaseMark) -> WorkerProcess:
-        """Return a worker for a lease. Idle workers of other keys are ended first, as the device has room for one.
+        """Return a worker for a lease. Idle ones are ended first, unless they are off the device and within the budget.
 
         Raises:
             InvalidInput: the key has more ranks than this host takes.
         """
         with self._lock:
-            idle = [worker for worker, _ in self._idle.values()]
-            self._idle.clear()
-            fit = next((w for w in idle if w.key == key and w.is_alive() and not w.is_stopped()), None)
-            for worker in idle:
-                if worker is not fit:
-                    _dispose(worker)
+            fit = self._take_idle(key)
+            for worker in self._take_beyond(self._warm_bytes):
+                _dispose(worker)
             worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks)
             try:
                 worker.serve(lease)
@@ -88,6 +100,28 @@ class WorkerPool:
                 raise
             self._leased[worker.worker_id] = worker
             return worker
+
+    def _take_idle(self, key: ProcessKey) -> WorkerProcess | None:
+        """Take an idle worker of a key out of the idle ones. One that is not well is ended."""
+        for worker in [worker for worker, _ in self._idle.values() if worker.key == key]:
+            del self._idle[worker.worker_id]
+            if worker.is_alive() and not worker.is_stopped():
+                return worker
+            _dispose(worker)
+        return None
+
+    def _take_beyond(self, budget: int) -> list[WorkerProcess]:
+        """Take the workers out of the idle ones that a budget has no room for, or that are dead or on the device.
+
+        Once one has no room, those that were used before it have none either.
+        """
+        taken: list[WorkerProcess] = []
+        for worker, num_bytes in reversed(list(self._idle.values())):
+            budget -= num_bytes
+            if budget <= 0 or not worker.is_alive() or isinstance(worker.key, SamplerKey):
+                del self._idle[worker.worker_id]
+                taken.append(worker)
+        return taken
 
     def share(self, queue: str, worker: WorkerProcess) -> None:
         """Let leases of a queue join a worker, within the host's limits of time and number (`Sharing`)."""
@@ -116,7 +150,8 @@ class WorkerPool:
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
         """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        It is ended instead if it is dead, if its weights are still on the device, or if the idle time is 0.
+        It first leaves the device. It is ended instead if it is dead, does not do so, or if the idle time is 0. Of the
+        others those are ended that have no room beside it.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
@@ -124,12 +159,17 @@ class WorkerPool:
             worker.leave(lease)
             if worker.leases:
                 return
-            del self._leased[worker.worker_id]
             self._shared = {queue: shared for queue, shared in self._shared.items() if shared[0] is not worker}
-            if worker.is_alive() and not worker.holds_device and self._idle_limit_s > 0:
-                self._idle[worker.worker_id] = (worker, time.monotonic())
-                return
-        _dispose(worker)
+        stays = self._idle_limit_s > 0 and worker.leaves_device(_OFFLOAD_PATIENCE_S) and worker.is_alive()
+        num_bytes = worker.host_bytes() if stays else 0
+        with self._lock:
+            del self._leased[worker.worker_id]
+            self._released_at = time.monotonic()
+            over = self._take_beyond(self._warm_bytes - num_bytes) if stays else [worker]
+            if stays:
+                self._idle[worker.worker_id] = worker, num_bytes
+        for each in over:
+            _dispose(each)
 
     @contextmanager
     def using(self, worker_id: str, lease: LeaseMark) -> Iterator[WorkerProcess]:
@@ -150,14 +190,11 @@ class WorkerPool:
                 worker.num_jobs[lease.run_id] -= 1
 
     def end_idle(self) -> None:
-        """End the idle workers whose idle time is over, and those that have died."""
+        """End the idle workers that have died, and all when none was leased for the idle time."""
         now = time.monotonic()
         with self._lock:
-            over = [
-                worker
-                for worker, since in self._idle.values()
-                if now - since > self._idle_limit_s or not worker.is_alive()
-            ]
+            is_over = not self._leased and now - self._released_at > self._idle_limit_s
+            over = [worker for worker, _ in self._idle.values() if is_over or not worker.is_alive()]
             for worker in over:
                 del self._idle[worker.worker_id]
         for worker in over:

@@ -29,6 +29,7 @@ _KILL_PATIENCE_S = 60.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
 _NEW_S = 10.0
+_POLL_S = 0.01
 # How often an idle OpenMP thread looks for work before it sleeps: about 10 us. libgomp's default, 300,000 or 3 ms, is
 # bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
 _SPIN_COUNT = "1000"
@@ -54,6 +55,7 @@ class WorkerProcess:
     """A worker that this host started. `leases`: those it serves now, by run id; none while it waits in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
+    `offloaded_bytes`: of host memory that its engine holds, as it said last.
     `is_asleep`: a sampler was asked to sleep, and has not been woken since.
     """
 
@@ -64,6 +66,7 @@ class WorkerProcess:
         self.leases: dict[str, LeaseMark] = {}
         self.num_jobs: Counter[str] = Counter()
         self.holds_device = False
+        self.offloaded_bytes = 0
         self.is_asleep = False
         self._process = process
         self._lock = threading.Lock()
@@ -94,8 +97,26 @@ class WorkerProcess:
     def leave(self, lease: LeaseMark) -> None:
         """Serve a lease no longer."""
         self._turn()
+        self.paths.offloaded.unlink(missing_ok=True)  # before the lease: the worker then writes it anew
         del self.leases[lease.run_id], self._turn_before[lease.run_id], self.num_jobs[lease.run_id]
         self.paths.lease(lease.run_id).unlink(missing_ok=True)
+
+    def leaves_device(self, timeout_s: float) -> bool:
+        """Wait until a worker that serves no lease any more has left its device. False: it did not, or it ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.holds_device and self.is_alive() and time.monotonic() < deadline:
+            if self.paths.offloaded.exists():
+                self.holds_device, self.offloaded_bytes = False, int(self.paths.offloaded.read_bytes())
+            else:
+                time.sleep(_POLL_S)
+        return not self.holds_device
+
+    def host_bytes(self) -> int:
+        """Return the memory that would be free if its processes ended. A driver's pinned pages may not count as theirs.
+
+        So it is at least what the engine said that it holds.
+        """
+        return max(self.offloaded_bytes, sum(_own_bytes(process) for process in processes_of(self.worker_id)))
 
     def count_time_of(self, lease: LeaseMark) -> None:
         """Start to count a lease's share of the worker's time."""
@@ -305,6 +326,13 @@ def _status(process: psutil.Process) -> str | None:
         return process.status()
     except psutil.NoSuchProcess:
         return None
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0
 
 
 def _mark(process: psutil.Process) -> str | None:

@@ -66,6 +66,10 @@ class JobQueue:
     def should_leave(self) -> bool:
         return self.paths.stop.exists()
 
+    def has_no_lease(self) -> bool:
+        """Return True if the worker served leases, and serves none now."""
+        return self.paths.leases.exists() and not any(self.paths.leases.glob("*.json"))
+
     def archive(self, claimed: Path) -> None:
         claimed.rename(self.paths.archive / claimed.name)
 

@@ -325,6 +325,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
+        self.offloaded = root / "offloaded"
         self.weights_socket = root / "weights.sock"
         self.output = root / "output.log"
 

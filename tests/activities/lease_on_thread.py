@@ -25,11 +25,19 @@ from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_
 class Host:
     """A host's folders, store and pool, without Temporal."""
 
-    def __init__(self, root: Path, step_s: float = 0.01, idle_s: float = 30.0, command: WorkerCommand | None = None):
+    def __init__(
+        self,
+        root: Path,
+        step_s: float = 0.01,
+        idle_s: float = 30.0,
+        command: WorkerCommand | None = None,
+        warm_bytes: int = 0,
+    ) -> None:
         self.paths = self.paths_below(root)
         self.store: ObjectStore = LocalStore(root / "store")
         command = command or StandInCommand(step_s)
-        self.pool = WorkerPool(self.paths, command, {"PYTHONPATH": str(REPOSITORY)}, idle_s)
+        environment = {"PYTHONPATH": str(REPOSITORY)}
+        self.pool = WorkerPool(self.paths, command, environment, idle_s, warm_bytes=warm_bytes)
 
     @staticmethod
     def paths_below(root: Path) -> HostPaths:
@@ -102,7 +110,7 @@ class HeldLease(Held):
     def __init__(self, host: Host, plan: JobPlan, epoch: int, ready_timeout_s: float = 30.0) -> None:
         notebook = Notebook()
         lease = Lease(host.pool, host.store, notebook, "host-queue")
-        key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+        key = WorkerKey.of(plan)
         request = LeaseRequest(run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s)
         super().__init__(notebook, "leased", lease.lease, request)
 

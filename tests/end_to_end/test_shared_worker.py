@@ -1,9 +1,11 @@
 """Runs of several kinds on one real worker at once: each adapter is the one that its run makes alone."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from shared.jobs.leases import WorkerKey, WorkerRecord
 from tests.end_to_end.runs import Groups, jsonl, pair, train, weights
 from tests.end_to_end.stack import Answer, Stack, wait_until
 
@@ -50,6 +52,36 @@ def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
     ended(stack, holder)
     assert together == [stack.adapter_sha256(ended(stack, submitted(each))) for each in asked]
     assert steps == policy_steps()
+
+
+def test_a_base_that_others_have_displaced_is_still_warm(
+    stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path: Path, rl_options: list[str], groups: Groups
+) -> None:
+    """Runs of one base, another and the first again have two workers, whichever way their jobs end."""
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    common = ["submit", "sft", "--json", "--dataset", str(chat_dataset), "--steps", "2", "--batch-size", "4"]
+
+    def sft(model: Path) -> str:
+        return stack.adapter_sha256(ended(stack, stack.cli(*common, "--model", str(model)).json["run_id"]))
+
+    def workers() -> set[str]:
+        records = [
+            WorkerRecord.model_validate_json(path.read_bytes()) for path in stack.host_paths.workers.glob("*/*.json")
+        ]
+        return {record.worker_id for record in records if isinstance(record.key, WorkerKey)}
+
+    first = sft(tiny_model)
+    before = workers()
+    sft(other)
+    both = workers()
+    assert len(both - before) <= 1 and len(both) >= 2, "the first one waits beside the second"
+    assert sft(tiny_model) == first
+    run_id = stack.cli(*rl_options).json["run_id"]
+    train(stack, run_id, groups, 1)
+    stack.cli("finish", run_id)
+    ended(stack, run_id)
+    sft(other)
+    assert workers() == both, "one left the device at its lease's end"
 
 
 def ended(stack: Stack, run_id: str) -> Answer:

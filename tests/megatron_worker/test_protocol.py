@@ -219,6 +219,25 @@ def test_a_job_of_an_older_fence_is_refused(host: Host, workshop: Workshop):
     assert (host.paths.archive / "run-1-000031-e000002-a01.json").exists()
 
 
+def test_a_worker_whose_lease_ends_leaves_its_device_and_is_there_for_the_next(host: Host, workshop: Workshop):
+    lease = LeaseMark(run_id="run-1", fence=Fence(epoch=1))
+    plan = workshop.plan(job_id="000032", layout=Layout(dp=2), after="keep")
+    jobs = []
+    for epoch in (1, 2):
+        mark = lease.model_copy(update={"fence": Fence(epoch=epoch)})
+        write_atomically(host.paths.lease("run-1"), mark.model_dump_json().encode())
+        jobs.append(submit(host.paths, plan, fence=mark.fence))
+        host.wait_for_end(jobs[-1])
+        assert read_log(jobs[-1].log_path)[-1].device == "held"
+        assert not host.paths.offloaded.exists(), "the lease's next job finds it on the device"
+        host.paths.lease("run-1").unlink()
+        host.wait_for(host.paths.offloaded.exists)
+        assert int(host.paths.offloaded.read_bytes()) > 0, "bytes of both ranks"
+        host.paths.offloaded.unlink()
+    shutil.rmtree(host.paths.leases)
+    assert len({adapter_sha256(job.checkpoint_dir) for job in jobs}) == 1
+
+
 def test_half_a_job_file_is_never_read(host: Host, workshop: Workshop):
     plan = workshop.plan(job_id="000041", layout=Layout(dp=2))
     job = submit(host.paths, plan)

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import UserDict
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -56,6 +58,61 @@ def test_a_released_worker_stays_warm_for_an_equal_key_and_ends_for_another(tmp_
             assert third.grant.worker_id != worker_id
             assert host.worker_ids() == [third.grant.worker_id]
             assert host.num_processes(worker_id) == 0
+
+
+def test_idle_workers_of_other_keys_stay_as_long_as_their_memory_fits(tmp_path: Path, plan) -> None:
+    """Beside the one in use, for as long as it takes; those that were used least recently have to go first."""
+    plans = [plan.model_copy(update={"threads_per_rank": number}) for number in range(1, 5)]
+
+    def lease(number: int) -> str:
+        with HeldLease(host, plans[number], epoch=next(epochs)) as held:
+            worker_id = held.grant.worker_id
+            time.sleep(0.3)
+            host.pool.end_idle()
+            assert worker_id in host.worker_ids()
+        return worker_id
+
+    epochs = count(1)
+    with Host(tmp_path, idle_s=0.2, warm_bytes=1 << 40) as host:
+        first, second = lease(0), lease(1)
+        assert lease(0) == first and lease(1) == second, "each is found again"
+        one = host.pool._idle[first][1]
+        assert 1 << 20 < one < 1 << 30
+        host.pool._warm_bytes = int(2.5 * one)
+        third = lease(2)
+        assert set(host.worker_ids()) == {second, third} and host.num_processes(first) == 0
+        with HeldLease(host, plans[3], epoch=next(epochs)) as held:
+            fourth = held.grant.worker_id
+            assert set(host.worker_ids()) == {second, third, fourth}
+            host.pool._warm_bytes = 0
+        assert host.worker_ids() == [fourth], "the last one stays, for a run that may come"
+        time.sleep(0.3)
+        host.pool.end_idle()
+        assert host.worker_ids() == []
+
+
+def test_a_worker_leaves_the_device_before_it_waits_in_the_pool(tmp_path: Path, plan) -> None:
+    """The next lease's worker may take the device at once. One that does not leave is ended."""
+    with Host(tmp_path, warm_bytes=1 << 40) as host:
+        key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+        mark = LeaseMark(run_id="r1", fence=Fence(epoch=1))
+        worker = host.pool.acquire(key, mark)
+        worker.holds_device = True
+        write_atomically(worker.paths.offloaded, b"1")  # of an earlier time
+        released = threading.Thread(target=host.pool.release, args=(worker, mark))
+        released.start()
+        wait_until(lambda: not any(worker.paths.leases.glob("*.json")), "the lease's end")
+        time.sleep(0.1)
+        assert released.is_alive() and not host.pool._idle
+        write_atomically(worker.paths.offloaded, str(5 << 30).encode())
+        released.join(20)
+        assert host.pool._idle[worker.worker_id] == (worker, 5 << 30)
+        assert host.pool.acquire(key, mark) is worker
+        worker.holds_device = True
+        for process in processes_of(worker.worker_id):
+            process.kill()
+        host.pool.release(worker, mark)
+        assert host.worker_ids() == []
 
 
 def test_what_is_trained_is_no_part_of_the_key(tmp_path: Path, plan) -> None:
