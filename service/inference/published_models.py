@@ -3,6 +3,7 @@
 import builtins
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,11 +93,15 @@ class PublishedModels:
         self._records: dict[str, RunRecord] = {}
 
     def list(self, tenant: str) -> list[ServedModel]:
-        """List each name once, with its newest version, in alphabetical order."""
+        """List each name once, with its newest version, in alphabetical order; not those whose run is not on record."""
         newest: dict[str, Published] = {}
         for kind in reversed(_KINDS):
             newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
-        return [self.describe(tenant, found, name) for name, found in sorted(newest.items())]
+        listed = []
+        for name, found in sorted(newest.items()):
+            with suppress(NotFound):
+                listed.append(self.describe(tenant, found, name))
+        return listed
 
     def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[Published]:
         """Versions in the store, of one name or of all, in order."""

@@ -1,7 +1,7 @@
 """One service for the whole folder, runs of every kind and state on it, and one Chromium."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,17 +65,9 @@ def acme(service: Service) -> str:
 def browser(service: Service) -> Iterator["Browser"]:
     """Behind the service: Temporal's client needs an event loop of its own before it answers."""
     with _shared:
-        yield _shared.enter_context(_chromium())
+        from tests.page.guest import chromium
 
-
-@contextmanager
-def _chromium() -> Iterator["Browser"]:
-    from tests.page.guest import CHROMIUM, sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+        yield _shared.enter_context(chromium())
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -22,6 +24,14 @@ DESKTOP = {"width": 1280, "height": 900}
 SCREENSHOTS = os.environ.get("LONGSHORE_TEST_SCREENSHOTS")
 """A folder for the pictures of docs/page.md: LONGSHORE_TEST_SCREENSHOTS=docs/images"""
 PICTURES = ("list_desktop_light.png", "rl_desktop_light.png", "list_phone_dark.png", "run_phone_dark.png")
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 class Guest:

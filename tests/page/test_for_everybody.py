@@ -62,6 +62,8 @@ def test_pages_fit_the_screen_and_can_be_read(
         ("run", f"/runs/{trained['sft']}", "Device memory"),
         ("rl", f"/runs/{trained['rl']}", "Where the time goes"),
         ("schedules", "/schedules", "No schedules"),
+        ("new", "/new", "What is trained"),
+        ("models", "/models", "Nothing is published"),
     ):
         page.goto(path)
         expect(page.locator("main")).to_contain_text(ready)

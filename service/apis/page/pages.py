@@ -40,7 +40,7 @@ _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=T
 
 def is_page(path: str) -> bool:
     """True for a path of the page, which redirects to the sign-in form if there is no session."""
-    return path in ("/", "/schedules") or path.startswith("/runs/")
+    return path in ("/", "/new", "/models", "/schedules") or path.startswith("/runs/")
 
 
 def is_opened(path: str, accept: str) -> bool:
@@ -79,6 +79,16 @@ async def run(run_id: str, request: Request, backend: Backed, asking: Asking) ->
     if not re.fullmatch(RUN_ID, run_id):
         return _html("unknown.html", 404)
     return _frame(request, backend, "run.html", asking=asking, run_id=run_id)
+
+
+@router.get("/new")
+async def new(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "new.html", asking=asking)
+
+
+@router.get("/models")
+async def models(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "models.html", asking=asking)
 
 
 @router.get("/schedules")

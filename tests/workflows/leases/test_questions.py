@@ -226,6 +226,40 @@ async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harb
     await asyncio.to_thread(ask)
 
 
+async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -> None:
+    from tests.page.guest import Guest, chromium, expect
+
+    def ask() -> dict[str, list[str]]:
+        with serving(harbour.settings) as service, chromium() as browser:
+            guest = Guest(browser, service.url)
+            page = guest.page
+            page.goto("/models?ask=north")
+            expect(page.locator("#models")).to_contain_text(BASE)
+            page.get_by_label("And beside it").select_option("south")
+            page.get_by_label("Temperature").fill("0")
+            page.get_by_label("Tokens at most").fill("12")
+            page.get_by_label("System message").fill("You count crates.")
+            page.get_by_label("Message", exact=True).fill("How many crates are there?")
+            page.get_by_role("button", name="Send").click()
+            expect(page.get_by_label("Message", exact=True)).to_have_value("", timeout=120_000)
+            shown = {
+                name: page.get_by_label(f"Conversation with {name}").locator("pre").all_text_contents()
+                for name in ("north", "south")
+            }
+            page.get_by_label("Tokens at most").fill("9000")
+            page.get_by_label("Message", exact=True).fill("And now?")
+            page.get_by_role("button", name="Send").click()
+            expect(page.locator("#ask .problem")).to_contain_text("do not fit into 2048 tokens", timeout=120_000)
+            assert page.get_by_label("Conversation with north").locator("pre").count() == 2, "what was refused is gone"
+            assert [trouble for trouble in guest.troubles if "400" not in trouble] == []
+            guest.context.close()
+        return shown
+
+    for name, texts in (await asyncio.to_thread(ask)).items():
+        asked = greedy(name, messages=PLAIN, max_tokens=12, ignore_eos=None)
+        assert texts == [PLAIN[1]["content"], said(await harbour.inference().chat("default", asked))], name
+
+
 def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:
     published = PublishedModels(harbour.store)
     listed = {model.id: model for model in published.list("default")}

@@ -9,13 +9,13 @@ export async function showData(place, previewPlace, run) {
     make("p", {}, source ? make("code", {}, source.uri) : make("span.muted", {}, "Trajectory groups that a client sends.")),
     dataset && report(dataset), packing && packed(packing),
     !dataset && make("p.muted", {}, run.state === "running" ? "The report comes once the data is read." : "There is no report."));
-  if (run.run.dataset && !previewPlace.childElementCount) show(previewPlace, previewButton(previewPlace, run));
+  if (run.run.dataset && !previewPlace.childElementCount) show(previewPlace, previewButton(previewPlace, run.run));
 }
 
 const facts = (pairs) => make("dl.facts", {}, pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
-function report(found) {
+export function report(found) {
   if (!("lengths" in found)) return make("details", {}, make("summary", {}, "Report of the last step's groups"), make("pre.json", { tabindex: "0" }, JSON.stringify(found, null, 2)));
   const top = Math.max(...found.lengths.map((one) => one.num_rows), 1);
   const columns = found.lengths.map((one) => {
@@ -38,14 +38,18 @@ function packed(plan) {
   return [make("h3", {}, "Packing"), facts([["Steps", number(plan.num_steps)], ["Bins", number(plan.num_bins)], ["Tokens of a bin", number(plan.bin_tokens)], ["Filled", percent(plan.packing_efficiency)]])];
 }
 
+/** Show a dataset's first rows as a run's model will see them, and its report. Raises Problem. */
+export async function preview(place, { dataset, model, max_tokens, too_long }, more = () => []) {
+  const found = await post("/preview", { source: dataset, model_uri: model, max_tokens, too_long, num_rows: 6, max_rows: 1000 });
+  show(place, more(found), make("h3", {}, "Rows as the model sees them; ", make("span.trained", {}, "trained tokens"), " are coloured"), found.problem && make("p.problem", {}, found.problem), found.rows.map(previewRow));
+}
+
 function previewButton(place, run) {
   return make("button", { type: "button", id: "preview-button", click: async (event) => {
     event.target.disabled = true;
     event.target.textContent = "Reading …";
     try {
-      const { dataset, model, max_tokens, too_long } = run.run;
-      const found = await post("/preview", { source: dataset, model_uri: model, max_tokens, too_long, num_rows: 6, max_rows: 1000 });
-      show(place, make("h3", {}, "Rows as the model sees them; ", make("span.trained", {}, "trained tokens"), " are coloured"), found.problem && make("p.problem", {}, found.problem), found.rows.map(previewRow));
+      await preview(place, run);
     } catch (error) {
       show(place, make("p.problem", { role: "alert" }, error.message), previewButton(place, run));
     }

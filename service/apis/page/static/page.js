@@ -14,8 +14,9 @@ async function answerOf(path, options = {}) {
   if ((options.method ?? "GET") !== "GET") headers["x-csrf-token"] = CSRF;
   let answer;
   try {
-    answer = await fetch(`/api/v1${path}`, { ...options, headers });
-  } catch {
+    answer = await fetch(path.startsWith("/v1/") ? path : `/api/v1${path}`, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
     throw new Problem(0, "the service does not answer");
   }
   if (answer.status === 401) {
@@ -28,8 +29,8 @@ async function answerOf(path, options = {}) {
 
 async function problemOf(answer) {
   try {
-    const { message, place } = (await answer.json()).error;
-    return new Problem(answer.status, message, place);
+    const { message, place, param } = (await answer.json()).error;
+    return new Problem(answer.status, message, place ?? param);
   } catch {
     return new Problem(answer.status, `the service answered ${answer.status}`);
   }
@@ -37,11 +38,25 @@ async function problemOf(answer) {
 
 export const get = async (path) => (await answerOf(path)).json();
 export const getText = async (path) => (await answerOf(path)).text();
-export const post = async (path, body) => {
-  const options = { method: "POST" };
-  if (body !== undefined) Object.assign(options, { body: JSON.stringify(body), headers: { "content-type": "application/json" } });
+export const post = async (path, body, headers = {}) => {
+  const options = { method: "POST", headers };
+  if (body !== undefined) Object.assign(options, { body: JSON.stringify(body), headers: { "content-type": "application/json", ...headers } });
   return (await answerOf(path, options)).json();
 };
+
+/** Send a file's bytes; the record of the stored file. */
+export const upload = async (file) => (await answerOf(`/files?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } })).json();
+
+/** Post JSON, and yield the data of each event of the answer as it comes. `signal` hangs up. */
+export async function* events(path, body, signal) {
+  const answer = await answerOf(path, { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let text = "", part = await reader.read(); !part.done; part = await reader.read()) {
+    const found = (text + part.value).split("\n\n");
+    text = found.pop();
+    for (const event of found) if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+  }
+}
 
 export const remove = async (path) => (await answerOf(path, { method: "DELETE" })).json();
 

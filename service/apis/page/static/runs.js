@@ -61,7 +61,7 @@ function draw(page, overview) {
   });
   const isFiltered = query.get("state") || query.get("kind") || query.get("words");
   byId("empty").hidden = page.runs.length > 0;
-  show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("code", {}, "longshore submit sft --help"), " says how to start one."));
+  show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("a", { href: "/new" }, "Start one here"), ", or as ", make("code", {}, "longshore submit sft --help"), " says."));
   const total = Object.values(overview.counts).reduce((sum, count) => sum + count, 0);
   byId("summary").textContent = `${total.toLocaleString("en")} in total`;
   showIfNew(byId("states"), [overview.counts, query.get("state")], () => chips(overview.counts, total));

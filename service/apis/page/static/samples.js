@@ -58,10 +58,12 @@ function completion(sample) {
 
 function group({ prompt, samples, place }) {
   const best = [...samples].sort((a, b) => b.reward - a.reward);
-  return make("article.sample", {}, part("prompt", prompt, place), make("div.two", {}, best.map((one) => {
+  const answers = best.map((one) => {
     const facts = [`reward ${number(one.reward)}`, one.num_tokens !== null && `${one.num_tokens} tokens`, one.finish_reason === "length" && "cut off", one.is_cut && "shown in part"];
     return make("div", {}, part(facts.filter(Boolean).join(" · "), one.text));
-  })));
+  });
+  const [first, ...others] = answers;
+  return make("article.sample", {}, part("prompt", prompt, place), first, others.length > 0 && make("details", {}, make("summary", {}, `${number(others.length)} more, by reward`), make("div.two", {}, others)));
 }
 
 const part = (who, text, more) => [make("div.who", {}, who, more && make("span.muted", {}, more)), make("pre", {}, text || "(empty)")];

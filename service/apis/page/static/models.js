@@ -1,0 +1,108 @@
+// Published models: a conversation with one, or with two side by side, whose answers come as they are drawn; and the list.
+
+import { act, ago, byId, clock, events, get, isSure, make, number, Problem, remove, show, toast } from "./page.js";
+
+const form = byId("ask"), { elements } = form, stop = byId("stop");
+const columns = new Map();  // by model: what was said to it and by it, and where that is shown
+let hangUp = null;
+
+async function load() {
+  const { data } = await get("/v1/models");
+  byId("summary").textContent = data.length ? `${number(data.length)} published` : "";
+  const options = () => data.map(({ id }) => make("option", { value: id }, id));
+  const chosen = elements.model.value || new URLSearchParams(location.search).get("ask");
+  show(elements.model, options());
+  if (data.some(({ id }) => id === chosen)) elements.model.value = chosen;
+  show(elements.other, make("option", { value: "" }, "nobody else"), options());
+  form.querySelector("[type=submit]").disabled = !data.length;
+  show(byId("models"), data.length ? table(data) : make("p.empty", {}, "Nothing is published yet. A run publishes its result under its name when it succeeds."));
+}
+
+function table(data) {
+  const head = ["Model", "Version", "Trained from", "Published", ""].map((name) => make("th", { scope: "col" }, name));
+  const rows = data.map((one) => make("tr", {},
+    make("td", {}, make("strong", {}, one.id)), make("td", {}, `v${one.version}`), make("td.mono", {}, one.parent ?? "–"),
+    make("td", { title: clock(one.created) }, ago(one.created)),
+    make("td.number", {}, make("button.danger", { type: "button", "aria-label": `Delete ${one.id}`, click: (event) => act(event.target, () => forgetModel(one.id)) }, "Delete"))));
+  return make("div.scroll", {}, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)));
+}
+
+async function forgetModel(id) {
+  if (!await isSure(`Delete ${id}, every version of it? Runs that began from it go on; nobody can ask it any more.`)) return;
+  await remove(`/v1/models/${encodeURIComponent(id)}`);
+  toast(`${id} is deleted`);
+  await load();
+}
+
+function column(model) {
+  if (!columns.has(model)) {
+    const said = make("div", { role: "log", "aria-label": `Conversation with ${model}` });
+    columns.set(model, { messages: [], said, node: make("div", {}, make("h3", {}, model), said) });
+  }
+  return columns.get(model);
+}
+
+const bubble = (who, text) => {
+  const body = make("pre", {}, text);
+  return { node: make("article.sample", {}, make("div.who", {}, who), body), body };
+};
+
+/** Ask one model, and show its answer while it is drawn. What was asked stays only where an answer came. */
+async function ask(model, text, settings, signal) {
+  const { messages, said } = column(model);
+  const question = { role: "user", content: text };
+  const asked = bubble("you", text), answer = bubble(model, "…");
+  said.append(asked.node, answer.node);
+  const system = elements.system.value.trim();
+  const body = { model, messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, question], stream: true, ...settings };
+  let content = "", end = "";
+  try {
+    for await (const { choices, error } of events("/v1/chat/completions", body, signal)) {
+      if (error) throw new Problem(503, error.message);
+      for (const { delta, finish_reason } of choices ?? []) {
+        content += delta.content ?? "";
+        end = finish_reason ?? end;
+      }
+      answer.body.textContent = content || "…";
+    }
+    answer.body.textContent = content || "(empty)";
+    if (end === "length") answer.node.firstChild.append(make("span.mark.calm", {}, "cut off"));
+    messages.push(question, { role: "assistant", content });
+  } catch (error) {
+    if (!content) { asked.node.remove(); answer.node.remove(); }
+    else answer.node.firstChild.append(make("span.mark", {}, error.name === "AbortError" ? "stopped" : "broke off"));
+    if (error.name !== "AbortError") throw error;
+  }
+}
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const problem = form.querySelector(".problem"), text = elements.message.value.trim();
+  problem.hidden = true;
+  if (!text) return;
+  const models = [...new Set([elements.model.value, elements.other.value].filter(Boolean))];
+  const numberOf = (name) => (elements[name].value === "" ? {} : { [name]: Number(elements[name].value) });
+  show(byId("columns"), models.map((model) => column(model).node));
+  hangUp = new AbortController();
+  event.submitter.disabled = true;
+  stop.disabled = false;
+  const settings = { ...numberOf("temperature"), ...numberOf("max_tokens") };
+  const ended = await Promise.allSettled(models.map((model) => ask(model, text, settings, hangUp.signal)));
+  event.submitter.disabled = false;
+  stop.disabled = true;
+  const broken = ended.filter(({ status }) => status === "rejected").map(({ reason }) => reason.message);
+  problem.textContent = broken.join("; ");
+  problem.hidden = !broken.length;
+  if (!broken.length) elements.message.value = "";
+  elements.message.focus();
+});
+
+stop.addEventListener("click", () => hangUp?.abort());
+byId("anew").addEventListener("click", () => {
+  hangUp?.abort();
+  columns.clear();
+  show(byId("columns"));
+  elements.message.focus();
+});
+
+load().catch((error) => show(byId("models"), make("p.problem", { role: "alert" }, error.message)));

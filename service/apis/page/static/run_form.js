@@ -1,0 +1,91 @@
+// What the forms of runs and of schedules share: the fields of a run, and refusals shown at their field.
+
+import { byId, make, Problem } from "./page.js";
+
+const RL_START = { epochs: 1, mini_batches: 1, rollouts: { steps: 50, prompts_per_step: 8, group_size: 8, grader: { type: "string_check", name: "same", input: "{{sample.output_text}}", operation: "eq", reference: "{{item.answer}}" } } };
+export const STARTS = { sft: { epochs: 1, batch_size: 8 }, dpo: { epochs: 1, batch_size: 8 }, rl: RL_START };
+export const pretty = (settings) => JSON.stringify(settings, null, 2);
+
+/** Say at its field what is wrong there; false where there is no such field. */
+export function complain(form, field, rule) {
+  const control = form.elements[field];
+  if (!control) return false;
+  const id = `${form.id}-${field}-problem`;
+  const said = byId(id);
+  if (said) said.textContent += `; ${rule}`;
+  else control.closest("label").append(make("span.field-problem", { id, role: "alert" }, rule));
+  control.setAttribute("aria-invalid", "true");
+  control.setAttribute("aria-describedby", id);
+  form.querySelector("[aria-invalid]").focus();
+  return true;
+}
+
+export function forget(form) {
+  for (const said of form.querySelectorAll(".field-problem")) said.remove();
+  for (const control of form.querySelectorAll("[aria-invalid]")) {
+    control.removeAttribute("aria-invalid");
+    control.removeAttribute("aria-describedby");
+  }
+  form.querySelector(".problem").hidden = true;
+}
+
+/** Each broken rule at its field; what has none above the form. */
+export function refuse(form, error, fieldOf) {
+  if (!(error instanceof Problem)) throw error;
+  const left = rulesOf(error).filter(([place, rule]) => {
+    const field = place && fieldOf(place);
+    return !field || !complain(form, field, field === "settings" ? `${place}: ${rule}` : rule);
+  });
+  if (!left.length) return;
+  const said = form.querySelector(".problem");
+  said.textContent = left.map(([place, rule]) => (place ? `${place}: ${rule}` : rule)).join("; ");
+  said.hidden = false;
+  said.scrollIntoView({ block: "nearest" });
+}
+
+/** The places and rules of a refusal. The service joins those behind the first: `rule; place: rule`. */
+function rulesOf(error) {
+  const [first, ...rest] = error.rule.split(/; (?=(?:the request|[a-z_]+(?:\.\w+)*): )/);
+  const others = rest.map((text) => /^(.+?): (.*)$/s.exec(text).slice(1));
+  return [[error.place, first], ...others.map(([place, rule]) => [place === "the request" ? null : place, rule])];
+}
+
+/** Fill the settings of each kind of run with a beginning, unless they were edited. Returns what does that anew. */
+export function prepareSettings(form) {
+  const { elements } = form;
+  let untouched;
+  const begin = () => { untouched = elements.settings.value = pretty(STARTS[elements.kind.value]); };
+  elements.kind.addEventListener("change", () => { if (elements.settings.value === untouched) begin(); });
+  begin();
+  return begin;
+}
+
+/** The settings as an object; null where they are none, which is said at their field. */
+export function settingsOf(form) {
+  try {
+    const found = JSON.parse(form.elements.settings.value || "{}");
+    if (found === null || typeof found !== "object" || Array.isArray(found)) throw new SyntaxError("an object is wanted, in braces");
+    return found;
+  } catch (error) {
+    complain(form, "settings", `This is no JSON: ${error.message}`);
+    return null;
+  }
+}
+
+/** The run that a form asks for. */
+export function runOf(elements, settings) {
+  const value = (name) => elements[name].value.trim();
+  const kind = value("kind"), uri = value("dataset");
+  const data = kind === "rl" ? { rollouts: { ...settings.rollouts, prompts: { ...settings.rollouts?.prompts, uri } } } : { dataset: { ...settings.dataset, uri } };
+  return { kind, model: value("model"), ...(value("run_name") ? { name: value("run_name") } : {}), ...settings, ...data };
+}
+
+/** The field of the form for a place in a run. */
+export function fieldOfRun(place) {
+  const rest = place.split(".");
+  const inner = ["sft", "dpo", "rl"].includes(rest[0]) ? rest.slice(1) : rest;
+  if (inner[0] === "name") return "run_name";
+  if (inner[0] === "model" || inner[0] === "model_uri") return "model";
+  const isUri = inner.at(-1) === "uri" && (["dataset", "source"].includes(inner[0]) || inner[1] === "prompts");
+  return isUri ? "dataset" : "settings";
+}

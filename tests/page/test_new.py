@@ -1,0 +1,40 @@
+"""A run that is started on the page: its data are uploaded, previewed and counted first."""
+
+import re
+import shutil
+from pathlib import Path
+
+from tests.page.guest import Guest, expect
+from tests.service.conftest import Service
+
+
+def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service, api, tiny_model: Path) -> None:
+    folder = service.settings.root_path.parent
+    model = shutil.copytree(tiny_model, folder / "new_model")
+    rows = folder / "boarding.jsonl"
+    rows.write_text('{"prompt": "Who climbs aboard? <b>", "completion": "The pilot."}\n' * 5)
+    page = guest.page
+    page.goto("/")
+    page.get_by_role("link", name="New run").click()
+    form = page.locator("#new-run")
+    start = page.get_by_role("button", name="Start run")
+    start.click()
+    expect(page.locator("#new-run-model-problem")).to_contain_text("at least 1 character")
+    expect(form.locator('[name="model"]')).to_be_focused()
+    form.get_by_label("Model").fill(model.as_uri())
+    form.get_by_label("Or a file of yours").set_input_files(rows)
+    expect(form.locator('[name="dataset"]')).to_have_value(re.compile("boarding.jsonl$"))
+    form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64, "learning_rate": 99}')
+    start.click()
+    expect(page.locator("#new-run-settings-problem")).to_contain_text("learning_rate")
+    form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64}')
+    page.get_by_role("button", name="Preview and count").click()
+    preview = page.get_by_label("Preview", exact=True)
+    expect(preview).to_contain_text("This run: 6 steps")
+    expect(preview.locator(".trained").nth(1)).to_contain_text("The pilot.")
+    form.get_by_label("Publishes as").fill("boarders")
+    start.click()
+    page.wait_for_url("**/runs/sft-*")
+    run = api.get(f"/runs/{page.url.rpartition('/')[2]}").json()["run"]
+    assert (run["name"], run["model"], run["batch_size"]) == ("boarders", model.as_uri(), 2)
+    guest.troubles[:] = [trouble for trouble in guest.troubles if "422" not in trouble]  # as Chromium notes refusals
