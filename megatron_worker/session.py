@@ -344,7 +344,8 @@ class Session:
 
     def _packed(self, asked: Forward | ForwardBackward) -> CommandData:
         check_data(asked.data, self.dispatcher.facts.vocab_size, self.plan.max_tokens)
-        return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes)
+        score_all = isinstance(asked, Forward) and asked.score_all
+        return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes, score_all)
 
     def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:
         """Combine the scores of all ranks exactly: the maximum of their bits as integers; missing scores are -1."""

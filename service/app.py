@@ -36,6 +36,11 @@ from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
 from service.apis.openai.fine_tuning import jobs as openai_jobs
 from service.apis.page import pages
+from service.apis.tinker import results as tinker_results
+from service.apis.tinker import sampling as tinker_sampling
+from service.apis.tinker import sessions as tinker_sessions
+from service.apis.tinker import training as tinker_training
+from service.apis.tinker.samples import Samples
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
@@ -66,6 +71,12 @@ OPENAI_ROUTERS = (
     openai_chat.router,
 )
 ART_ROUTERS = (art_models.router, art_jobs.router)
+TINKER_ROUTERS = (
+    tinker_sessions.router,
+    tinker_training.router,
+    tinker_results.router,
+    tinker_sampling.router,
+)
 NATIVE_ROUTERS = (data_api.router, sessions_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
 
@@ -128,7 +139,8 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         middleware=[edge, Middleware(HeadRequests)],
     )
     app.state.backend, app.state.in_hand = backend, in_hand
-    for router in ROUTERS:
+    app.state.tinker_samples = Samples(backend)
+    for router in (*ROUTERS, *TINKER_ROUTERS):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
@@ -152,7 +164,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
     was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
-    loops = [asyncio.create_task(_repeat(*each)) for each in _chores(backend, was_empty)]
+    loops = [asyncio.create_task(_repeat(*each)) for each in _chores(backend, app.state.tinker_samples, was_empty)]
     yield
     with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
         async with asyncio.timeout(_LAST_ANSWERS_S):
@@ -164,7 +176,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(backend.database.close)
 
 
-def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
+def _chores(
+    backend: Backend, tinker_samples: Samples, was_empty: bool
+) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
     """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (
         ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty)),
@@ -177,6 +191,7 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
         ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
         ("results of sessions are left", _PRUNE_EVERY_S, backend.training_sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
+        ("samples are remembered", _PRUNE_EVERY_S, tinker_samples.prune),
     )
 
 

@@ -45,7 +45,7 @@ class Backend:
         self.quotas = Quotas(settings.quotas, store, database)
         rows = RunRows(database, self.quotas)
         states = RunStates(store, rows, temporal)
-        access = Access(settings, store)
+        access = self.access = Access(settings, store)
         limits = settings.tenant_limits
         checks = FairShare("checks of data and graders", limits.checks, limits.patience_s)
         questions = FairShare("questions", limits.questions, limits.patience_s)
@@ -62,7 +62,8 @@ class Backend:
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
         self.checks = Checks(self.runs, temporal, checks)
         self.published = PublishedModels(store)
-        self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
+        self.untrained = UntrainedModels(settings, temporal)
+        self.art_models = ArtModels(store, self.published, self.untrained)
         self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)

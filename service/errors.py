@@ -7,6 +7,10 @@ class Conflict(LongshoreError):
     """The run's state forbids what was asked."""
 
 
+class QueueFull(Conflict):
+    """As many commands of a session wait as may. The command can be sent again when some are done."""
+
+
 class TemporalUnavailable(LongshoreError):
     """The Temporal server, or a worker behind it, does not answer."""
 

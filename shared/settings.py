@@ -88,6 +88,18 @@ class ServingSettings(BaseModel):
     answers_max_bytes: int = Field(default=1 << 30, ge=0, description="of one tenant's such answers; the oldest go")
 
 
+class TinkerSettings(BaseModel):
+    """Sessions of clients of Tinker, whose API has no fields for these."""
+
+    models: dict[str, str] = Field(
+        default_factory=dict,
+        description="base models by the names that clients give: folders, s3:// URIs or hub ids. Others by their own",
+    )
+    max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and activations")
+    keep_states: int = Field(default=100, ge=1, le=1000, description="saved states of one model that stay, the newest")
+
+
 class WebhookSettings(BaseModel):
     """Delivery of webhooks, and the addresses that they may have."""
 
@@ -159,6 +171,7 @@ class Settings(BaseSettings):
     confined: ConfinedSettings = ConfinedSettings()
     sampling: SamplingSettings = SamplingSettings()
     serving: ServingSettings = ServingSettings()
+    tinker: TinkerSettings = TinkerSettings()
     webhooks: WebhookSettings = WebhookSettings()
 
     temporal_address: str = "127.0.0.1:7233"

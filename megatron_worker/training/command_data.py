@@ -32,20 +32,23 @@ class CommandData:
         )
 
 
-def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool) -> CommandData:
-    """Pack a command's data into units and bins. A unit is one sequence or, with `share_prefixes`, a tree of them."""
+def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool, score_all: bool = False) -> CommandData:
+    """Pack a command's data into units and bins. A unit is one sequence or, with `share_prefixes`, a tree of them.
+
+    `score_all`: what has a weight of 0 is scored, too.
+    """
     if share_prefixes:
-        trees = split_tree([_row(datum) for datum in data], max_tokens)
+        trees = split_tree([_row(datum, score_all) for datum in data], max_tokens)
         units, members = [tree.columns() for tree in trees], [tree.members for tree in trees]
     else:
-        units = [_chain(_row(datum)) if datum.labels is None else _labelled(datum) for datum in data]
+        units = [_chain(_row(each, score_all)) if each.labels is None else _labelled(each, score_all) for each in data]
         members = [(number,) for number in range(len(data))]
     sizes = [len(unit["token_id"]) for unit in units]
     bins = [np.array(each, dtype=np.int64) for each in packing.pack(sizes, max_tokens)]
     return CommandData(PackedBatches(Units.in_memory(units), OneStep(bins)), _places(units, members, len(data)))
 
 
-def _row(datum: Datum) -> SequenceRow:
+def _row(datum: Datum, score_all: bool) -> SequenceRow:
     num_tokens = len(datum.tokens)
 
     def column(given: Sequence[float] | None, default: float) -> NDArray[np.float32]:
@@ -56,9 +59,11 @@ def _row(datum: Datum) -> SequenceRow:
 
     weight_L = column(datum.weights, 1.0)
     weight_L[0] = 0.0
+    is_target_L = (weight_L != 0) | score_all
+    is_target_L[0] = False
     return SequenceRow(
         token_ids=np.array(datum.tokens, dtype=np.int64),
-        target_mask=weight_L != 0,
+        target_mask=is_target_L,
         weight=weight_L,
         advantage=column(datum.advantages, 0.0),
         old_logprob=column(datum.logprobs, np.nan),
@@ -80,7 +85,7 @@ def _chain(row: SequenceRow) -> dict[str, NDArray]:
     }
 
 
-def _labelled(datum: Datum) -> dict[str, NDArray]:
+def _labelled(datum: Datum, score_all: bool) -> dict[str, NDArray]:
     """Return the columns of a unit of one sequence that is scored on labels of its own, several of them in a place."""
     assert datum.labels is not None
     label_N = np.fromiter(chain.from_iterable(datum.labels), dtype=np.int64)
@@ -88,7 +93,7 @@ def _labelled(datum: Datum) -> dict[str, NDArray]:
     if datum.label_weights is not None:
         weight_N[:] = np.fromiter(chain.from_iterable(datum.label_weights), dtype=np.float32)
     hidden_index_N = np.repeat(np.arange(len(datum.labels)), [len(labels) for labels in datum.labels])
-    scored_N = weight_N != 0
+    scored_N = (weight_N != 0) | score_all
     zeros_N = np.zeros(int(scored_N.sum()), dtype=np.float32)
     return {
         "token_id": np.array(datum.tokens, dtype=np.int64),

@@ -17,8 +17,14 @@ logger = logging.getLogger("longshore.service")
 
 _REFUSALS = (401, 403, 429)
 _LOOKS = ("GET", "HEAD", "OPTIONS")
-_QUESTIONS = ("/v1/chat/completions", "/v1/completions")
-"""Paths of POST requests that change nothing: questions to models, which are too many for the log."""
+_TINKER = "/tinker/api/v1"
+_QUESTIONS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    *(f"{_TINKER}/{name}" for name in ("retrieve_future", "asample", "session_heartbeat", "telemetry", "get_info")),
+    *(f"{_TINKER}/{name}" for name in ("client/config", "client/dynamic_config", "weights_info", "cancel_future")),
+)
+"""Paths of POST requests that change nothing: questions to models, and polls, which are too many for the log."""
 _touched: ContextVar[list[str] | None] = ContextVar("touched", default=None)
 
 

@@ -24,12 +24,14 @@ from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
 from service.apis import errors as problems
 from service.apis.page import pages
+from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
+from service.apis.tinker.wire import MAX_BODY_BYTES as MAX_BATCH_BYTES
 from service.errors import DatabaseUnavailable
 
 logger = logging.getLogger("longshore.service")
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = ("/health", "/api/v1/health", *pages.OPEN_PATHS)
+OPEN_PATHS = ("/health", "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS)
 _LOOKS = ("GET", "HEAD")
 UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
 _LONGEST_PATH = 2048
@@ -120,7 +122,7 @@ class Edge:
             # Each event of a stream is checked, as they are few; pieces of a file only every _RECHECK_S seconds.
             if exchange.is_event_stream or time.monotonic() - checked_at > _RECHECK_S:
                 with suppress(DatabaseUnavailable):  # then the last result of the check counts
-                    if await self._principal(headers) is None:
+                    if await self._principal(scope["path"], headers) is None:
                         raise _NoLongerKnown
                 checked_at = time.monotonic()
             await exchange.send(message)
@@ -135,31 +137,31 @@ class Edge:
             refusal = problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
             await refusal(scope, receive, exchange.send)
 
-    async def _principal(self, headers: Headers) -> Principal | None:
+    async def _principal(self, path: str, headers: Headers) -> Principal | None:
         """The principal of a request; None for an unknown key or session. Raises DatabaseUnavailable."""
-        if token := _session_token(headers):
+        if token := _session_token(path, headers):
             return await self._sessions.find(token)
-        return await self._keys.find(headers.get("authorization"))
+        return await self._keys.find(_authorization(path, headers))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
         """Return the answer that refuses a request; None lets it pass, with its principal in the request's state."""
         path, host = scope["path"], _host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
-        if path not in OPEN_PATHS and not path.startswith(f"{pages.STATIC}/"):
-            token = _session_token(headers)
+        if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
+            token = _session_token(path, headers)
             if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.answer(403, text, path=path)
             try:
-                principal = await self._principal(headers)
+                principal = await self._principal(path, headers)
             except DatabaseUnavailable as error:
                 return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
                 is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
                 if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
-                text = _KEY_UNKNOWN if sent_key(headers.get("authorization")) else _KEY_MISSING
+                text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
                 text = _SESSION_OVER if token else text
                 return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
             scope["state"]["principal"] = principal
@@ -173,6 +175,8 @@ class Edge:
         return None
 
     def _limit(self, scope: Scope) -> int:
+        if scope["path"] in BATCH_PATHS:
+            return MAX_BATCH_BYTES
         return self._max_upload_bytes if UPLOAD_PATHS.fullmatch(scope["path"]) else self._max_body_bytes
 
 
@@ -256,9 +260,15 @@ class _NoLongerKnown(Exception):
     """The key or session of a request has ended since the request came."""
 
 
-def _session_token(headers: Headers) -> str:
+def _authorization(path: str, headers: Headers) -> str | None:
+    """Return the Authorization header; below /tinker what its clients send in place of one."""
+    return tinker_key(path, headers.get("x-api-key", "")) or headers.get("authorization")
+
+
+def _session_token(path: str, headers: Headers) -> str:
     """Return the token of the page's session, of a request without a key."""
-    return "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+    is_keyed = _authorization(path, headers) is not None
+    return "" if is_keyed else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
 def _request_id(headers: Headers) -> str:

@@ -11,7 +11,8 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
-from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable
+from service.apis.tinker.addresses import error_body, is_tinker
+from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
 from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
 from shared.field_rules import rule_in_words
@@ -97,6 +98,9 @@ def answer(
         kind: the error's type, where the status does not say it.
     """
     kind = kind or _BY_STATUS.get(status, "error")
+    if is_tinker(path):
+        status, told = error_body(status, kind, message, place)
+        return JSONResponse(told, status_code=status, headers=dict(headers or {}))
     if is_foreign(path):
         status = 400 if status == 422 else status
         error = {
@@ -184,6 +188,8 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
             return answer(403, text, path=path)
         case NotFound():
             return answer(404, text, path=path)
+        case QueueFull() if is_tinker(path):
+            return answer(429, text, headers={"retry-after": "1"}, path=path)
         case Conflict():
             return answer(409, text, headers=_NO_RETRY, path=path)
         case QuotaExceeded():

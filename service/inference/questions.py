@@ -207,6 +207,13 @@ class Inference:
         assert isinstance(answer, CompletionResponse)
         return answer
 
+    async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> CompletionResponse:
+        """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
+        async with self._questions.place(tenant):
+            answer = await self._ask_target(tenant, target, asked)
+        assert isinstance(answer, CompletionResponse)
+        return answer
+
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""
         serving = self._settings.serving
@@ -226,6 +233,11 @@ class Inference:
             target = await asyncio.to_thread(self._published.target_of, tenant, asked.model)
         if so_far is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
+        return await self._ask_target(tenant, target, asked, so_far)
+
+    async def _ask_target(
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None = None
+    ) -> ChatCompletion | CompletionResponse:
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:

@@ -91,7 +91,9 @@ class Runs:
             InvalidInput: a URI leads where it may not, or the key was used for another request.
             QuotaExceeded
         """
-        await self.check_run(asking.tenant, run, "" if source is None or source.api == "native" else "longshore.")
+        await self.check_run(
+            asking.tenant, run, "" if source is None or source.api in ("native", "tinker") else "longshore."
+        )
         run_id = new_run_id(run.kind)
         if idempotency_key:
             run_id = await self._claim(asking.tenant, idempotency_key, run_id, asked or run)

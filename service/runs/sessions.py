@@ -7,7 +7,7 @@ from contextlib import suppress
 from pydantic import Field, ValidationError
 
 from service.accounts.tenants import Quotas
-from service.errors import Conflict
+from service.errors import Conflict, QueueFull
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run
@@ -15,7 +15,7 @@ from service.runs.views import RunView
 from service.temporal import Temporal
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import Asked, CommandHead, CommandResult, LoadState, LoadStored
+from shared.jobs.commands import Asked, CommandHead, CommandResult, LoadState, LoadStored, Skip
 from shared.jobs.job import Full, Lora
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
@@ -80,18 +80,33 @@ class TrainingSessions:
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
         await self._put(record, number, data)
-        soon_s = min(wait_s, _ATTENDED_S) if self._answered.get(run_id, 0.0) > time.monotonic() - _ATTENDED_S else 0.0
+        soon_s = min(wait_s, _ATTENDED_S) if self._is_attended(run_id) else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
             return _view(result)  # a host has found it, so the workflow need not be told
-        try:
-            await update_run(
-                self._runs, self._temporal, record, "command", Sent(number=number), place="number", sure=number > 1
-            )
-        except Conflict:
-            if (result := await self._result_within(record, number, 0)) is not None:
-                return _view(result)
-            await asyncio.to_thread(self._take_back, RunKeys(run_id).command(number), data)
-            raise
+        await self._tell(record, number, data)
+        return await self._wait(record, number, wait_s)
+
+    async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip) -> None:
+        """Accept a command as `send` does, and raise as it does, without waiting for a session that is at work.
+
+        Whoever is told that a command was accepted asks for its `outcome`.
+        """
+        record = await self._record(tenant, run_id)
+        data = await self._stored_form(record, number, asked)
+        await self._put(record, number, data)
+        if not self._is_attended(run_id):
+            await self._tell(record, number, data)
+
+    async def outcome(self, tenant: str, run_id: str, number: int, wait_s: float) -> CommandView:
+        """Return a command's state as `show` does; a session that does not know of the command is told of it."""
+        record = await self._record(tenant, run_id)
+        if (result := await self._result_within(record, number, min(wait_s, _ATTENDED_S))) is not None:
+            return _view(result)
+        data = await asyncio.to_thread(self._read, RunKeys(run_id).command(number))
+        if data is None:
+            raise NotFound(f"{run_id} has no command {number}")
+        with suppress(Conflict):  # it has ended, as is found below
+            await self._tell(record, number, data)
         return await self._wait(record, number, wait_s)
 
     async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> CommandView:
@@ -118,13 +133,26 @@ class TrainingSessions:
             await asyncio.to_thread(SessionResults(self._store, tenant, run_id).delete_scores)
         self._pruned_until = before
 
+    def _is_attended(self, run_id: str) -> bool:
+        return self._answered.get(run_id, 0.0) > time.monotonic() - _ATTENDED_S
+
+    async def _tell(self, record: RunRecord, number: int, data: bytes) -> None:
+        """Tell the session's workflow of a command. Raises Conflict if it takes no more, and takes the command back."""
+        sent = Sent(number=number)
+        try:
+            await update_run(self._runs, self._temporal, record, "command", sent, place="number", sure=number > 1)
+        except Conflict:
+            if await self._result_within(record, number, 0) is None:
+                await asyncio.to_thread(self._take_back, RunKeys(record.run_id).command(number), data)
+                raise
+
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
         record = await self._runs.record(tenant, run_id)
         if record.run.kind != "session":
             raise Conflict(f"{run_id} is no session")
         return record
 
-    async def _stored_form(self, record: RunRecord, number: int, asked: Asked) -> bytes:
+    async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip) -> bytes:
         """Return a command as it is stored. The checkpoint that a `load_state` names is looked up once."""
         if not isinstance(asked, LoadState):
             return await asyncio.to_thread(lambda: asked.model_dump_json().encode())
@@ -164,7 +192,7 @@ class TrainingSessions:
                 before = number - MAX_WAITING
                 if before > 0 and self._store.head(keys.command_result(before)) is None:
                     message = f"{MAX_WAITING} commands may wait, and command {before} has no result yet"
-                    raise Conflict(f"{message}: send command {number} later")
+                    raise QueueFull(f"{message}: send command {number} later")
                 if self._store.put_if_absent(keys.command(number), data):
                     Ledger(self._store, record.tenant).bring(record.run_id, f"command-{number}", len(data))
                     return True

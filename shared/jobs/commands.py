@@ -91,12 +91,13 @@ class _OnData(Frozen):
 
 
 class Forward(_OnData):
-    """Score the tokens that have a weight. Changes nothing."""
+    """Score the tokens that have a weight, or all. Changes nothing."""
 
     kind: Literal["forward"] = "forward"
     entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
     adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
+    score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
 
     @model_validator(mode="after")
     def _answer_is_bounded(self) -> Self:

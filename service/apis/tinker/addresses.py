@@ -1,0 +1,30 @@
+"""What every request below /tinker has in common: its address, the header of its key, the shape of its errors."""
+
+from typing import Any
+
+TINKER = "/tinker/api/v1"
+TINKER_FILES = "/tinker/files/"
+"""Downloads by signed addresses, which need no key."""
+BATCH_PATHS = (f"{TINKER}/forward_backward",)
+"""Whose bodies are larger than others."""
+_PREFIX = "tml-"
+_BY_KIND = {"conflict": 400, "quota_exceeded": 403}  # the SDK repeats 409 and 429 for minutes
+
+
+def is_tinker(path: str) -> bool:
+    return path == "/tinker" or path.startswith("/tinker/")
+
+
+def tinker_key(path: str, header: str) -> str | None:
+    """Return the Authorization header that stands for Tinker's X-API-Key; None where there is none.
+
+    Its SDK wants every key to begin with `tml-`, which is left out.
+    """
+    return f"Bearer {header.removeprefix(_PREFIX)}" if header and is_tinker(path) else None
+
+
+def error_body(status: int, kind: str, message: str, place: str | None) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error: as a failed future tells it, with its type and place beside."""
+    category = "server" if status >= 500 else "user"
+    text = f"{place}: {message}" if place else message
+    return _BY_KIND.get(kind, status), {"error": text, "category": category, "type": kind, "place": place}

@@ -1,0 +1,214 @@
+"""Requests of Tinker's SDK in JSON. A field that is not known here is refused, as it might change what is asked."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from service.apis.tinker.records import Metadata
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+
+Id = Annotated[str, Field(max_length=256)]
+Path = Annotated[str, Field(max_length=1024)]
+Number = Annotated[int, Field(ge=0, le=999_999)]
+Seq = Annotated[int, Field(ge=1, le=9_000_000)]
+
+
+class Request(Frozen):
+    type: str | None = None
+
+
+class ClientConfigRequest(Request):
+    sdk_version: str = Field(default="", max_length=64)
+
+
+class CreateSession(Request):
+    tags: tuple[Annotated[str, Field(max_length=256)], ...] = Field(default=(), max_length=64)
+    user_metadata: Metadata | None = None
+    sdk_version: str = Field(default="", max_length=64)
+    project_id: str | None = Field(default=None, max_length=256)
+    display_name: str | None = Field(default=None, max_length=512)
+
+
+class OfSession(Request):
+    session_id: Id
+
+
+class FinishReason(Frozen):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSession(Request):
+    reason: FinishReason
+    detail: str | None = Field(default=None, max_length=4096)
+
+
+class LoraConfig(Frozen):
+    rank: int = Field(ge=1, le=1024)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Frozen):
+    type: str = "adamw"
+    version: int | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _is_adamw(cls, value: str) -> str:
+        if value != "adamw":
+            raise ValueError(f"the optimizer {value[:60]} is not served here: adamw is")
+        return value
+
+
+class CreateModel(Request):
+    session_id: Id
+    model_seq_id: Number
+    base_model: str = Field(min_length=1, max_length=2048)
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class OfModel(Request):
+    model_id: Id
+
+
+class AdamParams(Frozen):
+    """Numbers that cannot be used are refused where they are read, so that the request's number is not missed."""
+
+    type: str | None = None
+    learning_rate: float = 0.0001
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OfModel):
+    seq_id: Seq
+    adam_params: AdamParams | None = None
+    optimizer_params: JsonValue = None
+
+
+class SaveWeights(OfModel):
+    seq_id: Seq
+    path: str | None = Field(default=None, max_length=4096)
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSampler(OfModel):
+    seq_id: Seq
+    path: str | None = Field(default=None, max_length=4096)
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: Metadata | None = None
+
+
+class SaveExternal(OfModel):
+    seq_id: Seq
+    path: str = Field(max_length=4096)
+    ttl_seconds: int | None = None
+    age_encryption_recipients: tuple[str, ...] | None = None
+
+
+class LoadWeights(Request):
+    """Of a model (`model_id`, `seq_id`), or as the first thing of a new one (`session_id`, `model_seq_id`)."""
+
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = Field(default=None, max_length=2048)
+    user_metadata: Metadata | None = None
+    path: Path
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class RetrieveFuture(Request):
+    request_id: str = Field(max_length=4096)
+    allow_metadata_only: bool = False
+
+
+class CreateSampler(Request):
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: str | None = Field(default=None, max_length=2048)
+    model_path: Path | None = None
+
+
+class TokenChunk(Frozen):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
+
+
+class ModelInput(Frozen):
+    chunks: tuple[TokenChunk, ...] = Field(min_length=1)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingParams(Frozen):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | tuple[str, ...] | tuple[int, ...] | None = None
+    temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
+    top_k: int = -1
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class Sample(Request):
+    num_samples: int = Field(default=1, ge=1, le=1024)
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    base_model: str | None = Field(default=None, max_length=2048)
+    model_path: Path | None = None
+    sampling_session_id: Id | None = None
+    seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    record_stability_info: bool | None = None
+
+    def check(self) -> None:
+        """Refuse by its value what no sampler here tells. Raises InvalidInput."""
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if getattr(self, name):
+                raise InvalidInput("samplers here tell of the prompt's and the drawn tokens alone: give 0", name)
+        if self.target_prompt_logprobs is not None:
+            raise InvalidInput("samplers here score the prompt's own tokens alone", "target_prompt_logprobs")
+        if self.record_stability_info:
+            raise InvalidInput(
+                "nothing of the kind is recorded here: stable_reinforce is not served", "record_stability_info"
+            )
+        if not self.prompt.ids:
+            raise InvalidInput("there is no token", "prompt")
+
+
+class TinkerPath(Request):
+    tinker_path: Path
+
+
+class SetTtl(Request):
+    ttl_seconds: int | None = None
+
+
+class SetProject(Request):
+    project_id: str = Field(max_length=256)
+
+
+class CancelFuture(Request):
+    request_id: str = Field(max_length=4096)

@@ -1,0 +1,136 @@
+"""`retrieve_future`: what a request under way came to, or that it is not done yet."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from service.apis.json_bodies import JsonBody, JsonRoute
+from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.door import AtDoor, Door
+from service.apis.tinker.futures import TrainingFuture, loss_of_detail
+from service.apis.tinker.records import ModelRecord
+from service.apis.tinker.requests import CancelFuture, RetrieveFuture
+from service.apis.tinker.samples import SAMPLE, Samples
+from service.apis.tinker.translation import metrics_of_step, told
+from service.apis.tinker.wire import PROTOBUF, output_bytes
+from shared.errors import LongshoreError, NotFound
+from shared.jobs.commands import Command, CommandResult, Forward, ForwardBackward, command
+from shared.storage.paths import RunKeys
+
+router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
+_WAIT_S = 30.0  # the SDK gives up after 45
+_OPEN_POLL_S = 0.1
+_BEING_OPENED = ("queued", "checking")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a request came to nothing."""
+
+    message: str
+    category: str = "user"
+
+
+Done = dict[str, Any] | bytes | Failed
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, door: AtDoor) -> Response:
+    """Wait for a request's result for half a minute: 408 if it takes longer, so that the client asks again."""
+    if body.request_id.startswith(SAMPLE):
+        done = await _sample(door, request, body.request_id)
+    else:
+        done = await _trained(door, TrainingFuture.parse(body.request_id))
+    match done:
+        case None:
+            pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(pending, status_code=408)
+        case Failed(message, category):
+            return JSONResponse({"error": message, "category": category})
+        case bytes():
+            return Response(done, media_type=PROTOBUF)
+        case _:
+            return JSONResponse(done)
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: JsonBody[CancelFuture], request: Request, door: AtDoor) -> dict[str, str]:
+    """Give up a sample that nobody waits for. What trains a model is never taken back."""
+    if body.request_id.startswith(SAMPLE):
+        _samples(request).cancel(door.tenant, body.request_id)
+    return {"request_id": body.request_id}
+
+
+def _samples(request: Request) -> Samples:
+    samples: Samples = request.app.state.tinker_samples
+    return samples
+
+
+async def _sample(door: Door, request: Request, request_id: str) -> Done | None:
+    try:
+        return await _samples(request).result(door, request_id, _WAIT_S)
+    except NotFound:
+        raise
+    except LongshoreError as error:
+        return Failed(str(error))
+
+
+async def _trained(door: Door, future: TrainingFuture) -> Done | None:
+    model = await door.model(future.model_id)
+    if future.kind == "create":
+        return await _created(door, model)
+    view = await door.outcome(model, future.command, _WAIT_S)
+    if view.state == "waiting":
+        return None
+    if view.result is None:
+        return Failed(view.message or "the request was dropped", "server")
+    if (problem := view.result.problem) is not None:
+        return Failed(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
+    if view.result.expired:
+        return Failed("the scores of this request are no longer kept")
+    return await _answer(door, model, future, view.result)
+
+
+async def _created(door: Door, model: ModelRecord) -> Done | None:
+    """Wait until the session's model and adapter have been checked."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _WAIT_S
+    while True:
+        view = await door.backend.runs.view(door.tenant, model.run_id)
+        if view.problem is not None:
+            return Failed(view.problem.message)
+        if view.phase not in _BEING_OPENED:
+            return {"type": "create_model", "model_id": model.model_id}
+        if loop.time() > end:
+            return None
+        await asyncio.sleep(_OPEN_POLL_S)
+
+
+async def _answer(door: Door, model: ModelRecord, future: TrainingFuture, result: CommandResult) -> Done:
+    """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
+    match future.kind, result.kind:
+        case "passes", "forward" | "forward_backward":
+            asked = await asyncio.to_thread(_command, door, model, future.command)
+            assert isinstance(asked, Forward | ForwardBackward)
+            return await asyncio.to_thread(_scores, asked, future.detail, result)
+        case "optim", "optim_step":
+            return {"metrics": metrics_of_step(result)}
+        case "save", "save_state":
+            return {"path": future.detail}
+        case "sampler", "save_state":
+            return {"path": None, "sampling_session_id": future.detail}
+        case "load", "load_state":
+            return {"path": future.detail, "model_id": model.model_id}
+    raise NotFound(f"there is no request {future.request_id[:120]}")
+
+
+def _command(door: Door, model: ModelRecord, number: int) -> Command:
+    return command.validate_json(door.backend.store.get_bytes(RunKeys(model.run_id).command(number)))
+
+
+def _scores(asked: Forward | ForwardBackward, detail: str, result: CommandResult) -> bytes:
+    loss_fn, config = loss_of_detail(detail)
+    return output_bytes(*told(asked, loss_fn, config, result))

@@ -1,0 +1,276 @@
+"""Samples under way. Each is on record with its seed before it is acknowledged: a killed service draws it again.
+
+The results of the newest are kept in memory for clients that ask twice. Others are drawn again: to the same tokens.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from pydantic import ValidationError
+
+from service.apis.tinker.door import Door
+from service.apis.tinker.records import SamplerRecord, TinkerRecord
+from service.apis.tinker.requests import Sample, SamplingParams
+from service.apis.tinker.wire import Drawn, samples_bytes
+from service.backend import Backend
+from service.errors import Busy
+from service.inference.published_models import Target
+from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.errors import InvalidInput, NotFound
+from shared.field_rules import first_error
+
+SAMPLE = "sample|"
+MOST_WAITING = 2048
+"""Of one tenant."""
+_AT_ONCE = 8  # of one tenant; fewer than the questions that it may have open
+_KEPT = 1024
+_KEPT_S = 600.0
+_RECORDS_KEPT_S = 86_400.0
+_HOUR_S = 3600
+_ANSWER_TOKENS = 8192  # of one question to a sampler, whose answer has a bounded size
+_BUSY_PAUSE_S = 1.0
+_MOST_SEED = 2**62
+
+
+class SampleRecord(TinkerRecord):
+    """A sample as it was asked for, and its seed."""
+
+    folder = "samples"
+    hour: int
+    name: str
+    seed: int
+    asked: Sample
+
+    @property
+    def place(self) -> str:
+        return f"{self.hour:08d}/{self.name}"
+
+
+@dataclass
+class Samples:
+    """Draws samples in tasks of this process."""
+
+    backend: Backend
+    _tasks: dict[tuple[str, str], asyncio.Task[bytes]] = field(default_factory=dict)
+    _ended: dict[tuple[str, str], float] = field(default_factory=dict)
+    _places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
+
+    async def ask(self, door: Door, sampler: SamplerRecord, asked: Sample) -> str:
+        """Begin to draw. Returns the request's id; the same request of a sampling session has the same one.
+
+        Raises:
+            Busy: the tenant has as many samples under way as it may.
+        """
+        waiting = sum(1 for (tenant, _), task in self._tasks.items() if tenant == door.tenant and not task.done())
+        if waiting >= MOST_WAITING:
+            raise Busy(f"{MOST_WAITING:,} samples of yours are under way: ask again when some are done")
+        hour = int(time.time()) // _HOUR_S
+        number = secrets.randbelow(2**62) if asked.seq_id is None else asked.seq_id
+        seed = asked.sampling_params.seed
+        seed = secrets.randbelow(_MOST_SEED) if seed is None else seed % _MOST_SEED
+        name = f"{sampler.session_id}-{sampler.number}-{number}"
+        record = SampleRecord(hour=hour, name=name, seed=seed, asked=asked)
+        if not await door.read(door.records.add, record):
+            record = await door.read(door.records.find, SampleRecord, record.place)
+            if record.asked != asked:
+                raise InvalidInput("another sample was asked for under this number", "seq_id")
+        request_id = f"{SAMPLE}{record.place}"
+        self._begin(door, request_id, record)
+        return request_id
+
+    async def result(self, door: Door, request_id: str, wait_s: float) -> bytes | None:
+        """Return a SampleResponse; None if it is not drawn in time.
+
+        Raises:
+            NotFound: nobody has asked for it, or too long ago. Other errors: why it cannot be drawn.
+        """
+        task = self._tasks.get((door.tenant, request_id))
+        if task is None:
+            record = await self._record(door, request_id)
+            task = self._begin(door, request_id, record)
+        done, _ = await asyncio.wait([task], timeout=wait_s)
+        if not done:
+            return None
+        if task.cancelled():
+            raise InvalidInput("this sample was cancelled")
+        return task.result()
+
+    async def _record(self, door: Door, request_id: str) -> SampleRecord:
+        place = request_id.removeprefix(SAMPLE)
+        hour, _, name = place.partition("/")
+        if not (hour.isascii() and hour.isdigit()) or not name.replace("-", "").isalnum():
+            raise NotFound(f"there is no request {request_id[:120]}")
+        with suppress(NotFound):
+            return await door.read(door.records.find, SampleRecord, place)
+        raise NotFound(f"there is no request {request_id[:120]}")
+
+    def cancel(self, tenant: str, request_id: str) -> None:
+        if (task := self._tasks.get((tenant, request_id))) is not None:
+            task.cancel()
+
+    def _begin(self, door: Door, request_id: str, record: SampleRecord) -> asyncio.Task[bytes]:
+        key = (door.tenant, request_id)
+        if key not in self._tasks:
+            self._tasks[key] = task = asyncio.create_task(self._draw(door, record))
+            task.add_done_callback(partial(self._end, key))
+        return self._tasks[key]
+
+    def _end(self, key: tuple[str, str], task: asyncio.Task[bytes]) -> None:
+        if not task.cancelled():
+            task.exception()  # asked for by whoever polls, or by nobody
+        now = time.monotonic()
+        self._ended[key] = now
+        while self._ended and (len(self._ended) > _KEPT or next(iter(self._ended.values())) < now - _KEPT_S):
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._tasks.pop(oldest, None)
+
+    async def _draw(self, door: Door, record: SampleRecord) -> bytes:
+        asked = record.asked
+        async with self._places.setdefault(door.tenant, asyncio.Semaphore(_AT_ONCE)):
+            target, name = await target_of(door, asked)
+            questions = [question(asked, name, record.seed, *part) for part in parts(asked)]
+            answers = [await self._answer(door, target, each) for each in questions]
+        return answer_bytes(asked, answers)
+
+    async def _answer(self, door: Door, target: Target, asked: CompletionRequest) -> CompletionResponse:
+        while True:
+            try:
+                return await self.backend.inference.complete_with(door.tenant, target, asked)
+            except Busy:
+                await asyncio.sleep(_BUSY_PAUSE_S)
+
+    async def prune(self) -> None:
+        """Delete records of samples that nobody will ask for."""
+        before = (time.time() - _RECORDS_KEPT_S) // _HOUR_S
+        await asyncio.to_thread(self._delete_before, int(before))
+
+    def _delete_before(self, hour: int) -> None:
+        store = self.backend.store
+        for info in list(store.list("records/tinker/")):
+            match info.key.split("/"):
+                case [_, _, _, SampleRecord.folder, of_hour, _] if int(of_hour) < hour:
+                    store.delete(info.key)
+
+
+async def target_of(door: Door, asked: Sample) -> tuple[Target, str]:
+    """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
+    if asked.sampling_session_id is None:
+        return await _target(door, asked.base_model, asked.model_path)
+    sampler = await door.read(door.records.sampler, asked.sampling_session_id)
+    if sampler.command is None:
+        return await _target(door, sampler.base_model, sampler.model_path)
+    assert sampler.model_id is not None
+    model = await door.model(sampler.model_id)
+    newest = await door.read(_newest_inflight, door, sampler) if sampler.inflight else sampler
+    view = await door.outcome(model, newest.command or sampler.command, 30.0)
+    if view.result is None or view.result.step is None:
+        raise NotFound(f"{sampler.sampler_id}: its weights are not saved ({view.state})")
+    return await _published(door, f"{model.run_id}:step-{view.result.step}")
+
+
+def _newest_inflight(door: Door, sampler: SamplerRecord) -> SamplerRecord:
+    """Return the sampling session with the newest state of the same model that is to be used by all such sessions."""
+    of_session = door.records.all(SamplerRecord, f"{sampler.session_id}/")
+    found = [each for each in of_session if each.inflight and each.model_id == sampler.model_id]
+    return max(found, key=lambda each: each.command or 0)
+
+
+async def _target(door: Door, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
+    if model_path is None:
+        if base_model is None:
+            raise InvalidInput("give model_path or base_model", "model_path")
+        uri = door.uri_of(base_model)
+        await asyncio.to_thread(door.check_uri, uri)
+        found = await door.backend.untrained.resolve(door.tenant, uri)
+        return Target(found, None, door.settings.dtype, uri, None, 0), base_model
+    checkpoint = await door.read(door.records.checkpoint, model_path)
+    model, result = await door.saved(checkpoint)
+    if result.version is not None:
+        return await _published(door, f"{model.published_as}:v{result.version}")
+    return await _published(door, f"{model.run_id}:step-{result.step}")
+
+
+async def _published(door: Door, name: str) -> tuple[Target, str]:
+    try:
+        return await asyncio.to_thread(door.backend.published.target_of, door.tenant, name), name
+    except NotFound:
+        message = f"{name} is no longer in the store: of a model the newest {door.settings.keep_states} states stay"
+        raise NotFound(message) from None
+
+
+# Questions to samplers, and what they answer. Pure.
+
+
+def parts(asked: Sample) -> list[tuple[int, int]]:
+    """Divide a request's samples over questions whose answers have a bounded size: (first, how many)."""
+    tokens = (asked.sampling_params.max_tokens or 1) + (len(asked.prompt.ids) if asked.prompt_logprobs else 0)
+    most = max(1, _ANSWER_TOKENS // tokens)
+    return [(first, min(most, asked.num_samples - first)) for first in range(0, asked.num_samples, most)]
+
+
+def question(asked: Sample, model: str, seed: int, first: int, n: int) -> CompletionRequest:
+    """Translate some of a request's samples. Raises InvalidInput that names the setting."""
+    params = asked.sampling_params
+    stop, stop_ids = _stops(params)
+    try:
+        return CompletionRequest.model_validate(
+            {
+                "model": model,
+                "prompt": asked.prompt.ids,
+                "n": n,
+                "max_tokens": params.max_tokens or 1,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k if params.top_k > 0 else None,
+                "stop": stop or None,
+                "stop_token_ids": stop_ids or None,
+                "ignore_eos": params.stop is not None and not stop and not stop_ids,
+                "seed": seed + first,
+                "logprobs": 0,
+                "prompt_logprobs": 0 if asked.prompt_logprobs and first == 0 else None,
+                "return_token_ids": True,
+            }
+        )
+    except ValidationError as error:
+        place, rule = first_error(error)
+        raise InvalidInput(rule, f"sampling_params.{place}") from None
+
+
+def _stops(params: SamplingParams) -> tuple[list[str], list[int]]:
+    given = params.stop
+    if isinstance(given, str):
+        return [given], []
+    return [each for each in given or () if isinstance(each, str)], [
+        each for each in given or () if isinstance(each, int)
+    ]
+
+
+def answer_bytes(asked: Sample, answers: Sequence[CompletionResponse]) -> bytes:
+    """Put the answers to a request's questions together."""
+    drawn = []
+    for answer in answers:
+        for choice in sorted(answer.choices, key=lambda each: each.index):
+            assert choice.token_ids is not None and choice.logprobs is not None
+            logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
+            drawn.append(Drawn(choice.token_ids, logprobs, choice.finish_reason == "stop"))
+    if not asked.prompt_logprobs:
+        return samples_bytes(drawn, None)
+    return samples_bytes(drawn, _prompt_scores(asked, answers[0]))
+
+
+def _prompt_scores(asked: Sample, answer: CompletionResponse) -> list[float]:
+    """Return the log-probability of each of the prompt's tokens; NaN for the first, and for those that nobody wants."""
+    told = answer.choices[0].prompt_logprobs
+    assert told is not None
+    ids = asked.prompt.ids
+    scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(told)]
+    if (last := asked.prompt_logprobs_last_n) is not None:
+        unwanted = len(scores) - last
+        scores[:unwanted] = [float("nan")] * max(0, unwanted)
+    return scores

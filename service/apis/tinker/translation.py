@@ -1,0 +1,303 @@
+"""Tinker's data and losses as commands of sessions, and their results as Tinker tells them. Pure.
+
+Tinker's losses are sums over a datum's targets, whose place i follows the token i of the input. Shape suffixes:
+N places of a datum, K targets in each.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from service.apis.tinker.wire import Scores, SentBatch, SentDatum, Tensor
+from shared.errors import InvalidInput
+from shared.field_rules import first_error
+from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
+from shared.jobs.job import CISPO, DRO, PPO, CrossEntropy, PolicyLoss, Reinforce
+
+Floats = NDArray[np.float64]
+Config = Mapping[str, float | str]
+_CLIP_LOW, _CLIP_HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
+_LOW, _HIGH, _DRO_BETA = 0.8, 1.2, 0.05
+_MAX_LOG_RATIO = 20.0  # as the worker bounds it
+POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
+_LOSSES, _COUNTS = ("loss", "loss_sum"), ("weight", "tokens", "sequences")
+_OF_STEP = ("grad_norm", "clipped", "learning_rate", "skipped")
+MISSING = {
+    "gspo": "its formula is not published with the SDK; importance_sampling, ppo, cispo and dro are served",
+    "stable_reinforce": "it needs what Tinker's own samplers record beside a sample",
+    "custom": "losses of your own are computed in the client: forward_backward_custom with a function",
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of Tinker's: our loss, and its value as Tinker defines it, by log-probabilities, in float64.
+
+    `value`: of arrays of equal shape: log-probabilities, the sampler's, advantages.
+    """
+
+    ours: PolicyLoss
+    value: Callable[[Floats, Floats, Floats], Floats]
+    settings: tuple[str, ...] = ()
+
+
+def _ratio(logprobs: Floats, sampled: Floats) -> Floats:
+    return np.exp(np.clip(logprobs - sampled, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+def policy_loss(name: str, config: Config) -> Loss:
+    """Return a policy loss by Tinker's name and settings. Raises InvalidInput for one that is not served."""
+    match name:
+        case "importance_sampling":
+            return Loss(Reinforce(), lambda new, old, advantage: -_ratio(new, old) * advantage)
+        case "ppo":
+            low, high = _bounds(config)
+
+            def surrogate(new: Floats, old: Floats, advantage: Floats) -> Floats:
+                ratio = _ratio(new, old)
+                return -np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
+
+            return Loss(PPO(clip_low=1 - low, clip_high=high - 1), surrogate, (_CLIP_LOW, _CLIP_HIGH))
+        case "cispo":
+            low, high = _bounds(config)
+
+            def weighed(new: Floats, old: Floats, advantage: Floats) -> Floats:
+                return -np.clip(_ratio(new, old), low, high) * advantage * new
+
+            return Loss(CISPO(clip_low=1 - low, clip_high=high - 1), weighed, (_CLIP_LOW, _CLIP_HIGH))
+        case "dro":
+            beta = _number(config, _BETA, _DRO_BETA)
+            if beta <= 0:
+                raise InvalidInput("it must be above 0", f"loss_fn_config.{_BETA}")
+            return Loss(
+                DRO(beta=beta), lambda new, old, advantage: -advantage * new + beta / 2 * (new - old) ** 2, (_BETA,)
+            )
+        case _:
+            reason = MISSING.get(name, "cross_entropy, importance_sampling, ppo, cispo and dro are served")
+            raise InvalidInput(f"the loss {name[:60] or '(none)'} is not served here: {reason}", "loss_fn")
+
+
+def _bounds(config: Config) -> tuple[float, float]:
+    low, high = _number(config, _CLIP_LOW, _LOW), _number(config, _CLIP_HIGH, _HIGH)
+    if not 0 <= low < 1:
+        raise InvalidInput("ratios are clipped below: from 0 on, and below 1", f"loss_fn_config.{_CLIP_LOW}")
+    if not high > 1:
+        raise InvalidInput("ratios are clipped above: above 1", f"loss_fn_config.{_CLIP_HIGH}")
+    return low, high
+
+
+def _number(config: Config, name: str, default: float) -> float:
+    value = config.get(name, default)
+    if isinstance(value, str) or not math.isfinite(value):
+        raise InvalidInput("it must be a number", f"loss_fn_config.{name}")
+    return value
+
+
+def command_of(batch: SentBatch) -> Forward | ForwardBackward:
+    """Translate a batch. Raises InvalidInput that names the datum and the input at fault."""
+    if not batch.data:
+        raise InvalidInput("there is no datum", "data")
+    if batch.loss_fn == "cross_entropy":
+        known: tuple[str, ...] = ()
+        loss: CrossEntropy | PolicyLoss = CrossEntropy()
+        make = _weighed_datum
+    else:
+        found = policy_loss(batch.loss_fn, batch.config)
+        known, loss, make = found.settings, found.ours, _policy_datum
+    for name in batch.config:
+        if name not in known:
+            raise InvalidInput(f"{batch.loss_fn} has no such setting", f"loss_fn_config.{name[:60]}")
+    try:
+        data = tuple(_placed(make, datum, f"data[{number}]") for number, datum in enumerate(batch.data))
+        if batch.forward_only:
+            return Forward(data=data, score_all=True)
+        return ForwardBackward(data=data, loss=loss)
+    except ValidationError as error:
+        place, rule = first_error(error)
+        raise InvalidInput(rule, place) from None
+
+
+def _placed(make: Callable[[SentDatum, str], Datum], datum: SentDatum, place: str) -> Datum:
+    try:
+        return make(datum, place)
+    except ValidationError as error:
+        field, rule = first_error(error)
+        raise InvalidInput(rule, f"{place}.{field}") from None
+
+
+def _weighed_datum(datum: SentDatum, place: str) -> Datum:
+    """A datum of cross_entropy: the tokens that follow, or any targets, one or several in a place."""
+    targets = _flat_if_single(_input(datum, "target_tokens", place))
+    _only(datum, ("target_tokens", "weights"), place)
+    given = datum.inputs.get("weights")
+    if given is None:
+        weights = Tensor(np.ones(len(targets.values), np.float32), targets.shape, targets.ends, targets.columns)
+    else:
+        weights = _flat_if_single(given)
+    if weights.shape != targets.shape:
+        message = f"its shape is {list(weights.shape)}, and that of target_tokens {list(targets.shape)}"
+        raise InvalidInput(message, f"{place}.weights")
+    _check_places(datum, targets, place)
+    if len(targets.shape) == 1:
+        follows = _following(datum, targets)
+        if follows is not None:
+            return Datum(tokens=follows, weights=_floats(weights.values, f"{place}.weights"))
+    targets_NK, weights_NK = _dense(targets, f"{place}.target_tokens"), _dense(weights, f"{place}.weights")
+    return Datum(
+        tokens=(*_ids(datum), 0),
+        labels=tuple(map(tuple, targets_NK.tolist())),
+        label_weights=tuple(_floats(row, f"{place}.weights") for row in weights_NK),
+    )
+
+
+def _flat_if_single(tensor: Tensor) -> Tensor:
+    """Return a dense column [N, 1] as [N]."""
+    return Tensor(tensor.values, tensor.shape[:1]) if tensor.shape[1:] == (1,) and tensor.ends is None else tensor
+
+
+def _policy_datum(datum: SentDatum, place: str) -> Datum:
+    """A datum of a policy loss. Places whose advantage is 0 may name any target, and are not scored if it is another
+    one than the token that follows.
+    """
+    columns = {name: _input(datum, name, place) for name in POLICY_INPUTS}
+    _only(datum, POLICY_INPUTS, place)
+    targets = columns["target_tokens"]
+    _check_places(datum, targets, place)
+    for name, column in columns.items():
+        if column.ends is not None or column.shape != (len(datum.tokens),):
+            message = f"its shape is {list(column.shape)}: one number for each of the {len(datum.tokens)} tokens"
+            raise InvalidInput(message, f"{place}.{name}")
+    tokens_N, advantage_N = np.asarray(datum.tokens, np.int64), columns["advantages"].values
+    differs_N = np.append(targets.values[:-1] != tokens_N[1:], False)
+    if np.any(differs_N & (advantage_N != 0)):
+        at = int(np.flatnonzero(differs_N & (advantage_N != 0))[0])
+        message = "it is not the token that follows: a policy loss is of the sequence itself"
+        raise InvalidInput(message, f"{place}.target_tokens[{at}]")
+    return Datum(
+        tokens=(*_ids(datum), int(targets.values[-1])),
+        weights=tuple((~differs_N).astype(float).tolist()) if np.any(differs_N) else None,
+        advantages=_floats(advantage_N, f"{place}.advantages"),
+        logprobs=_floats(columns["logprobs"].values, f"{place}.logprobs"),
+    )
+
+
+def _input(datum: SentDatum, name: str, place: str) -> Tensor:
+    found = datum.inputs.get(name)
+    if found is None:
+        raise InvalidInput(
+            f"the loss needs {name}, and got {', '.join(sorted(datum.inputs))[:200] or 'nothing'}", place
+        )
+    wanted = "i" if name == "target_tokens" else "f"
+    if found.values.dtype.kind != wanted:
+        kind = {"i": "integers", "f": "float32"}[wanted]
+        raise InvalidInput(f"these are {kind}, and {found.values.dtype.name} came", f"{place}.{name}")
+    return found
+
+
+def _only(datum: SentDatum, names: tuple[str, ...], place: str) -> None:
+    for name in datum.inputs:
+        if name not in names:
+            raise InvalidInput("this loss has no such input here", f"{place}.{name[:60]}")
+        _input(datum, name, place)
+
+
+def _check_places(datum: SentDatum, targets: Tensor, place: str) -> None:
+    if not len(datum.tokens):
+        raise InvalidInput("there is no token", f"{place}.model_input")
+    if targets.shape[0] != len(datum.tokens):
+        message = f"{targets.shape[0]} places for {len(datum.tokens)} tokens of the input: one for each"
+        raise InvalidInput(message, f"{place}.target_tokens")
+    if len(targets.shape) == 2 and targets.ends is None and targets.shape[1] > MAX_TOP_K:
+        raise InvalidInput(f"at most {MAX_TOP_K} targets in a place", f"{place}.target_tokens")
+
+
+def _following(datum: SentDatum, targets: Tensor) -> tuple[int, ...] | None:
+    """Return the whole sequence, where each target is the token that follows; else None."""
+    if np.array_equal(targets.values[:-1], datum.tokens[1:]):
+        return (*_ids(datum), int(targets.values[-1]))
+    return None
+
+
+def _ids(datum: SentDatum) -> tuple[int, ...]:
+    return tuple(int(each) for each in datum.tokens)
+
+
+def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
+    """Return a tensor as a matrix [N, K]: cells that a sparse one does not list hold 0. Its size is bounded."""
+    if tensor.ends is None or tensor.columns is None:
+        return tensor.values.reshape(tensor.shape[0], -1)
+    if tensor.shape[1] > MAX_TOP_K or tensor.shape[0] * tensor.shape[1] > MAX_ANSWER:
+        raise InvalidInput(f"at most {MAX_TOP_K} in a place, and {MAX_ANSWER:,} of a sequence", place)
+    filled_NK = np.zeros(tensor.shape, tensor.values.dtype)
+    filled_NK[np.repeat(np.arange(tensor.shape[0]), np.diff(tensor.ends)), tensor.columns] = tensor.values
+    return filled_NK
+
+
+def _floats(values: NDArray[Any], place: str) -> tuple[float, ...]:
+    if not np.all(np.isfinite(values)):
+        raise InvalidInput("it holds what is no number", place)
+    return tuple(values.astype(np.float64).tolist())
+
+
+# Results.
+
+
+def told(
+    command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult
+) -> tuple[list[Scores], dict[str, float]]:
+    """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
+
+    The log-probability of a place that was not scored, as its weight is 0, is told as 0.
+    """
+    assert result.data is not None
+    found = [_scores(*each, command) for each in zip(command.data, result.data, strict=True)]
+    total = sum(_loss_of(*each, loss_fn, config) for each in zip(command.data, found, strict=True))
+    metrics = {f"{name}:{_reduction(name)}": value for name, value in result.metrics.items() if name not in _LOSSES}
+    return found, metrics | {"loss:sum": total}
+
+
+def _reduction(name: str) -> str:
+    if name.endswith("_max"):
+        return "max"
+    return "sum" if name in _COUNTS else "mean"
+
+
+def metrics_of_step(result: CommandResult) -> dict[str, float]:
+    """Return the metrics of an optimizer step. Those of its gradients were told with them."""
+    return {f"{name}:mean": value for name, value in result.metrics.items() if name in _OF_STEP}
+
+
+def _scores(datum: Datum, scored: TokenScores, command: Forward | ForwardBackward) -> Scores:
+    weights_N = _weights(datum)
+    values_N = np.zeros(len(weights_N), np.float32)
+    is_scored = np.ones(len(weights_N), bool) if isinstance(command, Forward) else weights_N != 0
+    values_N[is_scored] = [np.nan if each is None else each for each in scored.logprobs]
+    return Scores(values_N, _trailing(datum))
+
+
+def _trailing(datum: Datum) -> tuple[int, ...]:
+    """Return the shape of a place's targets: all places of a datum have equally many."""
+    size = 1 if datum.labels is None else len(datum.labels[0])
+    return (size,) if size > 1 else ()
+
+
+def _weights(datum: Datum) -> Floats:
+    """Return the weight of each target, flat."""
+    if datum.labels is None:
+        return np.asarray(datum.weights or (1.0,) * datum.num_scored, np.float64)
+    nested = datum.label_weights or tuple((1.0,) * len(each) for each in datum.labels)
+    return np.fromiter((weight for each in nested for weight in each), np.float64)
+
+
+def _loss_of(datum: Datum, scores: Scores, loss_fn: str, config: Config) -> float:
+    """Return a datum's loss as Tinker defines it: a sum."""
+    weights_N, logprobs_N = _weights(datum), scores.values.astype(np.float64)
+    if loss_fn == "cross_entropy":
+        return float(-np.sum(weights_N * logprobs_N))
+    old_N, advantage_N = np.asarray(datum.logprobs, np.float64), np.asarray(datum.advantages, np.float64)
+    return float(np.sum(weights_N * policy_loss(loss_fn, config).value(logprobs_N, old_N, advantage_N)))

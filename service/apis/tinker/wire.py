@@ -1,0 +1,273 @@
+"""Messages of Tinker's protocol buffers, as far as they are read or written here, and bodies under zstd.
+
+What comes is bounded before anything is made of it, and leaves this module as plain dataclasses of numpy arrays.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from shared.errors import InvalidInput
+
+PROTOBUF = "application/x-protobuf"
+MAX_BODY_BYTES = 16 << 20
+"""Of a forward_backward, as sent and decompressed. The SDK is told to send chunks of a fraction of it."""
+_MAX_WINDOW_BYTES = 32 << 20
+_MAX_CONFIG = 32
+_MAX_INPUTS = 32
+_PACKAGE = "longshore.tinker"
+# Each field as `name=number type`; `*` behind a type: repeated. Maps are repeated entries on the wire.
+_SCHEMA = {
+    "SparseCsr": "values=1 bytes, crow_indices=2 bytes, col_indices=3 bytes",
+    "Tensor": "dense=1 bytes, sparse_csr=2 SparseCsr, dtype=3 int32, shape=4 int64*",
+    "TensorEntry": "key=1 string, value=2 Tensor",
+    "EncodedText": "tokens=1 bytes",
+    "Other": "",
+    "Chunk": "encoded_text=1 EncodedText, image=2 Other, dmel=3 Other",
+    "Datum": "model_input=1 Chunk*, loss_fn_inputs=2 TensorEntry*",
+    "NumberEntry": "key=1 string, value=2 double",
+    "ConfigValue": "number=1 double, text=2 string",
+    "ConfigEntry": "key=1 string, value=2 ConfigValue",
+    "ForwardBackwardRequest": "model_id=1 string, seq_id=2 int32, data=3 Datum*, loss_fn=4 string, "
+    "loss_fn_config=5 NumberEntry*, forward_only=6 bool, loss_fn_config_v2=7 ConfigEntry*",
+    "BatchedTensor": "data=1 bytes, offsets=2 bytes, dtype=3 int32, trailing_shape=4 int64*",
+    "BatchedEntry": "key=1 string, value=2 BatchedTensor",
+    "ArrayRecord": "type_tag=1 string, fields=2 BatchedEntry*, num_datums=3 int64",
+    "ForwardBackwardOutput": "loss_fn_output_type=1 string, loss_fn_outputs=2 ArrayRecord*, metrics=3 NumberEntry*",
+    "SampledSequence": "stop_reason=1 int32, tokens=2 bytes, logprobs=3 bytes",
+    "SampleResponse": "sequences=1 SampledSequence*, prompt_logprobs=2 bytes, prompt_cache_hit_tokens=4 int32",
+}
+_FLOAT32, _INT64, _INT32 = 1, 2, 3
+_DTYPES: "dict[int, np.dtype[Any]]" = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
+_STOP, _LENGTH = 0, 1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A loss's input. Dense: `values` have the `shape`. Sparse (CSR): rows end at `ends` within `values`, and `columns`
+    are theirs; all other places hold 0.
+    """
+
+    values: NDArray[Any]
+    shape: tuple[int, ...]
+    ends: NDArray[np.int64] | None = None
+    columns: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class SentDatum:
+    """A sequence as it was sent: the model's input, and what its loss needs by name."""
+
+    tokens: NDArray[np.int32]
+    inputs: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """A forward, or a forward_backward, of one chunk of a call's data."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[SentDatum, ...]
+    loss_fn: str
+    config: dict[str, float | str]
+    forward_only: bool
+
+
+def _messages() -> dict[str, Any]:
+    """Make the classes of the schema's messages."""
+    field, kinds = descriptor_pb2.FieldDescriptorProto, {}
+    for kind in ("bytes", "int32", "int64", "string", "double", "bool"):
+        kinds[kind] = field.Type.Value(f"TYPE_{kind.upper()}")
+    file = descriptor_pb2.FileDescriptorProto(name="longshore/tinker.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _SCHEMA.items():
+        made = file.message_type.add(name=name)
+        for text in filter(None, fields.split(", ")):
+            named, kind = text.split(" ")
+            label, number = named.split("=")
+            one = made.field.add(name=label, number=int(number))
+            one.label = field.LABEL_REPEATED if kind.endswith("*") else field.LABEL_OPTIONAL
+            kind = kind.rstrip("*")
+            if kind in kinds:
+                one.type = kinds[kind]
+            else:
+                one.type, one.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    find = pool.FindMessageTypeByName
+    return {name: message_factory.GetMessageClass(find(f"{_PACKAGE}.{name}")) for name in _SCHEMA}
+
+
+MESSAGES = _messages()
+
+
+def plain_body(body: bytes, encoding: str) -> bytes:
+    """Undo a body's content encoding. Raises InvalidInput for another one than zstd, a broken or too large body."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise InvalidInput(f"bodies come plain or under zstd, and this one is said to be {encoding[:40]}", "body")
+    try:
+        size = zstandard.frame_content_size(body)
+        if size > MAX_BODY_BYTES:
+            raise InvalidInput(
+                f"decompressed, the body has more than the {MAX_BODY_BYTES:,} bytes that are taken", "body"
+            )
+        if size < 0:
+            raise InvalidInput("its zstd frame does not say how many bytes it holds", "body")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        return bytes(decompressor.decompress(body, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"this is no body under zstd: {error}", "body") from None
+
+
+def read_batch(body: bytes) -> SentBatch:
+    """Read a ForwardBackwardRequest. Raises InvalidInput that names the part which cannot be read."""
+    message = MESSAGES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise InvalidInput("this is no ForwardBackwardRequest of protocol buffers", "body") from None
+    return SentBatch(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=tuple(_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        config=_config(message),
+        forward_only=message.forward_only,
+    )
+
+
+def batch_address(body: bytes) -> tuple[str, int]:
+    """Return the model's id and the sequence number of a request whose other parts may be broken."""
+    message = MESSAGES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        return "", 0
+    return message.model_id, message.seq_id
+
+
+def _config(message: Any) -> dict[str, float | str]:
+    entries = message.loss_fn_config_v2 or message.loss_fn_config
+    if len(entries) > _MAX_CONFIG:
+        raise InvalidInput(f"{len(entries):,} settings; at most {_MAX_CONFIG} are taken", "loss_fn_config")
+    if not message.loss_fn_config_v2:
+        return {entry.key: entry.value for entry in entries}
+    return {entry.key: entry.value.text or entry.value.number for entry in entries}
+
+
+def _datum(message: Any, place: str) -> SentDatum:
+    pieces = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise InvalidInput("a model's input is of token ids here: no images, no audio", f"{place}.model_input")
+        pieces.append(array_of(chunk.encoded_text.tokens, _DTYPES[_INT32], f"{place}.model_input"))
+    if len(message.loss_fn_inputs) > _MAX_INPUTS:
+        raise InvalidInput(f"at most {_MAX_INPUTS} inputs of a loss", f"{place}.loss_fn_inputs")
+    inputs = {
+        entry.key: _tensor(entry.value, f"{place}.loss_fn_inputs.{entry.key[:40]}") for entry in message.loss_fn_inputs
+    }
+    return SentDatum(np.concatenate([np.zeros(0, np.int32), *pieces]), inputs)
+
+
+def _tensor(message: Any, place: str) -> Tensor:
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise InvalidInput(f"its dtype has the number {message.dtype}: float32, int64 and int32 are read", place)
+    shape = tuple(message.shape)
+    if len(shape) > 2 or any(size < 0 for size in shape):
+        raise InvalidInput(f"its shape is {list(shape)[:8]}: one or two dimensions of 0 or more are read", place)
+    if message.HasField("sparse_csr"):
+        return _sparse(message.sparse_csr, dtype, shape, place)
+    values = array_of(message.dense, dtype, place)
+    shape = shape or (len(values),)
+    if math.prod(shape) != len(values):
+        raise InvalidInput(f"{len(values):,} values do not fill the shape {list(shape)}", place)
+    return Tensor(values, shape)
+
+
+def _sparse(message: Any, dtype: "np.dtype[Any]", shape: tuple[int, ...], place: str) -> Tensor:
+    values = array_of(message.values, dtype, place)
+    ends, columns = (array_of(each, _DTYPES[_INT64], place) for each in (message.crow_indices, message.col_indices))
+    is_csr = (
+        len(shape) == 2
+        and len(ends) == shape[0] + 1
+        and ends[0] == 0
+        and ends[-1] == len(values) == len(columns)
+        and bool(np.all(np.diff(ends) >= 0))
+        and bool(np.all((columns >= 0) & (columns < shape[1])))
+    )
+    if not is_csr:
+        raise InvalidInput("its rows, columns and values are no CSR matrix of its shape", place)
+    return Tensor(values, shape, ends, columns)
+
+
+def array_of(data: bytes, dtype: "np.dtype[Any]", place: str) -> NDArray[Any]:
+    """Return bytes as an array. Raises InvalidInput if they do not divide into numbers."""
+    if len(data) % dtype.itemsize:
+        raise InvalidInput(f"{len(data):,} bytes are no whole number of {dtype.name} values", place)
+    return np.frombuffer(data, dtype)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of one datum's targets, flat, and the shape of one place's (empty: one target a place)."""
+
+    values: NDArray[np.float32]
+    trailing_shape: tuple[int, ...] = ()
+
+
+def output_bytes(scores: Sequence[Scores], metrics: dict[str, float]) -> bytes:
+    """Write a ForwardBackwardOutput: records of neighbours with equally many targets in a place."""
+    output = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="TargetScores")
+    for name, value in metrics.items():
+        output.metrics.add(key=name, value=value)
+    begin = 0
+    while begin < len(scores):
+        shape, end = scores[begin].trailing_shape, begin + 1
+        while end < len(scores) and scores[end].trailing_shape == shape:
+            end += 1
+        _add_record(output, scores[begin:end], shape)
+        begin = end
+    return bytes(output.SerializeToString())
+
+
+def _add_record(output: Any, scores: Sequence[Scores], shape: tuple[int, ...]) -> None:
+    sizes = [each.values.nbytes for each in scores]
+    record = output.loss_fn_outputs.add(type_tag="TargetScores", num_datums=len(scores))
+    field = record.fields.add(key="logprobs").value
+    field.data = b"".join(each.values.astype("<f4").tobytes() for each in scores)
+    field.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype("<i8").tobytes()
+    field.dtype = _FLOAT32
+    field.trailing_shape.extend(shape)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One sample: token ids, their log-probabilities, and whether it ended by itself."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stopped: bool
+
+
+def samples_bytes(drawn: Sequence[Drawn], prompt_logprobs: Sequence[float] | None) -> bytes:
+    """Write a SampleResponse. NaN: a token of the prompt that was not scored, as the first one."""
+    response = MESSAGES["SampleResponse"]()
+    for each in drawn:
+        response.sequences.add(
+            stop_reason=_STOP if each.stopped else _LENGTH,
+            tokens=np.asarray(each.tokens, dtype="<i4").tobytes(),
+            logprobs=np.asarray(each.logprobs, dtype="<f4").tobytes(),
+        )
+    if prompt_logprobs is not None:
+        response.prompt_logprobs = np.asarray(prompt_logprobs, dtype="<f4").tobytes()
+    return bytes(response.SerializeToString())
