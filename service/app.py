@@ -36,11 +36,12 @@ from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
 from service.apis.openai.fine_tuning import jobs as openai_jobs
 from service.apis.page import pages
+from service.apis.tinker import downloads as tinker_downloads
+from service.apis.tinker import rest as tinker_rest
 from service.apis.tinker import results as tinker_results
-from service.apis.tinker import sampling as tinker_sampling
+from service.apis.tinker import samples as tinker_samples
 from service.apis.tinker import sessions as tinker_sessions
 from service.apis.tinker import training as tinker_training
-from service.apis.tinker.samples import Samples
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
@@ -75,7 +76,9 @@ TINKER_ROUTERS = (
     tinker_sessions.router,
     tinker_training.router,
     tinker_results.router,
-    tinker_sampling.router,
+    tinker_samples.router,
+    tinker_rest.router,
+    tinker_downloads.router,
 )
 NATIVE_ROUTERS = (data_api.router, sessions_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
@@ -139,7 +142,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         middleware=[edge, Middleware(HeadRequests)],
     )
     app.state.backend, app.state.in_hand = backend, in_hand
-    app.state.tinker_samples = Samples(backend)
+    app.state.tinker_samples = tinker_samples.Samples(backend)
     for router in (*ROUTERS, *TINKER_ROUTERS):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
@@ -177,7 +180,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _chores(
-    backend: Backend, tinker_samples: Samples, was_empty: bool
+    backend: Backend, samples: tinker_samples.Samples, was_empty: bool
 ) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
     """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (
@@ -191,7 +194,7 @@ def _chores(
         ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
         ("results of sessions are left", _PRUNE_EVERY_S, backend.training_sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
-        ("samples are remembered", _PRUNE_EVERY_S, tinker_samples.prune),
+        ("samples are remembered", _PRUNE_EVERY_S, samples.prune),
     )
 
 

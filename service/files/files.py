@@ -22,7 +22,7 @@ from service.accounts.tenants import Quotas, WriteReservation
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.errors import Conflict
-from shared.contract import Frozen
+from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
 from shared.runs.status import RunStatus
@@ -270,6 +270,14 @@ class PublishedFiles:
         manifest = artifacts.read_manifest(store, key, status.adapter_sha256)
         return cls(store, key, store.get_bytes(f"{key}/{paths.MANIFEST}"), manifest)
 
+    @classmethod
+    def of_artifact(cls, artifact: Artifact, s3: S3Settings) -> Self:
+        """Open an artifact's files, wherever its manifest says that they lie. Raises CorruptArtifact."""
+        store, key = open_uri(artifact.uri, s3)
+        manifest = artifacts.read_manifest(store, key.rstrip("/"), artifact.sha256)
+        store, key = open_uri(manifest.root or artifact.uri, s3)
+        return cls(store, key.rstrip("/"), b"", manifest)
+
     def entry(self, path: str) -> FileEntry:
         """Return a file's path, size and hash. Raises NotFound for a file that the manifest does not list."""
         for entry in self.entries:
@@ -279,7 +287,9 @@ class PublishedFiles:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """Return the manifest's files, and the manifest itself."""
+        """Return the manifest's files, and the manifest itself where it lies beside them."""
+        if not self.manifest_data:
+            return self.manifest.files
         itself = FileEntry(
             path=paths.MANIFEST, size=len(self.manifest_data), sha256=hashlib.sha256(self.manifest_data).hexdigest()
         )

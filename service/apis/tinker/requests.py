@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from service.apis.tinker.records import Metadata
+from service.apis.tinker.records import Metadata, SessionRecord
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 
@@ -212,3 +212,44 @@ class SetProject(Request):
 
 class CancelFuture(Request):
     request_id: str = Field(max_length=4096)
+
+
+class SearchCursor(Frozen):
+    last_created_at: str = Field(max_length=64)
+    last_session_id: Id
+
+
+class SearchSessions(Request):
+    session_id: Id | None = None
+    project_ids: tuple[Id, ...] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=64)
+    display_name: str | None = Field(default=None, min_length=1, max_length=512)
+    owner: JsonValue = None
+    statuses: tuple[dict[str, JsonValue], ...] | None = Field(default=None, max_length=16)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+    def matches(self, session: SessionRecord) -> bool:
+        """Return True for a session that is looked for. All sessions of a tenant are their searcher's own."""
+        name = (session.display_name or "").lower()
+        named = [self.session_id == session.session_id] if self.session_id is not None else []
+        if self.display_name is not None:
+            named.append(all(word in name for word in self.display_name.lower().split()))
+        metadata = session.user_metadata or {}
+        return (
+            (any(named) or not named)
+            and (self.project_ids is None or session.project_id in self.project_ids)
+            and all(metadata.get(key) == value for key, value in self.user_metadata.items())
+            and (self.statuses is None or any(_has_status(session, each) for each in self.statuses))
+        )
+
+
+def _has_status(session: SessionRecord, wanted: dict[str, JsonValue]) -> bool:
+    match wanted.get("type"):
+        case "active":
+            return session.finished is None
+        case "client_finished":
+            reasons = wanted.get("reasons")
+            return session.finished is not None and (not isinstance(reasons, list) or session.finished in reasons)
+        case _:
+            return False

@@ -9,8 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door
-from service.apis.tinker.futures import TrainingFuture, loss_of_detail
+from service.apis.tinker.door import AtDoor, Door, TrainingFuture, loss_of_detail
 from service.apis.tinker.records import ModelRecord
 from service.apis.tinker.requests import CancelFuture, RetrieveFuture
 from service.apis.tinker.samples import SAMPLE, Samples

@@ -1,6 +1,7 @@
-"""Samples under way. Each is on record with its seed before it is acknowledged: a killed service draws it again.
+"""Sampling sessions, and samples under way.
 
-The results of the newest are kept in memory for clients that ask twice. Others are drawn again: to the same tokens.
+A sample is on record with its seed before it is acknowledged, so that a killed service draws it again. The results of
+the newest are kept in memory for clients that ask twice. Others are drawn again: to the same tokens.
 """
 
 import asyncio
@@ -10,12 +11,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
 
-from service.apis.tinker.door import Door
+from service.accounts.principals import require
+from service.apis.json_bodies import JsonBody, JsonRoute
+from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.door import AtDoor, Door
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
-from service.apis.tinker.requests import Sample, SamplingParams
+from service.apis.tinker.requests import CreateSampler, Sample, SamplingParams
 from service.apis.tinker.wire import Drawn, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
@@ -161,10 +167,10 @@ class Samples:
 async def target_of(door: Door, asked: Sample) -> tuple[Target, str]:
     """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
     if asked.sampling_session_id is None:
-        return await _target(door, asked.base_model, asked.model_path)
+        return await weights_of(door, asked.base_model, asked.model_path)
     sampler = await door.read(door.records.sampler, asked.sampling_session_id)
     if sampler.command is None:
-        return await _target(door, sampler.base_model, sampler.model_path)
+        return await weights_of(door, sampler.base_model, sampler.model_path)
     assert sampler.model_id is not None
     model = await door.model(sampler.model_id)
     newest = await door.read(_newest_inflight, door, sampler) if sampler.inflight else sampler
@@ -181,7 +187,8 @@ def _newest_inflight(door: Door, sampler: SamplerRecord) -> SamplerRecord:
     return max(found, key=lambda each: each.command or 0)
 
 
-async def _target(door: Door, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
+async def weights_of(door: Door, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
+    """Find a checkpoint's weights, or those of a base model, and their name. Raises NotFound, InvalidInput."""
     if model_path is None:
         if base_model is None:
             raise InvalidInput("give model_path or base_model", "model_path")
@@ -274,3 +281,49 @@ def _prompt_scores(asked: Sample, answer: CompletionResponse) -> list[float]:
         unwanted = len(scores) - last
         scores[:unwanted] = [float("nan")] * max(0, unwanted)
     return scores
+
+
+# Operations.
+
+router = APIRouter(
+    route_class=JsonRoute, prefix=TINKER, include_in_schema=False, dependencies=[Depends(require("inference"))]
+)
+
+
+@router.post("/create_sampling_session")
+async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[str, str]:
+    """Make a sampling session of a checkpoint, or of a base model."""
+    await door.read(door.records.session, body.session_id)
+    base_model = body.base_model
+    if body.model_path is not None:
+        checkpoint = await door.read(door.records.checkpoint, body.model_path)
+        of_path = (await door.model(checkpoint.model_id)).base_model
+        if base_model not in (None, of_path):
+            raise InvalidInput(f"the checkpoint is of {of_path}", "base_model")
+        base_model = of_path
+    if base_model is None:
+        raise InvalidInput("give model_path or base_model", "model_path")
+    sampler = SamplerRecord(
+        session_id=body.session_id,
+        number=body.sampling_session_seq_id,
+        base_model=base_model,
+        model_path=body.model_path,
+    )
+    await door.read(door.records.add, sampler)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, door: AtDoor) -> dict[str, Any]:
+    sampler = await door.read(door.records.sampler, sampler_id)
+    return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+
+
+@router.post("/asample")
+async def sample(body: JsonBody[Sample], request: Request, door: AtDoor) -> dict[str, Any]:
+    """Begin to draw samples."""
+    body.check()
+    samples: Samples = request.app.state.tinker_samples
+    sampler = await door.read(door.records.sampler, body.sampling_session_id or "")
+    request_id = await samples.ask(door, sampler, body)
+    return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}

@@ -12,8 +12,7 @@ from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import sessions
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door
-from service.apis.tinker.futures import TrainingFuture, loss_detail
+from service.apis.tinker.door import AtDoor, Door, TrainingFuture, loss_detail
 from service.apis.tinker.records import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord
 from service.apis.tinker.requests import (
     AdamParams,

@@ -25,7 +25,7 @@ _CLIP_LOW, _CLIP_HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "bet
 _LOW, _HIGH, _DRO_BETA = 0.8, 1.2, 0.05
 _MAX_LOG_RATIO = 20.0  # as the worker bounds it
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
-_LOSSES, _COUNTS = ("loss", "loss_sum"), ("weight", "tokens", "sequences")
+_LOSSES, _COUNTS = ("loss", "loss_sum"), ("weight", "tokens", "sequences", "target_tokens", "num_bins")
 _OF_STEP = ("grad_norm", "clipped", "learning_rate", "skipped")
 MISSING = {
     "gspo": "its formula is not published with the SDK; importance_sampling, ppo, cispo and dro are served",

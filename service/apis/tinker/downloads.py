@@ -1,0 +1,84 @@
+"""Files of checkpoints, by addresses that are signed: whoever has one may read it for an hour, without a key."""
+
+import asyncio
+import hmac
+import json
+import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as Base64Error
+from contextlib import suppress
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+
+from service.accounts.principals import Principal
+from service.apis.tinker.addresses import TINKER_FILES
+from service.apis.tinker.door import Door
+from service.apis.tinker.records import CheckpointRecord, TinkerRecords
+from service.apis.tinker.samples import weights_of
+from service.backend import Backed, Backend
+from service.errors import Forbidden
+from service.files.files import PublishedFiles
+from service.inference.published_models import Published
+from service.seals import seal_key
+from shared.errors import NotFound
+
+router = APIRouter(prefix=TINKER_FILES.rstrip("/"), include_in_schema=False)
+ARCHIVE = "archive.tar"
+_LASTS_S = 3600.0
+
+
+async def files_of(door: Door, checkpoint: CheckpointRecord) -> PublishedFiles:
+    """Open the adapter of a checkpoint, as PEFT's files. Raises NotFound."""
+    target, _ = await weights_of(door, None, checkpoint.path)
+    assert target.adapter is not None
+    return await asyncio.to_thread(PublishedFiles.of_artifact, target.adapter, door.backend.settings.s3)
+
+
+async def unpublish(door: Door, checkpoint: CheckpointRecord) -> None:
+    """Delete the version that a checkpoint has published, if it has."""
+    with suppress(NotFound):
+        model, result = await door.saved(checkpoint)
+        if result.version is not None:
+            version = Published("adapters", model.published_as, result.version)
+            await asyncio.to_thread(door.backend.published.delete, door.tenant, version)
+
+
+def signed(door: Door, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
+    """Return the address of a checkpoint's files, and when it ends."""
+    expires = time.time() + _LASTS_S
+    told = urlsafe_b64encode(json.dumps([door.tenant, checkpoint.path, expires]).encode()).decode()
+    token = f"{told}.{_signature(door.backend, told)}"
+    return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
+
+
+def _signature(backend: Backend, told: str) -> str:
+    return hmac.new(seal_key(backend.settings), f"tinker files {told}".encode(), "sha256").hexdigest()
+
+
+def _opened(backend: Backend, token: str) -> tuple[Door, str]:
+    """Return the door and the checkpoint's path of a token. Raises Forbidden for one that is not ours, or has ended."""
+    told, _, signature = token.partition(".")
+    if not hmac.compare_digest(_signature(backend, told).encode(), signature.encode()):
+        raise Forbidden("this address is not signed here")
+    try:
+        tenant, path, expires = json.loads(urlsafe_b64decode(told))
+    except (Base64Error, ValueError):
+        raise Forbidden("this address is not signed here") from None
+    if expires < time.time():
+        raise Forbidden("this address has ended: ask for a new one")
+    principal = Principal(tenant=tenant, key_id="signed", scopes=frozenset())
+    return Door(backend, principal, TinkerRecords(backend.store, tenant)), path
+
+
+@router.get("/{token}/{path}")
+async def download(token: str, path: str, backend: Backed) -> StreamingResponse:
+    """Send one file of a checkpoint's adapter, or all of them as a tar."""
+    door, checkpoint_path = await asyncio.to_thread(_opened, backend, token)
+    checkpoint = await door.read(door.records.checkpoint, checkpoint_path)
+    files = await files_of(door, checkpoint)
+    if path == ARCHIVE:
+        return StreamingResponse(files.tar(checkpoint.name), media_type="application/x-tar")
+    entry = files.entry(path)
+    headers = {"content-length": str(entry.size)}
+    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)

@@ -1,0 +1,185 @@
+"""Training through Tinker's own SDK, unmodified, on the real stack.
+
+`LONGSHORE_TEST_TINKER_STEPS=60 LONGSHORE_TEST_TINKER_KILLS=12 pytest tests/end_to_end/test_tinker.py -k killed` is the
+long way.
+"""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.dev.connection import Connection
+from shared.jobs.bins import epoch_order, steps_by_count
+from tests.end_to_end.runs import jsonl
+from tests.end_to_end.stack import Stack
+from tests.end_to_end.tinker_data import BATCH, PROMPT, batches
+from tests.end_to_end.victims import Victim, a_rank, gpu_host, kill, web_service
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ("tinker-38", "tinker-36", "tinker-35")
+SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
+NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_TINKER_STEPS", "10"))
+NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_TINKER_KILLS", "3"))
+VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, web_service)
+
+
+def started(stack: Stack, model: Path, program: str, argument: str = "", client: str = CLIENTS[0]) -> subprocess.Popen:
+    """A program of tinker_session.py."""
+    folder = ROOT / ".venv" / "clients" / client
+    assert folder.is_dir(), "the clients are not installed: requirements/clients.sh"
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.end_to_end.tinker_session", program),
+            *(connection.api_url, connection.api_key, str(model), argument),
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "HF_HUB_OFFLINE": "1"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told_by(process: subprocess.Popen) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-6000:]
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def told(stack: Stack, tiny_model: Path) -> dict[str, Any]:
+    return told_by(started(stack, tiny_model, "whole"))
+
+
+def test_ten_steps_are_a_job_s_to_the_byte(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    rows = [ids for batch in batches(10) for ids in batch]
+    labelled = [{"input_ids": ids, "labels": [-100] * PROMPT + ids[PROMPT:]} for ids in rows]
+    job = stack.cli(
+        *(
+            "submit",
+            "sft",
+            "--json",
+            "--model",
+            str(tiny_model),
+            "--dataset",
+            str(jsonl(tmp_path / "rows.jsonl", labelled)),
+        ),
+        *("--format", "tokenized", "--steps", "10", "--batch-size", str(BATCH), "--max-tokens", "4096"),
+        *("--lora-rank", "4", "--learning-rate", "0.01", "--schedule", "constant", "--seed", "7"),
+        *("--wait", "--timeout", "600"),
+    )
+    steps = [[rows[index] for index in step] for step in steps_by_count(epoch_order(len(rows), 7, 0), BATCH)]
+    told = told_by(started(stack, tiny_model, "sft", json.dumps(steps)))
+    folder = Path(job.json["adapter"].removeprefix("file://"))
+    assert (
+        bytes.fromhex(told["files"]["adapter_model.safetensors"]) == (folder / "adapter_model.safetensors").read_bytes()
+    )
+    assert json.loads(bytes.fromhex(told["files"]["adapter_config.json"]))["r"] == 4
+    assert told["losses"][-1] < told["losses"][0]
+    assert told["scores"] == [10] * BATCH
+
+
+def test_losses_and_states_are_what_the_client_asked_for(told: dict[str, Any], tiny_model: Path) -> None:
+    assert told["info"]["lora_rank"] == 4 and told["info"]["model_name"] == str(tiny_model)
+    assert told["tokenizer"] > 100
+    assert told["passes"]["loss:sum"] > told["after"] == pytest.approx(told["again"], abs=0)
+    assert told["still"] == told["again"]
+    assert told["state"].endswith(":train:0/weights/first")
+    assert told["custom"]["loss:sum"] == pytest.approx(told["squares"], rel=1e-5)
+    assert told["custom"]["own:sum"] == 1.0 and told["custom_step"]["grad_norm:mean"] > 0
+
+
+def test_policy_losses_are_tinker_s_sums(told: dict[str, Any]) -> None:
+    for name, each in told["policies"].items():
+        new, old = np.array(each["new"]), np.array(each["old"])
+        advantage = np.array(each["advantages"])[:, None]
+        ratio = np.exp(new - old)
+        clipped = np.clip(ratio, 0.9, 1.05)
+        expected = {
+            "importance_sampling": -(ratio * advantage),
+            "ppo": -np.minimum(ratio * advantage, clipped * advantage),
+            "cispo": -(clipped * new * advantage),
+            "dro": -(new * advantage - 0.25 * (new - old) ** 2),
+        }[name].sum()
+        assert each["loss"] == pytest.approx(expected, rel=1e-5), name
+        assert each["forward"] == pytest.approx(expected, rel=1e-5), name
+
+
+def test_samples_are_of_the_weights_that_were_named(told: dict[str, Any]) -> None:
+    assert [len(tokens) for tokens in told["drawn"]] == [6, 6, 6]
+    assert len({tuple(tokens) for tokens in told["drawn"]}) == 3
+    assert told["by_path"] == told["drawn"][0], "the same weights, by the same seed"
+    assert told["by_base"] != told["by_path"]
+    assert told["stopped"] == [told["by_base"][:3], "stop"]
+    assert told["prompt_logprobs"][0] is None and all(each < 0 for each in told["prompt_logprobs"][1:])
+    assert told["computed"] == told["prompt_logprobs"]
+
+
+def test_refusals_name_what_is_wrong_and_cost_nothing(told: dict[str, Any]) -> None:
+    refused = told["refused"]
+    assert refused["loss"]["status"] == 422 and "gspo" in refused["loss"]["body"]["error"]
+    assert refused["setting"]["body"]["place"] == "loss_fn_config.eps"
+    assert refused["token"]["category"] == "User" and "99999 is outside the vocabulary" in refused["token"]["text"]
+    assert refused["adam"]["body"]["place"] == "adam_params.beta1"
+    assert refused["name"]["status"] == 422 and refused["state"]["status"] == 404
+    assert refused["top_k"]["body"]["place"] == "topk_prompt_logprobs"
+    assert refused["base"]["category"] == "User"
+    assert all(each["body"]["category"] == "user" for each in refused.values() if "body" in each)
+
+
+def test_the_rest_client_finds_runs_and_checkpoints(told: dict[str, Any]) -> None:
+    rest = told["rest"]
+    assert rest["run"]["lora_rank"] == 4 and rest["run"]["user_metadata"] == {"a": "b"}
+    assert rest["checkpoints"] == [["weights/first", True, True], ["sampler_weights/policy", False, True]]
+    assert rest["left"] == 1 and rest["runs"] >= 2 and rest["all"] >= 2
+    assert len(rest["session"]["training_run_ids"]) == 3, "that of a model that could not be opened, too"
+    assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is False
+
+
+def test_two_older_clients_at_once_do_the_same(stack: Stack, tiny_model: Path, told: dict[str, Any]) -> None:
+    processes = [started(stack, tiny_model, "whole", client=client) for client in CLIENTS[1:]]
+    for process, version in zip(processes, ("0.36.0", "0.35.0"), strict=True):
+        older = told_by(process)
+        assert older["version"] == version
+        for name in ("passes", "after", "drawn", "by_path", "by_base", "prompt_logprobs", "still"):
+            assert older[name] == told[name], name
+
+
+def test_a_call_of_3000_data_comes_in_chunks_out_of_order(stack: Stack, tiny_model: Path) -> None:
+    told = told_by(started(stack, tiny_model, "large"))
+    print(f"3,000 data in {told['seconds']:.1f} s")
+    assert told["num"] == 3000
+    assert told["loss"] == pytest.approx(sum(told["halves"]), rel=1e-9)
+    assert told["first"][0] == pytest.approx(told["first"][1], abs=1e-5)
+    assert told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-5) and math.isfinite(told["norms"][0])
+
+
+def test_whatever_is_killed_every_future_resolves_to_the_same_bits(stack: Stack, tiny_model: Path) -> None:
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    alone = told_by(started(stack, tiny_model, "loop", str(NUM_STEPS)))
+    kills = sorted(rng.sample(range(NUM_STEPS - 1), NUM_KILLS))
+    process = started(stack, tiny_model, "loop", str(NUM_STEPS))
+    assert process.stdout is not None
+    for line in process.stdout:
+        told = json.loads(line)
+        if told.get("step") in kills:
+            kill(stack, rng.choice(VICTIMS), 120)
+        if "adapter" in told:
+            break
+    process.wait(900)
+    assert told["steps"] == alone["steps"], f"seed {SEED}"
+    assert told["adapter"] == alone["adapter"], f"seed {SEED}"

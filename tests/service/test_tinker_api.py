@@ -1,0 +1,158 @@
+"""Tinker's door, asked by hand: who may ask, what is refused and how, and that no refusal costs what follows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF
+from shared.jobs.commands import CommandHead
+from shared.storage.paths import RunKeys
+from tests.service.conftest import KEY, Service, new_key
+from tests.service.tinker_bodies import SPOILT, batch, compressed, spoilt
+
+SENT = {"content-type": PROTOBUF}
+ZSTD = SENT | {"content-encoding": "zstd"}
+
+
+def asking(service: Service, key: str | None) -> httpx.Client:
+    headers = {} if key is None else {"x-api-key": f"tml-{key}"}
+    return httpx.Client(base_url=f"{service.url}{TINKER}", headers=headers, timeout=300, trust_env=False)
+
+
+@pytest.fixture
+def door(service: Service) -> Iterator[httpx.Client]:
+    with asking(service, KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(service: Service, tiny_model: Path) -> dict[str, Any]:
+    with asking(service, KEY) as door:
+        session = said(door.post("/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}))
+        body = {
+            "session_id": session["session_id"],
+            "model_seq_id": 0,
+            "base_model": str(tiny_model),
+            "lora_config": {"rank": 4},
+        }
+        made = said(door.post("/create_model", json=body))
+        assert said(door.post("/create_model", json=body)) == made, "the same request is the same model"
+        told = said(door.post("/retrieve_future", json={"request_id": made["request_id"]}))
+        assert told == {"type": "create_model", "model_id": f"{session['session_id']}:train:0"}
+        return made
+
+
+def said(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(answer: httpx.Response, status: int, *words: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    assert told.keys() == {"error", "category", "type", "place"} and told["category"] == "user", told
+    assert all(word in told["error"] for word in words), told
+    return told
+
+
+def run_of(service: Service, model: dict[str, Any]) -> str:
+    with service.http() as api:
+        listed = api.get("/sessions").json()["runs"]
+    return next(r["run_id"] for r in listed if r["source"]["metadata"].get("tinker_model") == model["model_id"])
+
+
+def test_no_spoilt_body_costs_a_request_that_follows(
+    service: Service, door: httpx.Client, model: dict[str, Any]
+) -> None:
+    model_id, keys = model["model_id"], RunKeys(run_of(service, model))
+    assert len(SPOILT) >= 40
+    for seq_id, name in enumerate(SPOILT, start=1):
+        body = spoilt(name, model_id, seq_id)
+        for _ in range(2):
+            told = refused(door.post("/forward_backward", content=compressed(body), headers=ZSTD), 422)
+            assert told["place"], name
+        kept = CommandHead.model_validate_json(service.store.get_bytes(keys.command(seq_id)))
+        assert kept.kind == "skip", name
+    behind = len(SPOILT) + 1
+    sound = batch(model_id, behind).SerializeToString()
+    first = said(door.post("/forward_backward", content=sound, headers=SENT))
+    assert said(door.post("/forward_backward", content=compressed(sound), headers=ZSTD)) == first
+    other = batch(model_id, behind, weights=[1.0, 1.0, 0.0]).SerializeToString()
+    refused(door.post("/forward_backward", content=other, headers=SENT), 422, "was another one")
+    assert CommandHead.model_validate_json(service.store.get_bytes(keys.command(behind))).kind == "forward_backward"
+    adam = {"model_id": model_id, "seq_id": behind + 1, "adam_params": {"beta1": 1.5}}
+    refused(door.post("/optim_step", json=adam), 422, "adam_params.beta1")
+    muon = {"model_id": model_id, "seq_id": behind + 2, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+    refused(door.post("/optim_step", json=muon), 422, "AdamW")
+    for seq_id in (behind + 1, behind + 2):
+        assert CommandHead.model_validate_json(service.store.get_bytes(keys.command(seq_id))).kind == "skip"
+
+
+def test_what_is_no_request_is_refused_before_it_is_read(
+    service: Service, door: httpx.Client, model: dict[str, Any]
+) -> None:
+    sound = batch(model["model_id"], 500).SerializeToString()
+    refused(door.post("/forward_backward", content=sound), 415, PROTOBUF)
+    refused(door.post("/forward_backward", content=sound[:20], headers=SENT), 404)
+    refused(door.post("/forward_backward", content=b"", headers=SENT), 404)
+    refused(door.post("/forward_backward", content=b"\xff" * 100, headers=SENT), 404)
+    refused(door.post("/forward_backward", content=sound, headers=ZSTD), 422, "zstd")
+    refused(door.post("/forward_backward", content=sound, headers=SENT | {"content-encoding": "br"}), 422, "br")
+    bomb = compressed(b"\0" * (MAX_BODY_BYTES + 1), 19)
+    refused(door.post("/forward_backward", content=bomb, headers=ZSTD), 422, "16,777,216")
+    refused(door.post("/forward_backward", content=b"\0" * (MAX_BODY_BYTES + 1), headers=SENT), 413)
+    refused(door.post("/optim_step", content=b"\0" * (2 << 20)), 413)
+    for seq_id in (0, -1, 2**31 - 1):
+        body = batch(model["model_id"], seq_id).SerializeToString()
+        refused(door.post("/forward_backward", content=body, headers=SENT), 422, "seq_id")
+    for model_id in ("", "nobody", "../../x", model["model_id"].replace(":0", ":7"), "tinker-" + "0" * 21 + ":train:0"):
+        refused(door.post("/forward_backward", content=batch(model_id).SerializeToString(), headers=SENT), 404)
+    for path, body in (
+        ("/create_session", {"tags": [], "explode": 1}),
+        ("/create_model", {"session_id": "nobody", "model_seq_id": 0, "base_model": "x", "lora_config": {"rank": 0}}),
+        ("/optim_step", {"model_id": model["model_id"], "seq_id": 0}),
+        ("/asample", {"prompt": {"chunks": []}, "sampling_params": {}}),
+    ):
+        refused(door.post(path, json=body), 422)
+    refused(door.post("/retrieve_future", json={"request_id": "nobody"}), 404)
+    refused(door.post("/retrieve_future", json={"request_id": "sample|00000001/../../x"}), 404)
+    refused(door.get("/training_runs/nobody/checkpoints"), 404)
+    refused(door.get("/no/such/address"), 404)
+
+
+def test_keys_scopes_and_tenants_hold_here(service: Service, acme: str, model: dict[str, Any]) -> None:
+    body = {"model_id": model["model_id"]}
+    with asking(service, None) as nobody:
+        assert nobody.get("/healthz").status_code == 200
+        refused(nobody.post("/get_info", json=body), 401)
+    with asking(service, acme) as theirs:
+        refused(theirs.post("/get_info", json=body), 404)
+        refused(theirs.post("/retrieve_future", json={"request_id": model["request_id"]}), 404)
+        assert said(theirs.get("/training_runs"))["training_runs"] == []
+    with service.http() as api:
+        reader, sampler = (new_key(api, scopes=[scope])["key"] for scope in ("read", "inference"))
+    sound = batch(model["model_id"], 400).SerializeToString()
+    with asking(service, reader) as reading:
+        refused(reading.post("/forward_backward", content=sound, headers=SENT), 403, "scope write")
+        refused(reading.post("/asample", json={}), 403, "scope inference")
+        assert said(reading.get(f"/training_runs/{model['model_id']}"))["base_model"]
+    with asking(service, sampler) as asked:
+        refused(asked.post("/save_weights", json=body), 403)
+        refused(asked.get("/training_runs"), 403)
+    with httpx.Client(base_url=service.url, trust_env=False) as other:
+        assert other.get("/api/v1/runs", headers={"x-api-key": f"tml-{KEY}"}).status_code == 401
+        assert other.get("/tinker/files/none.none/adapter_model.safetensors").status_code == 403
+
+
+def test_a_checkpoint_that_fails_can_be_named_and_is_not_loaded(door: httpx.Client, model: dict[str, Any]) -> None:
+    """Loading waits for a state that no worker saves here; names and times that cannot be are refused."""
+    state = {"model_id": model["model_id"], "seq_id": 301}
+    refused(door.post("/save_weights", json=state | {"path": "a/b"}), 422, "path")
+    refused(door.post("/save_weights", json=state | {"path": "a", "ttl_seconds": 5}), 422, "ttl_seconds")
+    load = {"session_id": model["model_id"].split(":")[0], "model_seq_id": 9, "optimizer": True}
+    refused(door.post("/load_weights", json=load | {"path": f"tinker://{model['model_id']}/weights/none"}), 404)
+    refused(door.post("/load_weights", json=load | {"path": "tinker://x/weights/../a", "model_id": "y"}), 422)

@@ -1,0 +1,210 @@
+"""Tinker's messages as commands of sessions, and results as its messages; losses against their formulas."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.apis.tinker import samples
+from service.apis.tinker.addresses import error_body, tinker_key
+from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
+from service.apis.tinker.records import CheckpointRecord, TinkerRecords
+from service.apis.tinker.requests import Sample
+from service.apis.tinker.translation import command_of, policy_loss, told
+from service.apis.tinker.wire import MAX_BODY_BYTES, plain_body, read_batch
+from service.errors import Conflict
+from shared.errors import InvalidInput, NotFound
+from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
+from shared.jobs.job import CISPO, DRO, PPO, Reinforce
+from shared.storage.store import LocalStore
+from tests.service.tinker_bodies import (
+    FLOAT32,
+    INT64,
+    SPOILT,
+    batch,
+    compressed,
+    policy,
+    setting,
+    sparse,
+    spoilt,
+    tensor,
+)
+
+
+def commanded(message: Any) -> Forward | ForwardBackward:
+    return command_of(read_batch(message.SerializeToString()))
+
+
+def test_targets_that_follow_are_the_sequence_itself() -> None:
+    [datum] = commanded(batch(weights=[0.0, 1.0, 0.5])).data
+    assert datum == Datum(tokens=(5, 6, 7, 8), weights=(0.0, 1.0, 0.5))
+    assert commanded(batch()).data[0].weights == (1.0, 1.0, 1.0)
+
+
+def test_other_targets_are_labels_one_or_several_in_a_place() -> None:
+    [datum] = commanded(batch(target_tokens=[9, 7, 8], weights=[1.0, 0.0, 1.0])).data
+    assert datum.labels == ((9,), (7,), (8,)) and datum.label_weights == ((1.0,), (0.0,), (1.0,))
+    message = batch()
+    tensor(message).Clear()
+    sparse(tensor(message), [{0: 9, 1: 8}, {}, {1: 7}], 2, INT64)
+    sparse(message.data[0].loss_fn_inputs.add(key="weights").value, [{0: 0.5}, {}, {1: 0.25}], 2, FLOAT32)
+    [datum] = commanded(message).data
+    assert datum.labels == ((9, 8), (0, 0), (0, 7))
+    assert datum.label_weights == ((0.5, 0.0), (0.0, 0.0), (0.0, 0.25))
+
+
+def test_a_policy_loss_leaves_out_padding_without_advantage() -> None:
+    command = commanded(policy(target_tokens=[0, 7, 8]))
+    assert isinstance(command, ForwardBackward)
+    [datum] = command.data
+    assert datum.tokens == (5, 6, 7, 8) and datum.weights == (0.0, 1.0, 1.0)
+    assert datum.advantages == (0.0, 1.0, -1.0) and datum.logprobs == (-1.0, -2.0, -3.0)
+    assert commanded(policy()).data[0].weights is None
+
+
+def test_losses_have_their_settings() -> None:
+    message = policy()
+    for name, number in (("clip_low_threshold", 0.9), ("clip_high_threshold", 1.5)):
+        setting(name, number)(message)
+    command = commanded(message)
+    assert isinstance(command, ForwardBackward) and isinstance(command.loss, PPO)
+    assert (1 - command.loss.clip_low, 1 + command.loss.clip_high) == (0.9, 1.5)
+    assert policy_loss("importance_sampling", {}).ours == Reinforce()
+    assert policy_loss("dro", {"beta": 0.5}).ours == DRO(beta=0.5)
+    found = policy_loss("cispo", {}).ours
+    assert isinstance(found, CISPO) and found.clip_low is not None
+    assert (1 - found.clip_low, 1 + found.clip_high) == (0.8, 1.2), "to the bit"
+    message.forward_only = True
+    assert isinstance(forward := commanded(message), Forward) and forward.score_all
+
+
+def test_values_are_tinker_s_formulas() -> None:
+    new, old, advantage = np.array([-1.0, -2.0, -3.0]), np.array([-1.5, -1.0, -3.0]), np.array([1.0, -2.0, 0.5])
+    ratio = [math.exp(0.5), math.exp(-1.0), 1.0]
+    expected = {
+        "importance_sampling": [-ratio[0], 2 * ratio[1], -0.5],
+        "ppo": [-1.2, 1.6, -0.5],
+        "cispo": [1.2, -0.8 * 2 * 2, 1.5],
+        "dro": [1 + 0.025 * 0.25, -4 + 0.025, 1.5],
+    }
+    for name, values in expected.items():
+        assert policy_loss(name, {}).value(new, old, advantage) == pytest.approx(values), name
+
+
+def test_results_have_a_number_for_each_place() -> None:
+    data = (
+        Datum(tokens=(5, 6, 7, 8), weights=(0.0, 1.0, 0.5)),
+        Datum(tokens=(5, 6, 0), labels=((9, 8), (3, 4)), label_weights=((1.0, 0.0), (0.0, 2.0))),
+    )
+    scores = (TokenScores(logprobs=(-1.0, -2.0)), TokenScores(logprobs=(-3.0, -4.0)))
+    metrics = {"loss": 0.5, "loss_sum": 2.0, "tokens": 7.0, "ratio_max": 3.0, "entropy": 1.0}
+    result = CommandResult(number=1, kind="forward_backward", data=scores, metrics=metrics)
+    found, named = told(ForwardBackward(data=data), "cross_entropy", {}, result)
+    assert [each.values.tolist() for each in found] == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0, -4.0]]
+    assert [each.trailing_shape for each in found] == [(), (2,)]
+    assert named == {"loss:sum": 1 + 1 + 3 + 8, "tokens:sum": 7.0, "ratio_max:max": 3.0, "entropy:mean": 1.0}
+    everything = (TokenScores(logprobs=(-5.0, -1.0, -2.0)), TokenScores(logprobs=(-3.0, -6.0, -7.0, -4.0)))
+    result = CommandResult(number=1, kind="forward", data=everything)
+    found, named = told(Forward(data=data, score_all=True), "cross_entropy", {}, result)
+    assert [each.values.tolist() for each in found] == [[-5.0, -1.0, -2.0], [-3.0, -6.0, -7.0, -4.0]]
+    assert named == {"loss:sum": 13.0}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_is_wrong_is_said(name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        command_of(read_batch(spoilt(name, "m", 1)))
+    assert caught.value.place and len(str(caught.value)) < 400
+
+
+def test_bodies_are_bounded_and_whole() -> None:
+    body = batch().SerializeToString()
+    assert plain_body(compressed(body), "zstd") == body == plain_body(body, "")
+    bomb = compressed(b"\0" * (MAX_BODY_BYTES + 1), 19)
+    assert len(bomb) < 10_000
+    for given, encoding, rule in (
+        (bomb, "zstd", "more than the 16,777,216 bytes"),
+        (compressed(body)[:-3], "zstd", "no body under zstd"),
+        (compressed(body) + b"more", "zstd", "no body under zstd"),
+        (body, "zstd", "no body under zstd"),
+        (body, "gzip", "plain or under zstd"),
+    ):
+        with pytest.raises(InvalidInput, match=rule):
+            plain_body(given, encoding)
+    with pytest.raises(InvalidInput, match="no ForwardBackwardRequest"):
+        read_batch(body[:-2])
+
+
+def test_ids_of_requests_say_what_they_are_of() -> None:
+    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}))
+    assert TrainingFuture.parse(future.request_id) == future
+    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9})
+    for broken in (
+        "",
+        "a|1|passes",
+        "a|x|passes|",
+        "a|1|explode|",
+        "a|1|passes|€",
+        "a|1|passes|AA=",
+        "a" * 5000,
+        "a|²|save|",
+    ):
+        with pytest.raises(NotFound):
+            TrainingFuture.parse(broken)
+    for detail in ("", "[1, {}]", "[[", "{}"):
+        with pytest.raises(NotFound):
+            loss_of_detail(detail)
+
+
+def test_errors_and_keys_have_tinker_s_shape() -> None:
+    assert error_body(422, "invalid_input", "it is short", "data[0]")[1]["error"] == "data[0]: it is short"
+    assert error_body(409, "conflict", "it has ended", None)[0] == 400, "the SDK would repeat a 409 for minutes"
+    assert error_body(503, "unavailable", "away", None)[1]["category"] == "server"
+    assert tinker_key("/tinker/api/v1/healthz", "tml-ls-0-1") == "Bearer ls-0-1"
+    assert tinker_key("/api/v1/runs", "tml-ls-0-1") is None
+
+
+def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
+    records = TinkerRecords(LocalStore(tmp_path), "acme")
+    model = "tinker-" + "0" * 21 + ":train:0"
+    first, other = (CheckpointRecord(model_id=model, kind="weights", name="a", command=n) for n in (1, 2))
+    records.claim(first, overwrite=False)
+    records.claim(first.model_copy(update={"created_at": 0.0}), overwrite=False)
+    with pytest.raises(Conflict):
+        records.claim(other, overwrite=False)
+    records.claim(other, overwrite=True)
+    assert records.checkpoint(first.path).command == 2
+    records.put(other.model_copy(update={"expires_at": 1.0}))
+    assert records.checkpoints() == []
+    for path in (
+        first.path,
+        "tinker://../weights/a",
+        f"tinker://{model}/weights/..",
+        f"{first.path}/../b",
+        "weights/a",
+    ):
+        with pytest.raises(NotFound):
+            records.checkpoint(path)
+    with pytest.raises(NotFound):
+        TinkerRecords(LocalStore(tmp_path), "other").checkpoint(first.path)
+    with pytest.raises(InvalidInput):
+        records.claim(first.model_copy(update={"name": "../x"}), overwrite=False)
+
+
+def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
+    body = {
+        "prompt": {"chunks": [{"tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": 4096, "stop": []},
+        "num_samples": 5,
+    }
+    asked = Sample.model_validate(body)
+    assert samples.parts(asked) == [(0, 2), (2, 2), (4, 1)]
+    last = samples.question(asked, "m", 10, 4, 1)
+    assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
+    stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
+    assert samples.question(stopped, "m", 0, 0, 1).stop_token_ids == [2, 9]
+    for name, value in (("topk_prompt_logprobs", 1), ("prompt_alt_tokens_k", 2), ("record_stability_info", True)):
+        with pytest.raises(InvalidInput) as caught:
+            asked.model_copy(update={name: value}).check()
+        assert caught.value.place == name
