@@ -105,6 +105,10 @@ def test_what_is_no_request_is_refused_before_it_is_read(
     bomb = compressed(b"\0" * (MAX_BODY_BYTES + 1), 19)
     refused(door.post("/forward_backward", content=bomb, headers=ZSTD), 422, "16,777,216")
     refused(door.post("/forward_backward", content=b"\0" * (MAX_BODY_BYTES + 1), headers=SENT), 413)
+    for field in (b"\x1a\x00", b"\x2a\x00", b"\x1a\x02\x0a\x00"):  # of empty messages, which take memory
+        many = compressed(field * (MAX_BODY_BYTES // len(field)))
+        assert len(many) < 4096
+        refused(door.post("/forward_backward", content=many, headers=ZSTD), 422, "fields")
     refused(door.post("/optim_step", content=b"\0" * (2 << 20)), 413)
     for seq_id in (0, -1, 2**31 - 1):
         body = batch(model["model_id"], seq_id).SerializeToString()

@@ -120,7 +120,7 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
     assert len(body) <= MAX_BODY_BYTES
     encoding = request.headers.get("content-encoding", "").strip().lower()
     plain = await asyncio.to_thread(plain_body, body, encoding)
-    model_id, seq_id = batch_address(plain)
+    model_id, seq_id = await asyncio.to_thread(batch_address, plain)
     model = await door.model(model_id)
     _check_seq(seq_id)
     async with door.numbered(model, seq_id):
