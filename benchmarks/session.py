@@ -1,12 +1,12 @@
 """What a command of a session costs beyond its computation, on a warm stack.
 
-    python -m benchmarks.session [--commands 100]
+    python -m benchmarks.session [--commands 100] [--tinker]
 
 Starts `longshore dev` in a temporary folder, opens a session of a tiny model, and sends commands one by one, each when
 the one before has its result: forwards and steps. Beside them the time from the client's call to its result stands what
 the same call takes in-process: parse, pack, forward. The first commands warm the worker up and do not count. Then the
-time until an idle session, which has given its worker back, answers again; and commands sent without waiting. Prints
-JSON.
+time until an idle session, which has given its worker back, answers again; and commands sent without waiting. With
+`--tinker` the same of Tinker's own SDK at its door instead. Prints JSON.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,13 +31,16 @@ from shared.runs.requests import SessionRun
 
 TOKENS = 64
 _WARM_UP = 10
+_SDK = ".venv/clients/tinker-38"
 _CORPUS = [f"Crane {n} lifts crate {n * 7 % 50}." for n in range(50)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commands", type=int, default=100)
-    num_commands = parser.parse_args().commands
+    parser.add_argument("--tinker", action="store_true", help="by Tinker's own SDK (requirements/clients.sh)")
+    arguments = parser.parse_args()
+    num_commands = arguments.commands
     with tempfile.TemporaryDirectory() as folder:
         root, model = Path(folder) / "stack", make_tiny_model(Path(folder) / "model", _CORPUS)
         environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
@@ -44,12 +48,15 @@ def main() -> None:
         try:
             connection = Connection.read(root)
             assert connection is not None
-            with Client(connection.api_url, connection.api_key) as client:
-                figures = _measure(client, model, num_commands)
+            if arguments.tinker:
+                figures = _tinker(connection, model, num_commands)
+            else:
+                with Client(connection.api_url, connection.api_key) as client:
+                    figures = _measure(client, model, num_commands)
         finally:
             subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
         in_process = _in_process(model, num_commands)
-    result = {
+    result: dict[str, object] = {
         "what": "milliseconds from a command's call to its result, on a warm worker",
         "tokens": TOKENS,
         "in_process_forward": in_process,
@@ -83,6 +90,21 @@ def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object
         "forwards_a_second_without_waiting": round(num_commands / together_s, 1),
         "back_from_idle": back,
     }
+
+
+def _tinker(connection: Connection, model: Path, num_commands: int) -> dict[str, object]:
+    """Have Tinker's SDK measure its calls, in a process of its own."""
+    root = Path(__file__).parents[1]
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.tinker_client", connection.api_url, connection.api_key),
+            *(str(model), str(TOKENS), str(num_commands)),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / _SDK), str(root)])},
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    return {"client": "tinker 0.38.0"} | {name: _quantiles(times) for name, times in json.loads(told).items()}
 
 
 def _step(session: Session, data: list[Datum]) -> Pending:

@@ -36,6 +36,8 @@ LETTERS = {
     "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
 }
 
+# A name that Tinker's cookbook knows a renderer for. On the stack it is the tiny model's.
+TINKER_MODEL = "Qwen/Qwen3-8B"
 ROLLOUT_STEPS = 3
 
 _HERE = Path(__file__).parent
@@ -58,9 +60,10 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+    named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
     with _shared:
-        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS))
+        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS, **named))
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
+from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.tinker_data import BATCH, PROMPT, batches
-from tests.end_to_end.victims import Victim, a_rank, gpu_host, kill, web_service
+from tests.end_to_end.victims import (
+    Victim,
+    a_rank,
+    control_host,
+    gpu_host,
+    kill,
+    sampler_host,
+    temporal_server,
+    web_service,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +43,7 @@ CLIENTS = ("tinker-38", "tinker-36", "tinker-35")
 SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
 NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_TINKER_STEPS", "10"))
 NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_TINKER_KILLS", "3"))
-VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, web_service)
+VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, web_service, control_host, temporal_server, sampler_host)
 
 
 def started(stack: Stack, model: Path, program: str, argument: str = "", client: str = CLIENTS[0]) -> subprocess.Popen:
@@ -167,6 +179,68 @@ def test_a_call_of_3000_data_comes_in_chunks_out_of_order(stack: Stack, tiny_mod
     assert told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-5) and math.isfinite(told["norms"][0])
 
 
+RECIPES = {
+    "sl_loop": ["batch_size=8", "max_steps=3", "save_every=2"],
+    "rl_loop": ["batch_size=4", "group_size=4", "max_steps=2", "max_tokens=16", "loss_fn=importance_sampling"],
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model: Path) -> Path:
+    """A folder where what the recipes name on the hub is found first: data, and a model's tokenizer."""
+    chats = [
+        {"messages": [{"role": "user", "content": f"Quay {n}?"}, {"role": "assistant", "content": f"{n} crates."}]}
+        for n in range(24)
+    ]
+    (tmp_path / "HuggingFaceH4" / "no_robots").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "HuggingFaceH4" / "no_robots" / "train.parquet")
+    sums = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"} for n in range(8)]
+    (tmp_path / "openai" / "gsm8k" / "main").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(sums), tmp_path / "openai" / "gsm8k" / "main" / "train-0.parquet")
+    configured = "configs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
+    (tmp_path / "openai" / "gsm8k" / "README.md").write_text(f"---\n{configured}---\n")
+    (tmp_path / TINKER_MODEL).parent.mkdir(parents=True)
+    (tmp_path / TINKER_MODEL).symlink_to(tiny_model)
+    return tmp_path
+
+
+def test_the_cookbook_s_loops_run_unmodified(stack: Stack, hub: Path) -> None:
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    folders = [str(ROOT / ".venv" / "clients" / name) for name in (CLIENTS[0], "tinker-cookbook")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "TINKER_API_KEY": f"tml-{connection.api_key}",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(hub / "cache"),
+    }
+    common = [
+        f"base_url={connection.api_url}/tinker",
+        f"model_name={TINKER_MODEL}",
+        "lora_rank=4",
+        "learning_rate=0.01",
+    ]
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *common, f"log_path={hub / name}", *options],
+            env=environment,
+            cwd=hub,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, options in RECIPES.items()
+    }
+    for name, process in running.items():
+        output, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, output[-6000:]
+        saved = [json.loads(line) for line in (hub / name / "checkpoints.jsonl").read_text().splitlines()]
+        assert saved[-1]["state_path"].endswith("/weights/final"), name
+        assert saved[-1]["sampler_path"].endswith("/sampler_weights/final"), name
+    metrics = [json.loads(line) for line in (hub / "sl_loop" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[2]["train_mean_nll"] < metrics[0]["train_mean_nll"]
+
+
 def test_whatever_is_killed_every_future_resolves_to_the_same_bits(stack: Stack, tiny_model: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
@@ -182,4 +256,5 @@ def test_whatever_is_killed_every_future_resolves_to_the_same_bits(stack: Stack,
             break
     process.wait(900)
     assert told["steps"] == alone["steps"], f"seed {SEED}"
+    assert told["samples"] == alone["samples"] and len(told["samples"]) == NUM_STEPS // 4, f"seed {SEED}"
     assert told["adapter"] == alone["adapter"], f"seed {SEED}"

@@ -228,20 +228,27 @@ def large(service: tinker.ServiceClient, model: str, argument: str) -> Told:
 
 
 def loop(service: tinker.ServiceClient, model: str, argument: str) -> Told:
-    """Steps on the same data each time, told line by line; states are saved, and one is sampled from."""
+    """Steps on the same data each time, told line by line. States are saved, and sampled from."""
     client = ready(service.create_lora_training_client(model, rank=4, seed=7))
     adam = types.AdamParams(learning_rate=0.01)
-    told = []
+    prompt, params = types.ModelInput.from_ints([5, 6, 7, 8]), types.SamplingParams(max_tokens=6, seed=11)
+    told, drawn = [], []
     for number, batch in enumerate(batches(int(argument))):
         passes = client.forward_backward(data_of(batch), "cross_entropy")
         step = client.optim_step(adam)
         if number % 4 == 3:
             client.save_state(f"step-{number}")
+            drawn.append(ready(client.save_weights_and_get_sampling_client()).sample(prompt, 2, params))
         told.append([passes.result().metrics["loss:sum"], step.result().metrics["grad_norm:mean"]])
         print(json.dumps({"step": number}), flush=True)
     path = client.save_weights_external("final").result().path
     urls = client_rest(service).get_external_weights_urls(path).result().urls
-    return {"steps": told, "adapter": httpx.get(urls["adapter_model.safetensors"], trust_env=False).content.hex()}
+    samples = [[list(each.tokens) for each in future.result().sequences] for future in drawn]
+    return {
+        "steps": told,
+        "samples": samples,
+        "adapter": httpx.get(urls["adapter_model.safetensors"], trust_env=False).content.hex(),
+    }
 
 
 def main() -> None:

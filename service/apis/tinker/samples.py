@@ -40,6 +40,7 @@ _RECORDS_KEPT_S = 86_400.0
 _HOUR_S = 3600
 _ANSWER_TOKENS = 8192  # of one question to a sampler, whose answer has a bounded size
 _BUSY_PAUSE_S = 1.0
+_ABANDONED_S = 90.0  # without a poll: a client that waits asks every half minute
 _MOST_SEED = 2**62
 
 
@@ -64,6 +65,7 @@ class Samples:
     backend: Backend
     _tasks: dict[tuple[str, str], asyncio.Task[bytes]] = field(default_factory=dict)
     _ended: dict[tuple[str, str], float] = field(default_factory=dict)
+    _asked_at: dict[tuple[str, str], float] = field(default_factory=dict)
     _places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     async def ask(self, door: Door, sampler: SamplerRecord, asked: Sample) -> str:
@@ -95,12 +97,14 @@ class Samples:
         Raises:
             NotFound: nobody has asked for it, or too long ago. Other errors: why it cannot be drawn.
         """
-        task = self._tasks.get((door.tenant, request_id))
-        if task is None:
-            record = await self._record(door, request_id)
-            task = self._begin(door, request_id, record)
+        key = (door.tenant, request_id)
+        if (task := self._tasks.get(key)) is None:
+            task = self._begin(door, request_id, await self._record(door, request_id))
+        if not task.done():
+            self._asked_at[key] = time.monotonic()
         done, _ = await asyncio.wait([task], timeout=wait_s)
         if not done:
+            self._asked_at[key] = time.monotonic()
             return None
         if task.cancelled():
             raise InvalidInput("this sample was cancelled")
@@ -122,7 +126,8 @@ class Samples:
     def _begin(self, door: Door, request_id: str, record: SampleRecord) -> asyncio.Task[bytes]:
         key = (door.tenant, request_id)
         if key not in self._tasks:
-            self._tasks[key] = task = asyncio.create_task(self._draw(door, record))
+            self._asked_at[key] = time.monotonic()
+            self._tasks[key] = task = asyncio.create_task(self._draw(door, key, record))
             task.add_done_callback(partial(self._end, key))
         return self._tasks[key]
 
@@ -130,15 +135,21 @@ class Samples:
         if not task.cancelled():
             task.exception()  # asked for by whoever polls, or by nobody
         now = time.monotonic()
-        self._ended[key] = now
+        self._asked_at.pop(key, None)
+        if self._tasks.get(key) is task:
+            self._ended[key] = now
         while self._ended and (len(self._ended) > _KEPT or next(iter(self._ended.values())) < now - _KEPT_S):
             oldest = next(iter(self._ended))
             del self._ended[oldest]
             self._tasks.pop(oldest, None)
 
-    async def _draw(self, door: Door, record: SampleRecord) -> bytes:
+    async def _draw(self, door: Door, key: tuple[str, str], record: SampleRecord) -> bytes:
+        """Draw a sample when it has its turn. One whose client has gone is left, until it is asked for again."""
         asked = record.asked
         async with self._places.setdefault(door.tenant, asyncio.Semaphore(_AT_ONCE)):
+            if time.monotonic() - self._asked_at[key] > _ABANDONED_S:
+                del self._tasks[key]
+                raise NotFound("nobody waits for this sample")
             target, name = await target_of(door, asked)
             questions = [question(asked, name, record.seed, *part) for part in parts(asked)]
             answers = [await self._answer(door, target, each) for each in questions]
