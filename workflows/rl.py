@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
     from workflows.training.steps import Steps
-    from workflows.training.train_step import after, train_and_publish, unchanged
+    from workflows.training.train_step import after, publish, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
@@ -64,7 +64,10 @@ class RLWorkflow(ClientDrivenHandlers):
         """Train every step. False when this execution's history is long enough, and there is more to train."""
         if self._state is None:
             self._state = await self._prepare()
-        return await (self._train_own_steps(self._state) if self._start.run.rollouts else self._train_steps())
+        is_whole = await (self._train_own_steps(self._state) if self._start.run.rollouts else self._train_steps())
+        if is_whole:
+            await self._publish_last()
+        return is_whole
 
     async def _prepare(self) -> RLState:
         """Check model and adapters, render prompts; a resumed run finds its last steps and policies in the store."""
@@ -132,13 +135,12 @@ class RLWorkflow(ClientDrivenHandlers):
         return True
 
     async def _train(self, step: StepStatus) -> StepStatus:
-        """Train a step and publish its adapter. Its outcome, also a failure, is recorded in the store."""
+        """Train a step, and publish where that is due. Its outcome, also a failure, is recorded in the store."""
         assert self._state is not None
         source, step = self._source, step.model_copy(update={"state": "running"})
         self._steps.keep(step)
         try:
-            prove, sync = (source.prove, source.sync_target) if source else (None, None)
-            done = await train_and_publish(self._run, self._start, self._state, step, prove, sync)
+            done = await train_and_publish(self._run, self._start, self._state, step, source)
             if source is not None:
                 done = await source.end_step(self._run, done, self._steps.is_finishing)
         except (RunFailed, ActivityError) as error:
@@ -154,6 +156,17 @@ class RLWorkflow(ClientDrivenHandlers):
         self._num_done += 1
         self._steps.keep(done)
         return done
+
+    async def _publish_last(self) -> None:
+        """Publish what the last step left, if that has not been done."""
+        assert self._state is not None
+        if (step := self._state.unpublished) is None:
+            return
+        self._run.show(phase="publishing")
+        done = await publish(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
+        await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
+        self._state = after(self._run, self._state, done)
+        self._steps.keep(done)
 
     def _is_long(self, max_steps: int) -> bool:
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()

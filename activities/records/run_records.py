@@ -112,8 +112,13 @@ class RunRecords:
             store = self._host.store
             keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
             store.put_bytes(keys.step(request.step.step), data)
-            if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
-                store.put_if_absent(keys.step_key(request.step.key), data)
+            if request.step.same_as is not None:
+                return
+            by_key = keys.step_key(request.step.key)
+            # Where a key was used for other groups, the first step keeps it.
+            is_new = store.put_if_absent(by_key, data)
+            if not is_new and read_record(store, by_key, StepStatus).step == request.step.step:
+                store.put_bytes(by_key, data)
 
     @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
     def recover_steps(self, request: RecoverRequest) -> Recovered:
@@ -157,9 +162,17 @@ def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:
 
 def policy_of(done: StepStatus) -> Policy:
     """The policy that a done step made."""
-    assert done.policy_version is not None and done.adapter is not None and done.adapter_sha256 is not None
-    adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
-    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter, synced=done.synced)
+    assert done.policy_version is not None and done.checkpoint is not None
+    adapter = None
+    if done.adapter is not None and done.adapter_sha256 is not None:
+        adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
+    return Policy(
+        after_step=done.step,
+        version=done.policy_version,
+        adapter=adapter,
+        checkpoint=done.checkpoint.artifact,
+        synced=done.synced,
+    )
 
 
 def _made_a_policy(step: StepStatus) -> bool:

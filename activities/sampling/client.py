@@ -1,7 +1,7 @@
 """A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
 
-Blocking, and safe to share between threads; `in_parallel` makes calls on a few. What fails in passing is tried again,
-a bounded number of times: a seeded completion is the same however often it is asked for.
+Blocking, and safe to share between threads (parallel_calls.py makes calls on a few). What fails in passing is tried
+again, a bounded number of times: a seeded completion is the same however often it is asked for.
 """
 
 import math
@@ -9,21 +9,20 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
-from activities.sampling.streamed import MAX_EVENT_BYTES, StreamedAnswer, Tell
+from activities.sampling.streamed import StreamedAnswer, Tell, bounded, lines
 from shared.chat.completions import (
     Choice,
     CompletionRequest,
     CompletionResponse,
+    DrawnBy,
     ErrorResponse,
     ModelCard,
     ModelList,
@@ -50,15 +49,12 @@ _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
 # Set explicitly: otherwise vLLM takes these from the model's generation_config.json.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-A = TypeVar("A")
-R = TypeVar("R")
 # Events of httpcore by which a connection gets a socket.
 _CONNECTED = (
     "connection.connect_tcp.complete",
     "connection.connect_unix_socket.complete",
     "connection.start_tls.complete",
 )
-_LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,8 @@ class Completion:
     """One sample. `logprobs` are the sampler's, in nats, one for each of `token_ids`, which keep the end token.
 
     Attributes:
+        policy_versions: the version of the policy that drew each token, None where the sampler does not say; or empty.
+        drawn_by: the weights that drew it and what was asked for with it, as far as the sampler says.
         was_cut_off: it reached max_tokens, and did not end by itself.
         stop_reason: the stop string or token that ended it; None for the model's own end token.
     """
@@ -75,6 +73,8 @@ class Completion:
     text: str
     was_cut_off: bool
     stop_reason: int | str | None
+    policy_versions: tuple[int | None, ...] = ()
+    drawn_by: tuple[DrawnBy, ...] = ()
 
 
 class Sampler:
@@ -157,9 +157,9 @@ class Sampler:
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
             raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)
-        return tuple(self._completion(choice) for choice in choices)
+        return tuple(self._completion(choice, tuple(answer.drawn_by or ())) for choice in choices)
 
-    def _completion(self, choice: Choice) -> Completion:
+    def _completion(self, choice: Choice, drawn_by: tuple[DrawnBy, ...]) -> Completion:
         if choice.token_ids is None or choice.logprobs is None:
             raise InvalidInput("the sampler sends no token ids or logprobs (vLLM does from 0.10.2 on)", self._url)
         if choice.finish_reason not in ("stop", "length"):
@@ -167,8 +167,17 @@ class Sampler:
         logprobs = tuple(value for value in choice.logprobs.token_logprobs if value is not None)
         if len(logprobs) != len(choice.token_ids) or not all(map(math.isfinite, logprobs)):
             raise InvalidInput("the sampler's logprobs are not one finite number a token", self._url)
+        versions = tuple(choice.policy_versions or ())
+        if versions and len(versions) != len(choice.token_ids):
+            raise InvalidInput("the sampler's policy_versions are not one a token", self._url)
         return Completion(
-            tuple(choice.token_ids), logprobs, choice.text, choice.finish_reason == "length", choice.stop_reason
+            token_ids=tuple(choice.token_ids),
+            logprobs=logprobs,
+            text=choice.text,
+            was_cut_off=choice.finish_reason == "length",
+            stop_reason=choice.stop_reason,
+            policy_versions=versions,
+            drawn_by=drawn_by,
         )
 
     def complete(self, request: CompletionRequest, tell: Tell | None = None) -> CompletionResponse:
@@ -187,7 +196,7 @@ class Sampler:
         def take(response: "httpx.Response") -> bytes:
             nonlocal found
             found = StreamedAnswer(num_choices, tell, self._url)  # an attempt before this one may have begun
-            for line in _lines(response, max_bytes, self._url):
+            for line in lines(response, max_bytes, self._url):
                 found.line(line)
             return b""
 
@@ -197,6 +206,10 @@ class Sampler:
 
     def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
+        return self.scored_by(model, token_ids)[0]
+
+    def scored_by(self, model: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], DrawnBy]:
+        """Score as `score` does. Returns also which weights did it, as far as the sampler says."""
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self._completions(body, len(token_ids) + 1)
         told = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -206,7 +219,7 @@ class Sampler:
         logprobs = tuple(one.logprob for one in found if one is not None)
         if len(logprobs) != len(found) or not all(map(math.isfinite, logprobs)):
             raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
-        return logprobs
+        return logprobs, answer.drawn_by[0] if answer.drawn_by else DrawnBy()
 
     @property
     def url(self) -> str:
@@ -237,6 +250,30 @@ class Sampler:
         except InvalidInput:
             return False
         return True
+
+    def update_weights(self, name: str, version: int, folder: str | None, *, is_adapter: bool) -> None:
+        """Have a version of a policy take the place of older ones in our own sampler; None: the model as it is.
+
+        Samples under way go on under it. A version that is not newer than what is there changes nothing.
+        """
+        body = {"name": name, "version": version, "path": folder, "lora": is_adapter}
+        self._ask("POST", "/v1/update_weights", body)
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """Keep the weights of our own sampler from being replaced by a trainer for a `with` block."""
+        import httpx
+
+        place = f"{self._url}/v1/hold_weights"
+        with ExitStack() as held:
+            try:
+                asked = self._client.stream("POST", "/v1/hold_weights", extensions={"trace": self._note})
+                response = held.enter_context(asked)
+            except httpx.TransportError as error:
+                raise SamplerUnavailable(f"{place}: {type(error).__name__}: {error}") from error
+            if response.status_code != 200:
+                raise SamplerUnavailable(f"{place}: {response.status_code}")
+            yield
 
     def sleep(self, level: Literal[1, 2]) -> SamplerMemory:
         """Have our own sampler give its memory back, when the sequences under way have ended."""
@@ -306,7 +343,7 @@ class Sampler:
                 )
             if take is not None and response.status_code == 200:
                 return response.status_code, take(response)
-            return response.status_code, b"".join(_bounded(response, max_bytes, place))
+            return response.status_code, b"".join(bounded(response, max_bytes, place))
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
         """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""
@@ -324,26 +361,6 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
     if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
         raise InvalidInput("the sampler sends more tokens than were asked for", place)
     return found
-
-
-def _bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:
-    """Yield an answer's bytes as they come. Raises InvalidInput if there are more than `max_bytes`."""
-    num_bytes = 0
-    for piece in response.iter_raw():
-        num_bytes += len(piece)
-        if num_bytes > max_bytes:
-            raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
-        yield piece
-
-
-def _lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[str]:
-    """Yield an answer's lines as they come. Raises InvalidInput if they, or one of them, are too long."""
-    rest = b""
-    for piece in _bounded(response, max_bytes, place):
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)
-        yield from (line.decode(errors="replace") for line in lines)
 
 
 def _num_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
@@ -379,22 +396,3 @@ def _parsed(model: type[M], content: bytes, place: str) -> M:
         return model.model_validate_json(content)
     except ValidationError as error:
         raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error
-
-
-def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
-    """The results of all calls, in the order in which they end.
-
-    Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
-    When the caller stops early no new call begins; those under way end on their own, and are forgotten.
-    """
-    threads, left, pending = ThreadPoolExecutor(num_threads, "call"), iter(arguments), set[Future[R]]()
-    try:
-        while True:
-            pending |= {threads.submit(call, argument) for argument in islice(left, num_threads - len(pending))}
-            if not pending:
-                return
-            ended, pending = wait(pending, _LISTEN_S, FIRST_COMPLETED)
-            for each in ended:
-                yield each.result()
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,7 @@ from temporalio import activity
 
 from activities.host_context import HostContext, beating
 from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
-from activities.sampling.client import in_parallel
+from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sampling.streamed import Tell
 from activities.tokenizing.tool_calls import text_before_calls

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
+from shared.chat.completions import DrawnBy
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampledItem
@@ -41,18 +42,23 @@ class Rows(Frozen):
 
 
 class Sample(Frozen):
-    """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off."""
+    """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
+
+    `policy_versions`: of each token, where not all are the group's.
+    """
 
     token_ids: tuple[int, ...] = Field(min_length=1)
     logprobs: tuple[float, ...]
     text: str
     finish_reason: Literal["stop", "length"]
+    policy_versions: tuple[int, ...] = ()
 
 
 class SampledGroup(Frozen):
     """The samples of one prompt. `group`: its index in the request; `row`: its index among all prompts.
 
-    `place`: the file and line of its row in the dataset, for messages.
+    `place`: the file and line of its row in the dataset, for messages. `policy_version`: the oldest that may have drawn
+    them. `drawn_by`: the weights that did, where the sampler says it.
     """
 
     group: int
@@ -61,6 +67,11 @@ class SampledGroup(Frozen):
     prompt_ids: tuple[int, ...]
     policy_version: int
     samples: tuple[Sample, ...] = Field(min_length=1)
+    drawn_by: tuple[DrawnBy, ...] = ()
+
+    def encoded(self) -> bytes:
+        """Return it as a line of JSON. What a group had no word for before is left out where it says nothing."""
+        return self.model_dump_json(exclude_defaults=True).encode()
 
 
 def numbers_of(rows: Rows, num_prompts: int) -> list[int]:
@@ -83,17 +94,23 @@ def sample_seed(seed: int, group: int) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
-def sample_of(completion: Completion, place: str) -> Sample:
-    """Convert a completion to a Sample. Raises InvalidInput if it has no tokens, or not one logprob for each."""
+def sample_of(completion: Completion, place: str, policy_version: int) -> Sample:
+    """Convert a completion to a Sample. Raises InvalidInput if it has no tokens, or not one logprob for each.
+
+    Args:
+        policy_version: of tokens whose version the sampler does not say.
+    """
     if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
         raise InvalidInput(
             f"the sampler sent {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs", place
         )
+    versions = tuple(policy_version if one is None else one for one in completion.policy_versions)
     return Sample(
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         text=completion.text,
         finish_reason="length" if completion.was_cut_off else "stop",
+        policy_versions=versions if set(versions) - {policy_version} else (),
     )
 
 

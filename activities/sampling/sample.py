@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.host_context import HostContext, Parts, beating
-from activities.sampling.client import Sampler, in_parallel
+from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
     SAMPLES,
@@ -20,9 +20,10 @@ from activities.sampling.completions import (
     sample_of,
     sample_seed,
 )
+from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import PolicyWeights, Samplers, refusal
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
-from shared.chat.completions import MAX_SAMPLES, SamplerMemory, Sampling
+from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.job import Dtype
@@ -66,6 +67,8 @@ class SampleRequest(Drawing, PolicyWeights):
         """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
+        if self.in_place is not None:  # what is drawn depends on when newer versions came, and is of this run alone
+            weights.append(f"{self.in_place} of {self.run_id}")
         match self.place:
             case ServedSampler():
                 server = self.place.model_dump_json()
@@ -198,9 +201,13 @@ class SamplerActivities:
             self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
         ):
             try:
-                told = opened.client.score(served.name, request.probe)
+                told, by = opened.client.scored_by(served.name, request.probe)
             except InvalidInput as error:
                 raise refusal(opened.client, served.name, error, "probe") from error
+        if request.in_place is not None and (by.policy_version or 0) > request.policy_version:
+            return Proved(
+                max_difference=0.0, was_sent=True
+            )  # the trainer has sent a later version, whose proof is to come
         difference = compare(told, request.logprobs, request.probe, request.bound)
         return Proved(max_difference=difference, was_sent=served.was_sent)
 
@@ -235,7 +242,7 @@ class SamplerActivities:
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = draw_group(opened.client, served.name, *asked, request)
-                parts.keep(group.group, group.model_dump_json().encode())
+                parts.keep(group.group, group.encoded())
 
             asked = ((group, row, prompts[row]) for group, row in missing)
             num_threads = max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // request.group_size))
@@ -261,7 +268,16 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
         place=prompt.place,
         prompt_ids=prompt.token_ids,
         policy_version=how.policy_version,
-        samples=tuple(sample_of(completion, prompt.place) for completion in drawn),
+        samples=tuple(sample_of(completion, prompt.place, how.policy_version) for completion in drawn),
+        drawn_by=weights_of(drawn, how.policy_version),
+    )
+
+
+def weights_of(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
+    """Return the weights that drew completions. Those that the sampler knows no version of were asked for as one."""
+    found = (each for completion in drawn for each in completion.drawn_by)
+    return tuple(
+        dict.fromkeys(one if one.policy_version is not None else one.of_version(policy_version) for one in found)
     )
 
 
@@ -274,7 +290,7 @@ def write_samples(
         folder.mkdir(parents=True, exist_ok=True)
     with (completions_folder / COMPLETIONS).open("wb") as drawn, (samples_folder / SAMPLES).open("wb") as shown:
         for group in groups:
-            drawn.write(group.model_dump_json().encode() + b"\n")
+            drawn.write(group.encoded() + b"\n")
             for item in items_of(group, prompts[group.row]):
                 shown.write(item.model_dump_json().encode() + b"\n")
             num_groups += 1

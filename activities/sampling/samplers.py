@@ -11,7 +11,9 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from pydantic import Field
 
 from activities.host_context import HostContext
 from activities.hosts.worker_pool import WorkerPool
@@ -22,10 +24,12 @@ from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
+from shared.jobs.weight_sync import newest_name
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 
 _DIGITS = 16
+_WEIGHTS = "weights"  # the folder of a checkpoint that an adapter, or a whole model's weights, lie in
 OWNER = "serving"
 """Prefix of the names of users' adapters, in the place of a run id, so that runs' adapters are left alone."""
 _OURS = re.compile(rf"{OWNER}-[0-9a-f]+")
@@ -44,12 +48,26 @@ class PolicyWeights(Frozen):
 
     `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
     sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
+    `is_checkpoint`: adapter or weights lie in a checkpoint, beside other things. `in_place`: the sampler keeps the
+    newest version of the policy under one name, and one that is not older than this will do.
     """
 
     adapter: Artifact | None = None
     weights: Artifact | None = None
     keep: tuple[Artifact, ...] = ()
     synced: Sha256 | None = None
+    policy_version: int = Field(default=0, ge=0)
+    is_checkpoint: bool = False
+    in_place: Literal["adapter", "weights"] | None = None
+
+    def staged(self, host: HostContext) -> str | None:
+        """Return the folder of the adapter, or weights, on this host; None for the model as it is."""
+        artifact = self.weights or self.adapter
+        if artifact is None:
+            return None
+        if not self.is_checkpoint:
+            return str(host.stage(artifact))
+        return str(host.stage(artifact, (f"{_WEIGHTS}/*",)) / _WEIGHTS)
 
 
 class Served(NamedTuple):
@@ -133,11 +151,14 @@ class Samplers:
             SamplerUnavailable: the sampler does not answer.
         """
         with self.open(place) as opened:
+            if policy.in_place is not None:
+                yield opened, _serve_newest(opened.client, run_id, policy, host)
+                return
             if policy.weights is None:
                 yield opened, use_adapter(opened, run_id, policy, host)
                 return
             name, client = adapter_name(run_id, policy.weights), opened.client
-            with self._weights_in_use.hold(client.url, name):
+            with self._weights_in_use.hold(client.url, name), client.holding_weights():
                 load = partial(client.load_weights, name)
                 yield opened, _serve(client, name, policy, client.models(), load, host)
 
@@ -238,10 +259,20 @@ def _serve(
         return Served(name)
     if policy.synced is not None and client.name_weights(name, policy.synced):
         return Served(name, was_sent=True)
-    artifact = policy.weights or policy.adapter
-    assert artifact is not None
-    load(str(host.stage(artifact)))
+    folder = policy.staged(host)
+    assert folder is not None
+    load(folder)
     return Served(name)
+
+
+def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
+    """Have a policy served by the name of the run's newest version, which may be newer than this one."""
+    name = newest_name(run_id)
+    card = client.models().get(name)
+    if card is None or (card.policy_version or 0) < policy.policy_version:
+        client.update_weights(name, policy.policy_version, policy.staged(host), is_adapter=policy.in_place == "adapter")
+        return Served(name)
+    return Served(name, was_sent=card.root == policy.synced)
 
 
 def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:

@@ -1,14 +1,17 @@
 """Answers that a sampler streams: server-sent events put together, and the text of each choice as it grows."""
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, TokenLogprobs, Usage
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
+
+if TYPE_CHECKING:
+    import httpx
 
 MAX_EVENT_BYTES = 2 << 20
 _DATA = "data:"
@@ -111,3 +114,23 @@ def _reported(data: str) -> str | None:
     except (ValueError, RecursionError):
         pass
     return None
+
+
+def bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:
+    """Yield an answer's bytes as they come. Raises InvalidInput if there are more than `max_bytes`."""
+    num_bytes = 0
+    for piece in response.iter_raw():
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
+        yield piece
+
+
+def lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[str]:
+    """Yield an answer's lines as they come. Raises InvalidInput if they, or one of them, are too long."""
+    rest = b""
+    for piece in bounded(response, max_bytes, place):
+        *whole, rest = (rest + piece).split(b"\n")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)
+        yield from (line.decode(errors="replace") for line in whole)

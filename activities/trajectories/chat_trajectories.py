@@ -144,12 +144,13 @@ def _calls(message: dict[str, Any]) -> list[tuple[Any, Any]]:
 class PublishedPolicy:
     """The policy that a step starts from: its number in the run, and the name and version that it was published as.
 
-    `version` is None before the run's first step.
+    `version` is None before anything is published. `every`: so many numbers lie between two published versions.
     """
 
     number: int
     name: str | None = None
     version: int | None = None
+    every: int = 1
 
     def number_of(self, version: int | None, name: str | None = None) -> int | None:
         """The run's number of a published version; 0 for what is older than the run, None for what is another's."""
@@ -157,7 +158,8 @@ class PublishedPolicy:
             return None
         if self.version is None:
             return 0
-        return min(self.number, max(0, self.number - (self.version - version)))
+        newest = self.number - self.number % self.every
+        return min(self.number, max(0, newest - (self.version - version) * self.every))
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward:
         logprobs=(None,) * num_prompt + sample.logprobs,
         reward=reward,
         policy_version=group.policy_version,
+        policy_versions=(None,) * num_prompt + sample.policy_versions if sample.policy_versions else None,
         finish_reason=sample.finish_reason,
         metrics={name: value for name, value in grade.parts.items() if value is not None},
     )

@@ -1,6 +1,7 @@
 """Pack trajectories: a file of trajectory groups into units, and a plan of optimizer steps of whole groups."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -40,7 +41,7 @@ from shared.storage.artifacts import files_of, find, read_record
 from shared.storage.paths import content_key, packed, tokenized, write_atomically
 from shared.storage.store import ObjectStore, open_store, uri_of
 
-_VERSION = "trajectories-3"  # raise it when the same groups give other units or another plan
+_VERSION = "trajectories-4"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
 logger = logging.getLogger("longshore.pack_trajectories")
 
@@ -144,7 +145,7 @@ def write_groups(
         InvalidInput: as `parse_groups` and `read_groups` do.
     """
     answers = RememberedAnswers(open_store(store_uri, s3), request.tenant)
-    policy = PublishedPolicy(request.policy_version, request.name, request.version)
+    policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)
     with Conversations(request.model, cache, s3, answers, policy) as conversations:
         rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
         parsed = (found for name in names for found in parse_groups(groups / name, name))
@@ -281,9 +282,11 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
     if whole:
         lengths = np.array([sum(sum(each.sampled) for each in one.sequences) for one in whole])
         metrics |= {"response_tokens_mean": float(lengths.mean()), "response_tokens_max": float(lengths.max())}
-    versions = [one.sequences[0].policy_version for one in whole]
-    if behind := [policy_version - version for version in versions if version is not None]:
-        metrics |= {"staleness_mean": float(np.mean(behind)), "staleness_max": max(behind)}
+    versions = Counter(version for one in whole for each in one.sequences for version in each.token_versions)
+    if behind := {policy_version - version: count for version, count in versions.items() if version is not None}:
+        mean = np.average(list(behind), weights=list(behind.values()))
+        metrics |= {"staleness_mean": float(mean), "staleness_max": max(behind)}
+        metrics["stale_token_share"] = 1 - behind.get(0, 0) / sum(behind.values())
     if ends := [end for one in whole if (end := one.sequences[-1].finish_reason) is not None]:
         metrics["truncation_rate"] = ends.count("length") / len(ends)
     if packed_tokens:

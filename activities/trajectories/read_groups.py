@@ -163,8 +163,9 @@ def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
 def _check(one: Trajectory, rules: Rules) -> None:
     """Raises BrokenTrajectory with the first rule that it breaks."""
     run, length = rules.run, len(one.token_ids)
-    for name in ("sampled", "logprobs"):
-        if (found := len(getattr(one, name))) != length:
+    for name in ("sampled", "logprobs", "policy_versions"):
+        column = getattr(one, name)
+        if column is not None and (found := len(column)) != length:
             raise BrokenTrajectory(name, "length", f"it has {found} entries for {length} token_ids")
     if length > run.max_tokens:
         raise BrokenTrajectory("token_ids", "too_long", f"{length} tokens; max_tokens is {run.max_tokens}")
@@ -200,14 +201,16 @@ def _check_advantage(one: Trajectory, run: RLRun) -> None:
 
 
 def _check_version(one: Trajectory, rules: Rules) -> None:
-    version = one.policy_version or 0  # without a version it may be from the run's beginning
-    behind, bound = rules.policy_version - version, rules.run.max_staleness
-    if behind < 0:
-        message = f"{version} does not exist yet: the newest is {rules.policy_version}"
-        raise BrokenTrajectory("policy_version", "future", message)
+    # Without a version it may be from the run's beginning.
+    versions, bound = [version or 0 for version in one.token_versions], rules.run.max_staleness
+    field = "policy_version" if one.policy_versions is None else "policy_versions"
+    if (newest := max(versions)) > rules.policy_version:
+        message = f"{newest} does not exist yet: the newest is {rules.policy_version}"
+        raise BrokenTrajectory(field, "future", message)
+    oldest, behind = min(versions), rules.policy_version - min(versions)
     if bound is not None and behind > bound:
-        message = f"{version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
-        raise BrokenTrajectory("policy_version", "stale", message)
+        message = f"{oldest} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
+        raise BrokenTrajectory(field, "stale", message)
 
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:

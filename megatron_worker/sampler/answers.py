@@ -21,6 +21,7 @@ from shared.chat.completions import (
     CompletionChunk,
     CompletionRequest,
     CompletionResponse,
+    DrawnBy,
     LogprobsMode,
     PromptLogprob,
     Request,
@@ -126,7 +127,7 @@ class Answers:
                 ticket.cancelled = True
                 return None
         if ticket.is_late:
-            raise Refused(503, "the weights have just changed: ask again")
+            raise Refused(503, "the weights have changed: ask again")
         return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
@@ -174,6 +175,7 @@ class Answers:
             model=request.model,
             choices=[self._choice(request, i, each, Piece.whole(each)) for i, each in enumerate(ticket.sequences)],
             usage=_usage(request, ticket),
+            drawn_by=list(dict.fromkeys(each for s in ticket.sequences for each in s.drawn_by)),
         )
 
     def _chunks(
@@ -207,6 +209,7 @@ class Answers:
             token_ids=sequence.token_ids[piece.first : piece.last] if request.return_token_ids else None,
             prompt_token_ids=list(sequence.prompt) if request.return_token_ids and tells_prompt else None,
             prompt_logprobs=self._prompt_logprobs(sequence) if sequence.prompt_scores and tells_prompt else None,
+            policy_versions=_versions(sequence.drawn_by[piece.first : piece.last]),
         )
 
     def _prompt_logprobs(self, sequence: Sequence) -> list[dict[int, PromptLogprob] | None]:
@@ -235,6 +238,12 @@ class Answers:
 
     def _decode_one(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _versions(drawn_by: list[DrawnBy]) -> list[int | None] | None:
+    """Return the version of the policy that drew each token; None where none is known."""
+    versions = [each.policy_version for each in drawn_by]
+    return versions if any(version is not None for version in versions) else None
 
 
 def _new_id() -> str:

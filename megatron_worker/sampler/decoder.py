@@ -11,7 +11,7 @@ of those, S positions of a block, D size of a head, V vocabulary, O outputs and 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +24,9 @@ from megatron_worker.families.tensor_slices import TensorSlice, slices_of
 from megatron_worker.sampler.experts import Experts, fuse_experts
 from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse, fuse_mlp
 from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
+from megatron_worker.weight_sync.buckets import weights_sha256
+from shared.chat.completions import DrawnBy
+from shared.contract import Sha256
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
@@ -307,13 +310,29 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Adapter:
-    """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone."""
+    """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
+
+    `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
+    """
 
     name: str
     folder: str
     lora_weights: Mapping[str, LoraWeights]
+    drawn_by: DrawnBy = field(default_factory=DrawnBy)
+
+    def become(self, other: "Adapter") -> None:
+        """Take another one's weights, under the same name."""
+        self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
+
+    def weights_sha256(self) -> Sha256:
+        """Return the hash of its bits in memory."""
+        return weights_sha256(
+            (f"{linear}.{matrix}", tensor)
+            for linear, lora in self.lora_weights.items()
+            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR))
+        )
 
 
 def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:

@@ -20,14 +20,15 @@ from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, Pref
 from megatron_worker.sampler.drawing import Drawn, draw, uniform
 from megatron_worker.sampler.ending import End, Ending
 from megatron_worker.sampler.linears import LoraWeights
-from shared.chat.completions import Sampling
+from shared.chat.completions import DrawnBy, Sampling
 
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample: its request, and its drawn tokens. Logprobs are in nats, one for each token.
+    """One sample: its request, and its drawn tokens. Logprobs are in nats, and `drawn_by` says which weights drew it,
+    one for each token.
 
     `prompt_scores`: logprobs and ranks of the prompt's tokens but the first, where `scores_prompt` asks for them.
     """
@@ -42,6 +43,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
+    drawn_by: list[DrawnBy] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     end: End | None = None
 
@@ -58,7 +60,7 @@ class Ticket:
     """Sequences that were submitted together. `done` is set when all have ended.
 
     `num_changes`: the generator's when the adapter was looked up. `is_late`: the weights have changed since then, and
-    nothing was drawn.
+    nothing was drawn, or what was drawn is of weights that are lost.
     """
 
     def __init__(self, adapter: Adapter, sequences: list[Sequence], num_changes: int = 0) -> None:
@@ -81,19 +83,25 @@ class Ticket:
 
 
 class Pause:
-    """A call between two tokens, by the thread that generates, when no sequence is under way."""
+    """A call between two tokens, by the thread that generates.
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    `continues`: sequences may be under way, and go on under what the call has changed; else it waits for their ends.
+    """
+
+    def __init__(self, call: Callable[[], None], continues: bool = False) -> None:
         self._call = call
+        self.continues = continues
         self._done = threading.Event()
         self._error: Exception | None = None
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Make the call. Returns False if it failed."""
         try:
             self._call()
         except Exception as error:
             self._error = error
         self._done.set()
+        return self._error is None
 
     def result(self) -> None:
         """Wait for the call, and raise what it raised."""
@@ -105,7 +113,7 @@ class Pause:
 class Generator:
     """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process.
 
-    `num_changes` counts the changes of weights that have begun.
+    `num_changes` counts the changes of weights that have begun, but for those under which sequences went on.
     """
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
@@ -120,12 +128,15 @@ class Generator:
     def submit(self, ticket: Ticket) -> None:
         self._arrivals.put(ticket)
 
-    def change(self, call: Callable[[], None]) -> None:
+    def change(self, call: Callable[[], None], continues: bool = False) -> None:
         """Call what changes weights. Sequences that are under way end before it; those that come later wait.
+
+        Args:
+            continues: sequences under way go on after it, from what they have drawn so far. If it fails they are lost.
 
         Raises what the call raises.
         """
-        pause = Pause(call)
+        pause = Pause(call, continues)
         self._arrivals.put(pause)
         pause.result()
 
@@ -152,6 +163,8 @@ class Generator:
             match self._arrivals.get():
                 case None:
                     return False
+                case Pause(continues=True) as pause:
+                    self._renew_lanes(pause)
                 case Pause() as pause:
                     self._pause = pause
                 case Ticket() as ticket if ticket.num_changes != self.num_changes:
@@ -160,6 +173,16 @@ class Generator:
                 case Ticket() as ticket:
                     self._lane(ticket.adapter).add(ticket)
         return True
+
+    def _renew_lanes(self, pause: Pause) -> None:
+        if pause.run():
+            for lane in self._lanes.values():
+                lane.renew()
+            return
+        self.num_changes += 1
+        for lane in self._lanes.values():
+            lane.give_up()
+        self._lanes.clear()
 
     @property
     def cache_bytes(self) -> int:
@@ -170,7 +193,7 @@ class Generator:
         if adapter not in self._lanes:
             if adapter not in self._widths:
                 self._widths[adapter] = reliable_width(self._decoder, adapter.lora_weights, self._num_slots)
-            self._lanes[adapter] = _Lane(self._decoder, adapter.lora_weights, self._widths[adapter])
+            self._lanes[adapter] = _Lane(self._decoder, adapter, self._widths[adapter])
         return self._lanes[adapter]
 
 
@@ -183,9 +206,10 @@ class _Seat:
 class _Lane:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, adapter: Adapter, num_slots: int) -> None:
         self._decoder = decoder
-        self._lora = lora_weights
+        self._adapter = adapter
+        self._drawn_by = adapter.drawn_by
         self._cache = decoder.new_cache(num_slots)
         self._hidden_BH = torch.zeros(
             num_slots, decoder.architecture.hidden_size, dtype=decoder.dtype, device=decoder.device
@@ -204,6 +228,29 @@ class _Lane:
 
     def add(self, ticket: Ticket) -> None:
         self._waiting.extend(_Seat(sequence, ticket) for sequence in ticket.sequences)
+
+    @property
+    def _lora(self) -> Mapping[str, LoraWeights]:
+        return self._adapter.lora_weights
+
+    def renew(self) -> None:
+        """Read what stands of each sequence again, if the weights have changed, so that the next token is theirs."""
+        if self._drawn_by == self._adapter.drawn_by:
+            return
+        self._drawn_by = self._adapter.drawn_by
+        self._prompts.clear()
+        for slot, seat in enumerate(self._slots):
+            if seat is not None:
+                read = self._decoder.prefill((*seat.sequence.prompt, *seat.sequence.token_ids), self._lora)
+                self._cache.fill(slot, read)
+                self._hidden_BH[slot] = read.hidden_H
+
+    def give_up(self) -> None:
+        """Have all requests asked again: their weights are lost."""
+        for seat in (*self._slots, *self._waiting):
+            if seat is not None:
+                seat.ticket.is_late = True
+                seat.ticket.done.set()
 
     def step(self) -> None:
         """Fill free slots, draw a token in each, free those that ended, and compute the next logits of the others."""
@@ -247,6 +294,7 @@ class _Lane:
             sequence.token_ids.append(tokens[slot])
             sequence.raw.append(raw[slot])
             sequence.processed.append(processed[slot])
+            sequence.drawn_by.append(self._drawn_by)
             if sequence.num_top:
                 sequence.top.append(_likeliest(drawn, slot, sequence.num_top))
             sequence.end = sequence.ending.after(sequence.token_ids)

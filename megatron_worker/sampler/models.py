@@ -3,7 +3,8 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256
+from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
 from megatron_worker.weight_sync.shared_memory import Announcement, Receiving, Reply, SyncBroken, listen
 from shared.chat.completions import (
+    DrawnBy,
     LoadAdapterRequest,
     LoadWeightsRequest,
     ModelCard,
@@ -24,6 +26,7 @@ from shared.chat.completions import (
     NameWeightsRequest,
     Request,
     UnloadAdapterRequest,
+    UpdateWeightsRequest,
 )
 from shared.contract import Sha256
 from shared.errors import InvalidInput
@@ -62,9 +65,12 @@ class Models:
     """
 
     def __init__(self, name: str, folder: Path, decoder: Decoder, generator: Generator, max_model_len: int) -> None:
-        self._base: Adapter | None = Adapter(name, str(folder), {})
-        self._synced: Synced | None = None
         self._decoder = decoder
+        self._base: Adapter | None = self._whole(name, str(folder))
+        self._synced: Synced | None = None
+        self._num_held = 0
+        self._let_go = threading.Condition()
+        self._renewed: Adapter | None = None  # weights being written, which samples under way will go on under
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, Adapter] = {}
@@ -75,18 +81,23 @@ class Models:
 
     def cards(self) -> ModelList:
         with self._lock:
-            base, adapters = self._base, list(self._adapters.values())
+            base, adapters = self._base or self._renewed, list(self._adapters.values())
         if base is None:
             return ModelList(data=[])
         return ModelList(data=[self._card(base, None), *(self._card(adapter, base.name) for adapter in adapters)])
 
     def _card(self, adapter: Adapter, parent: str | None) -> ModelCard:
-        name, folder, length = adapter.name, adapter.folder, self._max_model_len
-        return ModelCard(id=name, created=self._created, root=folder, parent=parent, max_model_len=length)
+        about = {"parent": parent, "max_model_len": self._max_model_len} | adapter.drawn_by.model_dump()
+        return ModelCard(id=adapter.name, created=self._created, root=adapter.folder, **about)
+
+    def _whole(self, name: str, folder: str, version: int | None = None) -> Adapter:
+        """Describe the decoder's weights as they lie in memory."""
+        sha256 = weights_sha256(self._decoder.named_weights().items())
+        return Adapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
 
     def find(self, name: str) -> Adapter:
         with self._lock:
-            base = self._base
+            base = self._base or self._renewed
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
         self._refuse_asleep()
         if base is None:
@@ -130,15 +141,18 @@ class Models:
         folder = Path(request.lora_path)
         if not (folder / peft_format.CONFIG).is_file():
             raise Refused(404, f"no adapter is at {folder}: it has no {peft_format.CONFIG}", "lora_path")
-        try:
-            adapter = load_adapter(request.lora_name, folder, self._decoder)
-        except InvalidInput as error:
-            raise Refused(400, f"the adapter cannot be used: {error}", "lora_path") from error
+        adapter = self._read_adapter(request.lora_name, folder, "lora_path")
         with self._lock:
             self._refuse_asleep()  # it may have fallen asleep since
             self._refuse_taken(request.lora_name)
             self._adapters[request.lora_name] = adapter
         return f"Success: LoRA adapter '{request.lora_name}' added successfully."
+
+    def _read_adapter(self, name: str, folder: Path, param: str, version: int | None = None) -> Adapter:
+        try:
+            return versioned(load_adapter(name, folder, self._decoder), version)
+        except InvalidInput as error:
+            raise Refused(400, f"the adapter cannot be used: {error}", param) from error
 
     def _refuse_taken(self, name: str) -> None:
         if (self._base is not None and name == self._base.name) or name in self._adapters:
@@ -157,19 +171,78 @@ class Models:
     def load_weights(self, body: bytes) -> str:
         """Replace the model's weights by a folder's. Adapters are forgotten: they were another model's."""
         request = parsed(LoadWeightsRequest, body)
-        folder = Path(request.path)
+        self._read_weights(request.name, Path(request.path))
+        return f"the weights of {request.path} are served as {request.name}"
+
+    def _read_weights(self, name: str, folder: Path, version: int | None = None) -> None:
+        """Read a folder's weights, unless they are those that are served. With a version, samples of the name go on."""
         if not (folder / "config.json").is_file():
             raise Refused(404, f"no model is at {folder}: it has no config.json", "path")
 
         def read() -> tuple[Adapter, None]:
             self._decoder.read_weights(folder)
-            return Adapter(request.name, str(folder), {}), None
+            return self._whole(name, str(folder), version), None
 
+        if self._rename(name, str(folder), version):
+            return
         try:
-            self._change(read)
+            self._change(read, None if version is None else name, version)
         except InvalidInput as error:
             raise Refused(400, f"the weights cannot be used: {error}", "path") from error
-        return f"the weights of {folder} are served as {request.name}"
+
+    def _rename(self, name: str, folder: str, version: int | None) -> bool:
+        """Give the weights another name and version, if they came from this folder. Returns whether they did."""
+        with self._lock:
+            if self._base is None or self._base.folder != folder:
+                return False
+            self._base.name, self._base.drawn_by = name, self._base.drawn_by.of_version(version)
+        return True
+
+    def update_weights(self, body: bytes) -> str:
+        """Have a newer version of a policy take the place of an older one. Samples under way go on under it."""
+        request = parsed(UpdateWeightsRequest, body)
+        if not self._is_newer(request.name, request.version):
+            return f"{request.name} is not older"
+        match request.lora, request.path:
+            case True, None:
+                self._put(versioned(Adapter(request.name, "", {}), request.version), request.version)
+            case True, str(path):
+                self._put(self._read_adapter(request.name, Path(path), "path", request.version), request.version)
+            case False, str(path):
+                self._read_weights(request.name, Path(path), request.version)
+            case _:
+                raise Refused(400, "only an adapter may be none", "path")
+        return f"{request.name} is version {request.version}"
+
+    def _is_newer(self, name: str, version: int) -> bool:
+        """Return True if a version is newer than what stands under a name, or nothing stands there."""
+        with self._lock:
+            base = self._base or self._renewed
+            held = base if base is not None and base.name == name else self._adapters.get(name)
+        return held is None or held.drawn_by.policy_version is None or held.drawn_by.policy_version < version
+
+    def _put(self, adapter: Adapter, version: int) -> None:
+        """Put an adapter in the place of an older version under its name, between two tokens."""
+
+        def change() -> None:
+            self._refuse_asleep()
+            if self._is_newer(adapter.name, version):
+                with self._lock:
+                    self._adapters.setdefault(adapter.name, adapter).become(adapter)
+
+        self._generator.change(change, continues=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep weights of a trainer that come for a `with` block waiting, unless samples may go on under them."""
+        with self._let_go:
+            self._num_held += 1
+        try:
+            yield
+        finally:
+            with self._let_go:
+                self._num_held -= 1
+                self._let_go.notify_all()
 
     def name_weights(self, body: bytes) -> str:
         """Name what came by a sync. Doing it again changes nothing."""
@@ -177,32 +250,46 @@ class Models:
         self._refuse_asleep()
         with self._lock:
             if request.digest in self._unnamed:
-                adapter = self._unnamed.pop(request.digest)
-                self._adapters[request.name] = Adapter(request.name, request.digest, adapter.lora_weights)
+                adapter = self._adapters[request.name] = self._unnamed.pop(request.digest)
+                adapter.name = request.name
             elif self._base is not None and self._synced is not None and self._synced.digest == request.digest:
-                self._base = Adapter(request.name, request.digest, {})
+                self._base.name = request.name
             elif request.name not in self._adapters:
                 raise Refused(
                     404, "no weights of this digest have come, or later ones have taken their place", "digest"
                 )
         return f"served as {request.name}"
 
-    def _change(self, write: Callable[[], tuple[Adapter, Synced | None]]) -> None:
-        """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none."""
+    def _change(
+        self, write: Callable[[], tuple[Adapter, Synced | None]], name: str | None = None, version: int | None = None
+    ) -> None:
+        """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none.
+
+        Args:
+            name: samples under way that were asked of it go on under the new weights; those of another end first.
+            version: of the new weights; if `name` is not older by then, nothing is written.
+        """
+        goes_on = self._base if name is not None and self._base is not None and self._base.name == name else None
 
         def change() -> None:
             self._refuse_asleep()
+            if name and version is not None and not self._is_newer(name, version):
+                return
             with self._lock:
                 self._base = self._synced = None
                 self._adapters.clear()
                 self._unnamed.clear()
-            base, synced = write()
-            with self._lock:
-                self._base, self._synced = base, synced
+                self._renewed = goes_on
+            try:
+                base, synced = write()
+                if goes_on is not None:
+                    goes_on.become(base)
+                with self._lock:
+                    self._base, self._synced = goes_on or base, synced
+            finally:
+                self._renewed = None
 
-        self._generator.change(change)
-
-    # Syncs.
+        self._generator.change(change, continues=goes_on is not None)
 
     def receive(self, connection: socket.socket) -> None:
         """Receive one version from a trainer. Whatever is wrong is told to it, and logged by nobody else."""
@@ -225,13 +312,20 @@ class Models:
         receiving.reply(Reply(needs_all=True))
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         digest = _assembled(receiving, tensors)
-        adapter = adapter_of(f"sync-{digest}", digest, lora, self._decoder, tensors)
+        version, name = receiving.announcement.version, receiving.announcement.name
+        adapter = versioned(adapter_of(name or f"sync-{digest}", digest, lora, self._decoder, tensors), version)
+        if name is not None:
+            self._put(adapter, version)
+        else:
+            self._keep_unnamed(digest, adapter)
+        receiving.reply(Reply())
+
+    def _keep_unnamed(self, digest: Sha256, adapter: Adapter) -> None:
         with self._lock:
             self._refuse_asleep()
             self._unnamed[digest] = adapter
             while len(self._unnamed) > _MAX_UNNAMED:
                 del self._unnamed[next(iter(self._unnamed))]
-        receiving.reply(Reply())
 
     def _receive_weights(self, receiving: Receiving) -> None:
         announcement, held = receiving.announcement, self._synced
@@ -240,15 +334,21 @@ class Models:
         if held is not None and held.run_id == announcement.run_id and held.version > announcement.version:
             message = f"version {announcement.version} comes after version {held.version}"
             raise InvalidInput(message, "weight_sync.version")
+        if announcement.name is None and not announcement.waits and self._num_held:
+            raise InvalidInput("samples of a version before it are still to be drawn", "weight_sync.version")
         receiving.reply(Reply(needs_all=held is None or held.digest != announcement.base_digest))
 
         def write() -> tuple[Adapter, Synced]:
             receiving.go_on()
-            digest = _assembled(receiving, targets)
-            return Adapter(f"sync-{digest}", digest, {}), Synced(announcement.run_id, announcement.version, digest)
+            digest, version = _assembled(receiving, targets), announcement.version
+            base = self._whole(announcement.name or f"sync-{digest}", digest, version)
+            return base, Synced(announcement.run_id, version, digest)
 
         with receiving.waiting():
-            self._change(write)
+            if announcement.name is None:
+                with self._let_go:
+                    self._let_go.wait_for(lambda: not self._num_held)
+            self._change(write, announcement.name)
         receiving.reply(Reply())
 
 
@@ -276,6 +376,12 @@ def parsed(model: type[R], body: bytes) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
+
+
+def versioned(adapter: Adapter, version: int | None = None) -> Adapter:
+    """Say which weights an adapter has."""
+    adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
+    return adapter
 
 
 def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]) -> None:

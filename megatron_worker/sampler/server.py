@@ -5,6 +5,7 @@ import secrets
 import select
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Generator
 from contextlib import closing
@@ -19,9 +20,10 @@ from megatron_worker.sampler.sleep import Sleep
 from shared.chat.completions import ErrorDetail, ErrorResponse
 
 _MAX_BODY_BYTES = 32 << 20
+_HOLD_PERIOD_S = 0.05
 _POST = (
     *("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/v1/load_weights", "/v1/name_weights", "/v1/sleep", "/v1/wake"),
+    *("/v1/load_weights", "/v1/name_weights", "/v1/update_weights", "/v1/hold_weights", "/v1/sleep", "/v1/wake"),
 )
 _GET = ("/health", "/v1/models", "/v1/memory")
 
@@ -103,6 +105,11 @@ class _Exchange(BaseHTTPRequestHandler):
                 return answers.models.load_weights(body)
             case "POST", "/v1/name_weights":
                 return answers.models.name_weights(body)
+            case "POST", "/v1/update_weights":
+                return answers.models.update_weights(body)
+            case "POST", "/v1/hold_weights":
+                self._hold()
+                return None
             case "GET", "/v1/memory":
                 return self.server.sleep.memory()
             case "POST", "/v1/sleep":
@@ -130,6 +137,17 @@ class _Exchange(BaseHTTPRequestHandler):
             self.close_connection = self._body_is_unread = True
             raise Refused(413, f"a body may have {_MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(text))
+
+    def _hold(self) -> None:
+        """Hold the weights until the client hangs up. The answer's head says that they are held."""
+        self.close_connection = True
+        with self.server.answers.models.held():
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.flush()
+            while not self._is_gone():
+                time.sleep(_HOLD_PERIOD_S)
 
     def _is_gone(self) -> bool:
         """Return True if the client has hung up."""

@@ -94,6 +94,8 @@ class Sleep:
             if base is not None:
                 self._decoder.read_weights(Path(base.folder))
             read = [load_adapter(adapter.name, Path(adapter.folder), self._decoder) for adapter in adapters]
+            for adapter, again in zip(adapters, read, strict=True):
+                again.drawn_by = adapter.drawn_by
         except InvalidInput as error:
             self._weights.release()
             raise Refused(503, f"the sampler cannot wake: {error}") from error

@@ -87,6 +87,12 @@ def shapes_sha256(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Sha256:
     return hashlib.sha256(repr(sorted((name, tuple(shape)) for name, shape in shapes)).encode()).hexdigest()
 
 
+def weights_sha256(tensors: Named) -> Sha256:
+    """Return a hash of tensors' names, shapes and bits, in any order: the same however they came to lie in memory."""
+    found = sorted((name, tuple(tensor.shape), str(tensor.dtype), checksum([tensor])) for name, tensor in tensors)
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Some rows of a tensor that go into one bucket."""

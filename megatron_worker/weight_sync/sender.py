@@ -87,6 +87,8 @@ def send(
             lora=outgoing.lora,
             base_digest=None if sent is None else sent.digest,
             buffer_bytes=min(target.bucket_bytes, total),
+            name=target.name,
+            waits=target.waits,
         )
         sending = Sending(announcement, outgoing.tensors, target.sockets, sent, is_collective=world_size > 1)
         sending.start()

@@ -43,6 +43,8 @@ class Announcement(Frozen):
     """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes (buckets.py).
 
     `lora`: the weights are an adapter's; absent: they are the model's own. `base_digest`: changes are to this version.
+    `name`: the version takes the place of what stands under this name, and samples under way go on under it. `waits`:
+    without a name, until whoever holds the version before lets it go; else the sync is refused then.
     """
 
     schema_version: Literal[1] = 1
@@ -52,6 +54,8 @@ class Announcement(Frozen):
     lora: Lora | None = None
     base_digest: Sha256 | None = None
     buffer_bytes: int = Field(gt=0, le=MAX_BUCKET_BYTES)
+    name: str | None = Field(default=None, min_length=1, max_length=512)
+    waits: bool = True
 
 
 class Commit(Frozen):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from shared.contract import Frozen
+from shared.contract import Frozen, Sha256
 from shared.field_rules import only
 
 MAX_SAMPLES = 1024
@@ -126,6 +126,19 @@ class NameWeightsRequest(Request):
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class UpdateWeightsRequest(Request):
+    """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
+
+    `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
+    than what the name stands for changes nothing. Only our own sampler takes it.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    version: int = Field(ge=0)
+    lora: bool
+    path: str | None = Field(default=None, min_length=1)
+
+
 class SleepRequest(Request):
     """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
 
@@ -160,6 +173,7 @@ class Choice(Answer):
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
     holds at least the token itself (other servers add likelier ones).
+    `policy_versions`: the version of the policy that drew each token, where our own sampler knows it.
     """
 
     index: int
@@ -170,6 +184,18 @@ class Choice(Answer):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    policy_versions: list[int | None] | None = None
+
+
+class DrawnBy(Answer):
+    """Weights that drew some of an answer: the policy's version, where it is known, and the hash of their bits."""
+
+    policy_version: int | None = None
+    weights_sha256: Sha256 | None = None
+
+    def of_version(self, policy_version: int | None) -> "DrawnBy":
+        """Return the same weights as another version."""
+        return self.model_copy(update={"policy_version": policy_version})
 
 
 class Usage(Answer):
@@ -187,6 +213,7 @@ class CompletionResponse(Answer):
     model: str
     choices: list[Choice]
     usage: Usage
+    drawn_by: list[DrawnBy] | None = Field(default=None, description="of our own sampler; in their order of use")
 
 
 class CompletionChunk(Answer):
@@ -204,7 +231,10 @@ class CompletionChunk(Answer):
 
 
 class ModelCard(Answer):
-    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model."""
+    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
+
+    Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -213,6 +243,8 @@ class ModelCard(Answer):
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+    policy_version: int | None = None
+    weights_sha256: Sha256 | None = None
 
 
 class ModelList(Answer):

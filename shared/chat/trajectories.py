@@ -15,8 +15,8 @@ from shared.contract import Frozen
 class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
-    `sampled`, `logprobs` and `token_ids` have one length L. `logprobs` are the sampler's, in nats; they are read only
-    where `sampled` is true.
+    `sampled`, `logprobs`, `token_ids` and `policy_versions` have one length L. `logprobs` are the sampler's, in nats;
+    they are read only where `sampled` is true.
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
@@ -27,9 +27,19 @@ class Trajectory(Frozen):
     policy_version: int | None = Field(
         default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
     )
+    policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
+        default=None, description="of each id, null beside what was not sampled; without it all are policy_version's"
+    )
     finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+
+    @property
+    def token_versions(self) -> list[int | None]:
+        """The version of the policy that drew each sampled id; None where nobody knows."""
+        if self.policy_versions is None:
+            return [self.policy_version] * sum(self.sampled)
+        return [one for one, is_sampled in zip(self.policy_versions, self.sampled, strict=True) if is_sampled]
 
 
 class TokenLogprob(Answer):

@@ -22,18 +22,31 @@ class WeightSync(Frozen):
     bucket_bytes: int = Field(
         default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes that travel at a time; two such buffers are held"
     )
+    in_flight: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="samples under way when weights change: end on the old ones, or go on under the new ones",
+    )
+
+
+def newest_name(run_id: str) -> str:
+    """Return what a sampler calls the newest version of a run's policy, where samples go on under it."""
+    return f"{run_id}-newest"
 
 
 class SyncTarget(Frozen):
     """In a job: whom its weights are sent to at its end. `sockets`: paths of samplers' sockets on this machine.
 
-    `version`: the policy's, which only grows. `run_id` names whose weights a sampler holds.
+    `version`: the policy's, which only grows. `name`: what samplers call the run's newest version, where samples under
+    way go on under it. `waits`: without a name, full weights wait for the samples of a step to end, and are not sent
+    at all otherwise.
     """
 
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
     version: int = Field(ge=0)
     backend: Literal["shared_memory", "delta"]
     bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
+    name: str | None = Field(default=None, max_length=512)
+    waits: bool = True
 
 
 class SyncOutcome(Frozen):

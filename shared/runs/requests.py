@@ -192,6 +192,12 @@ class RLRun(Frozen):
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
+    publish_every: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="policy versions from one that is published to the next; and the last",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,8 @@ class Rollouts(Frozen):
     """Settings by which a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
 
     Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
-    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
+    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first. With
+    `weight_sync.in_flight: continue` that policy is the oldest that may draw a token of the step.
     """
 
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
@@ -90,6 +91,16 @@ class Rollouts(Frozen):
     def _samplers_are_leased(self) -> Self:
         if self.samplers > 1 and self.sampler_url is not None:
             raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_in_flight(self) -> Self:
+        if self.weight_sync.in_flight == "finish":
+            return self
+        if not self.off_policy_steps:
+            raise ValueError("weight_sync.in_flight: no sample is under way when weights change: set off_policy_steps")
+        if self.sampler_url is not None or self.sampler != "own":
+            raise ValueError("weight_sync.in_flight: only Longshore's own sampler goes on under new weights: drop it")
         return self
 
     @model_validator(mode="after")

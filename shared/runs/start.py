@@ -158,6 +158,9 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
                 if rollouts.colocate:
                     raise InvalidInput(f"{rule}, which does not sleep", f"{below}rollouts.colocate")
                 raise InvalidInput(f"{rule}: samplers may be 1 at most", f"{below}rollouts.samplers")
+            if rollouts.weight_sync.in_flight == "continue" and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL: samples end on the weights they began on"
+                raise InvalidInput(rule, f"{below}rollouts.weight_sync.in_flight")
             if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
                 raise InvalidInput(reason, f"{below}rollouts.sampler")
             examples = rollouts.prompts_per_step * rollouts.group_size

@@ -101,7 +101,9 @@ class StepRequest(Frozen):
 
 
 class StepStatus(Frozen):
-    """The status of a train step. `done`: its adapter is published, and a later step trains on from it.
+    """The status of a train step. `done`: its checkpoint is durable, and a later step trains on from it.
+
+    `adapter`, `name` and `version`: what was published of it, if anything (`publish_every`).
 
     `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
     """
@@ -130,14 +132,16 @@ class StepStatus(Frozen):
 
 
 class Policy(Frozen):
-    """The policy as a step left it: `adapter` is what was published of it, None where nothing was trained yet.
+    """The policy as a step left it: `adapter` is what was published of it, None where nothing was yet.
 
-    After a step with full weights it is the whole model. `synced`: the digest of what samplers were sent.
+    After a step with full weights it is the whole model. `checkpoint`: the step's, by which samplers know the policy.
+    `synced`: the digest of what samplers were sent.
     """
 
     after_step: int
     version: int
     adapter: Artifact | None
+    checkpoint: Artifact | None = None
     synced: Sha256 | None = None
 
 
@@ -169,4 +173,5 @@ class RLState(Frozen):
     epoch: int = 0
     status: RunStatus
     rollouts: RolloutData | None = None
+    unpublished: StepStatus | None = Field(default=None, description="the last step, if nothing was published of it")
     policies: tuple[Policy, ...] = Field(default=(), description="that rollouts to come are sampled from, oldest first")

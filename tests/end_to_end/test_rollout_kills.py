@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.test_rollouts import hashes_of_versions, steps_of
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
@@ -109,6 +110,15 @@ FULL_KILLS: list[tuple[Point, Victim]] = [
 ]
 
 
+# Samples under way go on under what the trainer sends, before the step that made it is durable, published or recorded.
+CONTINUE_KILLS: list[tuple[Point, Victim]] = [
+    (training, sampler),
+    (sampling, sampler),
+    (publishing, control_host),
+    (training, gpu_host),
+]
+
+
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
     answer = stack.cli("watch", run_id, "--json", "--timeout", "600")
     assert answer.json["status"] == "succeeded", answer
@@ -141,6 +151,36 @@ def test_kills_while_full_weights_travel_change_nothing(fresh_stack: Stack, roll
     answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
     assert answer.json["status"] == "succeeded", answer
     models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (alone, answer)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_make_of_it(
+    fresh_stack: Stack, rollout_options: list[str]
+) -> None:
+    """What was drawn depends on when weights came, so no two runs are alike. But what is stored is not drawn again: a
+    client's run of the same groups, which nothing happens to, ends in the same bits. No version has two hashes.
+    """
+    at, num_steps = rollout_options.index("--lora-rank"), len(CONTINUE_KILLS) + 1
+    full = ("--full", "--learning-rate", "0.0003")
+    run_id = fresh_stack.cli(
+        *(*rollout_options[:at], *rollout_options[at + 2 :], *full, "--steps", str(num_steps)),
+        *("--sync-in-flight", "continue", "--publish-every", "3"),
+    ).json["run_id"]
+    _kill_in_turn(fresh_stack, run_id, CONTINUE_KILLS)
+    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    assert answer.json["status"] == "succeeded" and answer.json["version"] == 2, answer
+    steps = steps_of(fresh_stack, run_id)
+    assert all(step["metrics"]["staleness_max"] <= 1 for step in steps)
+    hashes_of_versions(fresh_stack, run_id)
+    model = rollout_options[rollout_options.index("--model") + 1]
+    mine = ("--loss", "ppo", "--max-tokens", "80", "--seed", "7", "--publish-every", str(num_steps))
+    again = fresh_stack.cli("submit", "rl", "--json", "--model", model, *full, *mine).json["run_id"]
+    for step in steps:
+        groups = step["groups"].removeprefix("file://")
+        fresh_stack.cli("step", again, groups, "--key", step["key"], "--wait", "--timeout", "600")
+    fresh_stack.cli("finish", again)
+    undisturbed = fresh_stack.cli("watch", again, "--json", "--timeout", "600")
+    models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (answer, undisturbed)]
     assert models[0].read_bytes() == models[1].read_bytes()
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 from pydantic import ValidationError
+from temporalio.api.history.v1 import HistoryEvent
 
 from shared.chat.completions import SamplerMemory, SamplerReady
+from shared.chat.trajectories import TrajectoryGroup
 from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
 
@@ -46,6 +48,27 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
             *("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds"),
         } <= set(metrics)
     assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, ROLLOUT_STEPS]
+
+
+def test_the_next_step_is_sampled_before_the_last_one_is_published_and_recorded(
+    stack: Stack, undisturbed: dict
+) -> None:
+    """By the time that a step's record is asked for, so are the samples of the next one."""
+    told = [
+        (event.activity_task_scheduled_event_attributes.activity_type.name, event)
+        for event in stack.history(undisturbed["run_id"]).events
+        if event.HasField("activity_task_scheduled_event_attributes")
+    ]
+    drawn = [_decided_at(event) for name, event in told if name == "sample"]
+    recorded = [_decided_at(event) for name, event in told if name == "record_step"]
+    assert len(recorded) == ROLLOUT_STEPS + 1
+    # Before the record of step 0 one evaluation; of step 1 steps 1 and 2; of step 2 one evaluation and step 3.
+    assert [sum(at <= limit for at in drawn) for limit in recorded] == [1, 3, 5, 6]
+
+
+def _decided_at(event: HistoryEvent) -> int:
+    """The workflow task in which an activity was asked for."""
+    return event.activity_task_scheduled_event_attributes.workflow_task_completed_event_id
 
 
 def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
@@ -121,10 +144,11 @@ def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(
 
 
 def _versions(step: dict) -> set[int]:
-    """The policy versions of a step's trajectories."""
+    """The policy versions of the sampled tokens of a step's trajectories."""
     path = Path(step["groups"].removeprefix("file://"))
     groups = [json.loads(line) for line in path.read_text().splitlines()]
-    return {one.get("policy_version", 0) for group in groups for one in group["trajectories"]}
+    trajectories = [TrajectoryGroup.model_validate(group).trajectories for group in groups]
+    return {version or 0 for group in trajectories for one in group for version in one.token_versions}
 
 
 def test_it_ends_with_the_step_that_reaches_the_target(stack: Stack, rollout_options: list[str]) -> None:
@@ -200,7 +224,9 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         "--timeout",
         "600",
     ]
-    runs = {backend: stack.cli(*full, "--sync-backend", backend).json for backend in ("auto", "delta", "store")}
+    each = ("--publish-every", "1")
+    every_other = {"auto": each, "delta": ("--publish-every", "2"), "store": ("--publish-every", "2")}
+    runs = {backend: stack.cli(*full, "--sync-backend", backend, *how).json for backend, how in every_other.items()}
     published = {}
     for backend, run in runs.items():
         assert run["status"] == "succeeded", run
@@ -209,7 +235,52 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         assert all(step["metrics"]["probe_difference_max"] < 1e-4 for step in steps)
         sent = [step["metrics"].get("sync_bytes") for step in steps]
         assert (sent == [None] * ROLLOUT_STEPS) == (backend == "store")
-        folders = [Path(step["adapter"].removeprefix("file://")) for step in steps]
-        published[backend] = [(folder / "model.safetensors").read_bytes() for folder in folders]
-    assert published["auto"] == published["delta"] == published["store"]
-    assert len(set(published["auto"])) == ROLLOUT_STEPS
+        folders = {step["step"]: Path(step["adapter"].removeprefix("file://")) for step in steps if step["adapter"]}
+        published[backend] = {step: (folder / "model.safetensors").read_bytes() for step, folder in folders.items()}
+        assert run["version"] == len(folders) and run["adapter"] == steps[-1]["adapter"]
+    assert len(set(published["auto"].values())) == ROLLOUT_STEPS == 3
+    last = {2: published["auto"][2], 3: published["auto"][3]}
+    assert published["delta"] == published["store"] == last, "every other version, and the last"
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_full_weights_are_sent_while_later_steps_are_sampled(
+    stack: Stack, rollout_options: list[str], in_flight: str
+) -> None:
+    """One step ahead, by sync alone. Each version has one hash, in whichever sample it stands."""
+    at = rollout_options.index("--lora-rank")
+    run = stack.cli(
+        *(*rollout_options[:at], *rollout_options[at + 2 :], "--full", "--learning-rate", "0.0003"),
+        *("--steps", "5", "--off-policy-steps", "1", "--sync-in-flight", in_flight, "--publish-every", "5"),
+        *("--wait", "--timeout", "600"),
+    ).json
+    assert run["status"] == "succeeded" and run["version"] == 1
+    steps = steps_of(stack, run["run_id"])[1:]
+    assert [step["metrics"]["sync_used"] for step in steps] == [1.0] * 5
+    assert [step["adapter"] is None for step in steps] == [True] * 4 + [False]
+    for step in steps:
+        number, found = step["step"], _versions(step)
+        if in_flight == "finish":
+            assert found == {max(0, number - 2)}
+        else:
+            assert found <= {max(0, number - 2), number - 1}, "one behind at most"
+        assert step["metrics"]["staleness_max"] <= 1
+    hashes_of_versions(stack, run["run_id"])
+
+
+def hashes_of_versions(stack: Stack, run_id: str) -> dict[int, str]:
+    """The hash of the weights that drew each version's tokens, of all samples of a run's steps: there is one."""
+    found: dict[int, set[str]] = {}
+    drawn = set[str]()
+    for step in steps_of(stack, run_id):
+        if step["groups"]:
+            groups = Path(step["groups"].removeprefix("file://")).read_text().splitlines()
+            drawn |= {json.dumps(one["token_ids"]) for line in groups for one in json.loads(line)["trajectories"]}
+    for path in (stack.root / "store" / "sampled").glob("*/completions/completions.jsonl"):
+        for line in path.read_text().splitlines():
+            group = json.loads(line)
+            if json.dumps(group["prompt_ids"] + group["samples"][0]["token_ids"]) in drawn:
+                for by in group["drawn_by"]:
+                    found.setdefault(by["policy_version"], set()).add(by["weights_sha256"])
+    assert found and all(len(hashes) == 1 for hashes in found.values()), found
+    return {version: hashes.pop() for version, hashes in found.items()}

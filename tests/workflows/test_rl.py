@@ -33,6 +33,8 @@ from shared.runs.requests import RunRecord
 from shared.runs.start import RLStart, RunTiming
 from shared.runs.status import StepRequest, StepStatus
 from shared.settings import DownloadSettings, QuotaSettings, Settings
+from shared.storage.artifacts import read_record
+from shared.storage.paths import RunKeys
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.workflows.stack import Stack, eventually
@@ -162,6 +164,31 @@ async def test_every_step_publishes_the_policys_next_version(stack: RLStack) -> 
     assert result == await stack.result(handle.id)
     events = [event for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_every_other_version_is_published_and_the_last(stack: RLStack, undisturbed: list[bytes]) -> None:
+    """A step between them is as durable: the next one trains on from it, after a kill too."""
+    handle = await stack.start_rl(name="harbour", publish_every=3)
+    steps = []
+    for number in range(1, 5):
+        training = asyncio.create_task(stack.train(handle, number))
+        if number == 2:
+            await asyncio.sleep(0.05)
+            for process in processes_of(stack.worker_ids()[0]):
+                process.kill()
+        steps.append(await training)
+    assert [(step.policy_version, step.version, step.adapter is None) for step in steps] == [
+        *((1, None, True), (2, None, True), (3, 1, False), (4, None, True))
+    ]
+    status = await handle.query(RLWorkflow.status)
+    assert (status.policy_version, status.version, status.adapter) == (4, 1, steps[2].adapter)
+    await handle.execute_update(RLWorkflow.finish)
+    result = await handle.result()
+    assert (result.state, result.version, result.policy_version) == ("succeeded", 2, 4)
+    last = read_record(stack.store, RunKeys(handle.id).step(4), StepStatus)
+    assert last == read_record(stack.store, RunKeys(handle.id).step_key("key-4"), StepStatus)
+    assert last.adapter == result.adapter
+    assert [stack.adapter(steps[2]), stack.adapter(last)] == undisturbed[2:]
 
 
 async def test_the_same_key_trains_once_whenever_it_comes_again(stack: RLStack) -> None:

@@ -13,7 +13,7 @@ from shared.chat.completions import Sampling
 from shared.contract import Artifact
 from shared.jobs.job import Full, Lora
 from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.jobs.weight_sync import SyncTarget
+from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts
 from shared.runs.serving import SamplerPlace
@@ -127,30 +127,41 @@ def _samples(
         group_size=group_size,
         sampling=Sampling(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
         seed=_seed(run.seed, "samples", step),
-        policy_version=policy.version,
         place=place,
-        **dict(_weights_of(run, policies, policy)),
+        **dict(_weights_of(run, policies, policy, model)),
     )
 
 
-def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy) -> PolicyWeights:
-    """Return a policy as a sampler is to serve it. `policies`: all that are still sampled from."""
-    if isinstance(run.trainable, Full):
-        return PolicyWeights(weights=policy.adapter, synced=policy.synced)
-    keep = tuple(one.adapter for one in policies if one.adapter is not None)
-    return PolicyWeights(adapter=policy.adapter, keep=keep, synced=policy.synced)
+def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy, model: Artifact | None = None) -> PolicyWeights:
+    """Return a policy as a sampler is to serve it.
+
+    Args:
+        policies: all that are still sampled from.
+        model: what the policy is before anything was trained.
+    """
+    is_full = isinstance(run.trainable, Full)
+    stored, kind = policy.checkpoint or policy.adapter, "weights" if is_full else "adapter"
+    kept = tuple(one.checkpoint or one.adapter for one in policies) if not is_full else ()
+    return PolicyWeights(
+        adapter=None if is_full else stored,
+        weights=stored or model if is_full else None,
+        keep=tuple(one for one in kept if one is not None),
+        synced=policy.synced,
+        policy_version=policy.version,
+        is_checkpoint=policy.checkpoint is not None,
+        in_place=kind if rollouts_of(run).weight_sync.in_flight == "continue" else None,
+    )
 
 
 def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> SyncTarget | None:
     """Return where the trainer sends a version of the policy; None where samplers load it from the store.
 
-    Full weights take the place of those that later steps' samples are still drawn from if the run samples ahead.
+    Full weights take the place of others. Sampled one step ahead, the samples under way are the last that need those,
+    and the next step cannot be trained before they have ended, so that the trainer may as well wait for them.
     """
-    run, rollouts = start.run, start.run.rollouts
+    rollouts = start.run.rollouts
     sockets = tuple(grant.weights_socket for grant in grants if grant.weights_socket is not None)
     if rollouts is None or not sockets or rollouts.weight_sync.backend == "store" or rollouts.colocate:
-        return None
-    if isinstance(run.trainable, Full) and rollouts.off_policy_steps:
         return None
     backend = rollouts.weight_sync.backend
     return SyncTarget(
@@ -158,6 +169,8 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
         version=version,
         backend="shared_memory" if backend == "auto" else backend,
         bucket_bytes=rollouts.weight_sync.bucket_bytes,
+        name=newest_name(start.run_id) if rollouts.weight_sync.in_flight == "continue" else None,
+        waits=rollouts.off_policy_steps <= 1,
     )
 
 
@@ -176,6 +189,12 @@ def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
     """Return True where held-out prompts are due after a step, counted from 1."""
     held_out = rollouts_of(run).held_out
     return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
+
+
+def may_end_with(run: RLRun, step: int) -> bool:
+    """Return True where held-out prompts may show after a step that the run has reached its target."""
+    held_out = rollouts_of(run).held_out
+    return held_out is not None and held_out.target is not None and is_evaluated(run, step, is_last=False)
 
 
 def is_at_target(run: RLRun, step: StepStatus) -> bool:

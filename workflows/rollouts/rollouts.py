@@ -85,14 +85,18 @@ class RolloutSource:
 
     async def groups(self, step: int) -> Rolled:
         """Return the groups of a step, counted from 1, and start making those of the steps ahead."""
-        ahead = rollouts_of(self.start.run).off_policy_steps
-        for number in range(step, min(step + ahead, self.data.num_steps) + 1):
-            if number not in self._tasks:
-                self._tasks[number] = asyncio.create_task(self._roll(number))
+        self._begin(step)
         try:
             return await self._tasks[step]
         finally:
             self._tasks.pop(step, None)
+
+    def _begin(self, step: int) -> None:
+        """Begin to make the groups of a step and of those that are sampled ahead of it."""
+        ahead = rollouts_of(self.start.run).off_policy_steps
+        for number in range(step, min(step + ahead, self.data.num_steps) + 1):
+            if number not in self._tasks:
+                self._tasks[number] = asyncio.create_task(self._roll(number))
 
     def phase(self, step: int) -> Phase:
         """Return the phase of a step whose groups are being made."""
@@ -161,9 +165,10 @@ class RolloutSource:
 
     async def end_step(self, run: ActiveRun, step: StepStatus, is_finishing: bool) -> StepStatus:
         """Add the policy that a step left, and evaluate it on held-out prompts where that is due."""
-        before = self.policies[-1]
-        policy = policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": step.step})
-        self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
+        if (before := self.policies[-1]).after_step < step.step:
+            made_one = step.state == "done"
+            self._add(policy_of(step) if made_one else before.model_copy(update={"after_step": step.step}))
+        policy = self.policies[-1]
         is_last = step.step == self.data.num_steps or is_finishing
         if not rollout_requests.is_evaluated(self.start.run, step.step, is_last):
             return step
@@ -172,6 +177,21 @@ class RolloutSource:
         metrics = await self.evaluate(policy)
         seconds = {"evaluating_seconds": workflow.time() - began}
         return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
+
+    def _add(self, policy: Policy) -> None:
+        self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
+
+    async def take_up(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
+        """Let samplers prove the policy that a step made, and begin to sample from it before it is published.
+
+        Where held-out prompts may yet show that the run ends with this step, nothing is begun.
+        """
+        policy = policy_of(step)
+        metrics = await self.prove(policy, logprobs)
+        self._add(policy)
+        if not rollout_requests.may_end_with(self.start.run, step.step):
+            self._begin(step.step + 1)
+        return metrics
 
     def sync_target(self, version: int) -> SyncTarget | None:
         """Return where the trainer sends a version of the policy; None where samplers load it from the store."""

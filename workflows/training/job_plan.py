@@ -89,6 +89,8 @@ def rl_job(
     The job's number is the step's.
     """
     run = start.run
+    # A step to come may be sampled from an older policy, and a sampler that has lost it reads it from its checkpoint.
+    num_ahead = run.rollouts.off_policy_steps if run.rollouts else 0
     return JobPlan(
         run_id=start.run_id,
         job_id=f"{step.step:06d}",
@@ -109,7 +111,7 @@ def rl_job(
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
-        checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS),
+        checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS + 2 * num_ahead),
         seed=run.seed,
         after=run.between_steps,
         probe=state.rollouts.probe if state.rollouts else (),

@@ -1,6 +1,8 @@
-"""One train step of an RL run, from its groups to its published adapter, and the policy that it leaves."""
+"""One train step of an RL run, from its groups to the policy that it leaves, which is published where that is due."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from temporalio import workflow
 
@@ -15,19 +17,27 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training.job_plan import rl_job
     from workflows.training.run import ActiveRun
 
-FindSync = Callable[[int], SyncTarget | None]
-"""Returns where the trainer sends a version of the policy; None where samplers load it from the store."""
-Prove = Callable[[Policy, Sequence[float]], Awaitable[dict[str, float]]]
-"""Proves that a sampler serves a policy, given the trainer's log-probabilities of the probe; returns metrics."""
+# The order of a step's end: today the next step is sampled as soon as samplers have proven this one's policy.
+_SAMPLES_EARLY = "the next step is sampled while this one is published"
+
+
+class Source(Protocol):
+    """Where a run's own groups come from: samplers that are to have each version of the policy."""
+
+    def sync_target(self, version: int) -> SyncTarget | None:
+        """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
+
+    async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
+        """Prove that samplers serve a policy, given the trainer's log-probabilities of the probe; return metrics."""
+
+    async def take_up(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
+        """Prove the policy that a step made as `prove` does, and begin to sample the next step."""
 
 
 async def train_and_publish(
-    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, prove: Prove | None, sync: FindSync | None
+    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, source: Source | None
 ) -> StepStatus:
-    """Pack a step's groups, train on them, publish the adapter.
-
-    Args:
-        sync: finds where the trainer sends the policy's next version itself.
+    """Pack a step's groups, train on them, publish what is due.
 
     Returns:
         The step: done; or skipped, if there is nothing to learn from; or the earlier step that had the same key.
@@ -52,32 +62,75 @@ async def train_and_publish(
         return unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
     run.show(phase="waiting_for_worker", dataset_report=packed.report_uri)
     began = workflow.time()
-    target = sync(state.policy_version + 1) if sync is not None else None
+    target = source.sync_target(state.policy_version + 1) if source is not None else None
     result = await run.training.do(rl_job(start, state, step, packed.data, packed.num_steps, target))
     trained = workflow.time()
-    run.show(phase="publishing")
-    published = await models.publish(
-        start, state.model, result.checkpoint, packed.report_uri, packed.metrics | result.metrics, step.step
-    )
     done = step.model_copy(
         update={
             "state": "done",
             "policy_version": state.policy_version + 1,
             "optimizer_step": result.step,
+            "checkpoint": result.checkpoint,
+            "synced": result.sync.digest if result.sync else None,
+            "metrics": metrics | (sync_metrics(result.sync) if result.sync is not None else {}),
+        }
+    )
+    run.show(phase="publishing")
+    about = packed.metrics | result.metrics
+    publishing = (
+        publish(start, state, done, packed.report_uri, about) if is_due(start, state, done) else unpublished(done)
+    )
+    if source is None:
+        done = await publishing
+    elif workflow.patched(_SAMPLES_EARLY):
+        done = await meanwhile(publishing, source.take_up(done, result.probe))
+    else:
+        done = await publishing
+        proof = await source.prove(policy_of(done), result.probe)
+        done = done.model_copy(update={"metrics": done.metrics | proof})
+    seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
+    return done.model_copy(update={"metrics": done.metrics | result.metrics | seconds})
+
+
+def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
+    """Return True where a step's policy is published: every `publish_every` versions, and the last step's."""
+    assert done.policy_version is not None
+    is_last = state.rollouts is not None and done.step == state.rollouts.num_steps
+    return is_last or done.policy_version % start.run.publish_every == 0
+
+
+async def publish(
+    start: RLStart, state: RLState, done: StepStatus, report_uri: str | None, metrics: dict[str, float]
+) -> StepStatus:
+    """Publish the policy that a step made. Returns the step with the name and version."""
+    published = await models.publish(start, state.model, done.checkpoint, report_uri, metrics, done.step)
+    return done.model_copy(
+        update={
             "adapter": published.uri,
             "adapter_sha256": published.sha256,
             "name": published.name,
             "version": published.version,
-            "checkpoint": result.checkpoint,
-            "synced": result.sync.digest if result.sync else None,
         }
     )
-    if result.sync is not None:
-        metrics |= sync_metrics(result.sync)
-    if prove is not None:
-        metrics |= await prove(policy_of(done), result.probe)
-    seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
-    return done.model_copy(update={"metrics": metrics | result.metrics | seconds})
+
+
+async def unpublished(done: StepStatus) -> StepStatus:
+    return done
+
+
+async def meanwhile(
+    publishing: Coroutine[Any, Any, StepStatus], taking_up: Coroutine[Any, Any, dict[str, float]]
+) -> StepStatus:
+    """Publish a step while samplers take its policy up. If either fails the other is cancelled."""
+    tasks = asyncio.create_task(publishing), asyncio.create_task(taking_up)
+    try:
+        done, proof = await asyncio.gather(*tasks)
+    except (Exception, asyncio.CancelledError):
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return done.model_copy(update={"metrics": done.metrics | proof})
 
 
 def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
@@ -103,16 +156,15 @@ def after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
         policy_version=done.policy_version,
         step=done.optimizer_step,
         metrics=done.metrics,
-        adapter=done.adapter,
-        adapter_sha256=done.adapter_sha256,
-        name=done.name,
-        version=done.version,
         checkpoint=done.checkpoint,
     )
+    if done.adapter is not None:
+        run.show(adapter=done.adapter, adapter_sha256=done.adapter_sha256, name=done.name, version=done.version)
     return state.model_copy(
         update={
             "policy_version": done.policy_version,
             "optimizer_step": done.optimizer_step,
             "checkpoint": done.checkpoint,
+            "unpublished": done if done.adapter is None else None,
         }
     )

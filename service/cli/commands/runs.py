@@ -325,7 +325,8 @@ def _words(step: "StepStatus") -> str:
 
     words = f"step {step.step}: {step.state}"
     if step.state == "done":
-        words += f", policy version {step.policy_version}, published: {step.adapter}"
+        words += f", policy version {step.policy_version}, "
+        words += "not published" if step.adapter is None else f"published: {step.adapter}"
     if step.problem is not None:
         words += f": {step.problem.message}"
     if lost := dropped(step.metrics):

@@ -33,9 +33,9 @@ def num_open():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def sync(engine, slot, samplers, version, backend="shared_memory", sent=None, bucket_bytes=BUCKET):
+def sync(engine, slot, samplers, version, backend="shared_memory", sent=None, bucket_bytes=BUCKET, **how):
     paths = tuple(one.path for one in samplers)
-    target = SyncTarget(sockets=paths, version=version, backend=backend, bucket_bytes=bucket_bytes)
+    target = SyncTarget(sockets=paths, version=version, backend=backend, bucket_bytes=bucket_bytes, **how)
     return send(engine.outgoing(slot), target, "run", 0, 1, sent).wait()
 
 
