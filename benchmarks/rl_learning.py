@@ -1,11 +1,12 @@
 """Whether a server-driven RL run learns: exact sums of held-out pairs before and after, for several seeds.
 
-    python -m benchmarks.rl_learning [--seeds 0 1 2] [--full]
+    python -m benchmarks.rl_learning [--seeds 0 1 2] [--full] [--sampler vllm]
 
 Starts `longshore dev` in a temporary folder and trains the demonstration's model and adapter for sums, once
 (examples/arithmetic.py). Then every seed has two RL runs from that adapter: one as it should be, and one whose rewards
 change places within their groups, which must not learn. With `--full` every weight is trained instead of adapters: the
-habit, too, and the samplers get whole weights. Seconds are from submission to the run's end. Prints JSON.
+habit, too, and the samplers get whole weights. `--sampler vllm` needs LONGSHORE_SAMPLING__VLLM_COMMAND. Seconds are
+from submission to the run's end. Prints JSON.
 """
 
 import argparse
@@ -29,20 +30,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--full", action="store_true", help="train every weight")
+    parser.add_argument("--sampler", choices=["own", "vllm"], default="own", help="the program that samples")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stack = _Stack(Path(folder) / "stack")
         stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
-            runs = _measure(stack, Path(folder), options.seeds, options.full)
+            runs = _measure(stack, Path(folder), options.seeds, options.full, options.sampler)
         finally:
             stack.cli("dev", "--stop", "--root", str(stack.root))
     what = "share of exact answers to held-out sums"
     trained = "full" if options.full else "lora"
-    print(json.dumps({"what": what, "trained": trained, "runs": runs, **provenance()}, indent=1))
+    result = {"what": what, "trained": trained, "sampler": options.sampler, "runs": runs, **provenance()}
+    print(json.dumps(result, indent=1))
 
 
-def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool) -> list[dict[str, Any]]:
+def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool, sampler: str) -> list[dict[str, Any]]:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
@@ -55,6 +58,7 @@ def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool) -> lis
     start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"]]
     if full:
         start = ["--model", tally["adapter"]]
+    start += ["--sampler", sampler]
     return [
         stack.learn(*start, *arithmetic.rollout_options(data), *exact_run, seed=seed, shuffled=shuffled)
         for seed in seeds
@@ -96,7 +100,8 @@ class _Stack:
         steps = self.root / "store" / "runs" / run["run_id"] / "steps"
         metrics = [json.loads(path.read_text())["metrics"] for path in sorted(steps.iterdir())]
         exact = [round(each["eval_reward_mean"], 3) for each in metrics if "eval_reward_mean" in each]
-        return {"seed": seed, "shuffled": shuffled, "exact": exact, "seconds": round(seconds, 1)}
+        proofs = [each["probe_difference_max"] for each in metrics if "probe_difference_max" in each]
+        return {"seed": seed, "shuffled": shuffled, "exact": exact, "probe": max(proofs), "seconds": round(seconds, 1)}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in 
 prompts of 64 tokens, asked for at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
 transformers draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are drawn tokens a
 CPU second of the process that draws, which a busy machine disturbs less.
+
+With `--sleep` it measures instead what each level of sleep gives back, by part and of the process, the seconds that
+sleep and wake take, and that the samples after it are those before it.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import psutil
 
@@ -70,6 +73,28 @@ class Ours:
     def cpu_s(self) -> float:
         times = self._process.cpu_times()
         return times.user + times.system
+
+    def sleep(self, level: Literal[1, 2]) -> dict[str, Any]:
+        """Sleep and wake; returns bytes and seconds. It has drawn before, so that caches have been used."""
+
+        def drawn() -> list[object]:
+            sampling = Sampling(max_tokens=16, ignore_eos=True)
+            return [self._sampler.sample("model", p, sampling, 2, 5) for p in prompts(4)]
+
+        before, awake, process = drawn(), self._sampler.wake(), self._process.memory_info().rss
+        began = time.perf_counter()
+        asleep = self._sampler.sleep(level)
+        slept = time.perf_counter() - began
+        process_asleep = self._process.memory_info().rss
+        began = time.perf_counter()
+        self._sampler.wake()
+        woke = time.perf_counter() - began
+        return {
+            **{"level": level, "awake_bytes": awake.device_bytes, "asleep_bytes": asleep.device_bytes},
+            **{"freed": 1 - asleep.device_bytes / awake.device_bytes, "process_freed_bytes": process - process_asleep},
+            **{"process_asleep_bytes": process_asleep, "sleep_s": round(slept, 3), "wake_s": round(woke, 3)},
+            "equal_samples": drawn() == before,
+        }
 
     def draw(self, groups: list[tuple[int, ...]], size: int) -> None:
         sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -128,12 +153,18 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sleep", action="store_true", help="measure sleep and wake instead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     figures = []
     for hidden in arguments.hidden:
         with ExitStack() as stack:
             model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), arguments.family, hidden)
+            if arguments.sleep:
+                ours = Ours(model, arguments.slots[0], stack)
+                figures += [{"hidden": hidden, **ours.sleep(1)}, {"hidden": hidden, **ours.sleep(2)}]
+                print(json.dumps(figures[-2:], indent=1), flush=True)
+                continue
             contestants: dict[str, Ours | Theirs] = {f"ours_{n}": Ours(model, n, stack) for n in arguments.slots}
             contestants["transformers"] = Theirs(model)
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)

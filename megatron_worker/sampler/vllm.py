@@ -2,10 +2,10 @@
 
     python -m megatron_worker.sampler.vllm --model FOLDER --ready-file FILE ... -- /opt/vllm/bin/vllm [OPTIONS]
 
-vLLM asks for its API key below /v1 alone: at /invocations whoever can connect draws samples. So it listens at a Unix
-socket that only this user can open. The key reaches it by its environment, which has only what is listed
-(shared/child_environment.py). This process ends it when its engine has died, on SIGTERM, and when the parent, or the
-host of `--host-record`, is gone.
+It listens at a Unix socket that only this user can open. vLLM itself asks for its key below /v1 alone: inside_vllm/
+asks for it everywhere, and replaces weights. The key reaches it by its environment, which has only what is listed
+(shared/child_environment.py). This process ends it when its engine has died or its weights are unknown, on SIGTERM,
+and when the parent, or the host of `--host-record`, is gone.
 """
 
 import argparse
@@ -22,20 +22,23 @@ from typing import get_args
 
 import httpx
 import psutil
+from pydantic import ValidationError
 
 from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
-from shared.chat.completions import SamplerReady
+from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
 from shared.jobs.job import Dtype
 from shared.storage.paths import write_atomically
 
 _SOCKET = "vllm.sock"
+_INSIDE = Path(__file__).parent / "inside_vllm"
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 _ADAPTERS_A_BATCH = 2  # a step's policy, and the one of held-out samples or of a proof
 _LOOK_EVERY_S, _LOOK_TIMEOUT_S = 1.0, 30.0
 _TERM_GRACE_S = 15.0
 # The first error in vLLM's output, which later ones follow from; and the indented line below it, where there is one.
-_CAUSE = re.compile(rb"\b\w+(?:Error|Exception): .*(?:\n +\S.*)?")
+# Warnings tell of errors that might come.
+_CAUSE = re.compile(rb"^(?!.*\bWARNING\b).*?\b(\w+(?:Error|Exception): .*(?:\n +\S.*)?)", re.MULTILINE)
 _OUTPUT_BYTES, _CAUSE_BYTES = 4 << 20, 500
 
 
@@ -56,10 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     server = subprocess.Popen(command_of(options, folder), env=environment_of(options, folder, ready.api_key))
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
-        _watch(server, ready, parent, options)
+        why = _watch(server, ready, parent, options)
     finally:
         options.ready_file.unlink(missing_ok=True)
         _end(server)
+    # Last, behind what vLLM writes as it ends: this line is what the host tells.
+    print(why, file=sys.stderr, flush=True)
     return 1
 
 
@@ -72,6 +77,8 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
         *("--max-num-seqs", str(options.slots), "--seed", "0", "--load-format", "safetensors"),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
+        *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
     ]
@@ -89,6 +96,7 @@ def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> di
         "VLLM_HOST_IP": "127.0.0.1",
         **child_environment("vllm"),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "PYTHONPATH": str(_INSIDE),
         "VLLM_SERVER_DEV_MODE": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "OMP_NUM_THREADS": str(options.threads),
@@ -97,31 +105,38 @@ def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> di
     }
 
 
-def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, options: argparse.Namespace) -> None:
-    """Write the ready file when vLLM answers. Returns when vLLM is of no use any more, or to nobody."""
+def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, options: argparse.Namespace) -> str:
+    """Write the ready file when vLLM answers. Returns when vLLM is of no use any more, or to nobody, and why."""
     look_at = 0.0
     while server.poll() is None:
         if os.getppid() != parent or (options.host_record and host_is_gone(options.host_record)):
-            print("vLLM ends: its host is gone", file=sys.stderr, flush=True)
-            return
+            return "vLLM ends: its host is gone"
         if time.monotonic() > look_at:
-            status, is_ready = health(ready), options.ready_file.exists()
+            answer, is_ready = health(ready), options.ready_file.exists()
+            status = answer.status_code if answer is not None else None
             if status == httpx.codes.OK and not is_ready:
                 write_atomically(options.ready_file, ready.model_dump_json().encode())
             if status == httpx.codes.SERVICE_UNAVAILABLE and is_ready:
-                print(f"vLLM's engine has died: {_cause()}", file=sys.stderr, flush=True)
-                return
+                return f"vLLM is of no use any more: {_told(answer) or _cause()}"
             look_at = time.monotonic() + _LOOK_EVERY_S
         time.sleep(PERIOD_S)
-    print(f"vLLM ended with exit code {server.returncode}: {_cause()}", file=sys.stderr, flush=True)
+    return f"vLLM ended with exit code {server.returncode}: {_cause()}"
 
 
-def health(ready: SamplerReady) -> int | None:
-    """Return the status of vLLM's answer to a health check; None without an answer, as while it starts or is busy."""
+def health(ready: SamplerReady) -> httpx.Response | None:
+    """Return vLLM's answer to a health check; None without one, as while it starts or is busy."""
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=ready.socket), timeout=_LOOK_TIMEOUT_S) as client:
-            return client.get(f"{ready.url}/health").status_code
+            return client.get(f"{ready.url}/health")
     except httpx.TransportError:
+        return None
+
+
+def _told(answer: httpx.Response | None) -> str | None:
+    """Return what is said of weights that could not be replaced; None where the engine has died, which says nothing."""
+    try:
+        return ErrorResponse.model_validate_json(answer.content).error.message if answer is not None else None
+    except ValidationError:
         return None
 
 
@@ -132,7 +147,7 @@ def _cause() -> str:
         return "see its output"
     with output.open("rb") as file:
         found = _CAUSE.search(file.read(_OUTPUT_BYTES))
-    return " ".join(found[0][:_CAUSE_BYTES].decode(errors="replace").split()) if found else "it names no error"
+    return " ".join(found[1][:_CAUSE_BYTES].decode(errors="replace").split()) if found else "it names no error"
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:

@@ -27,7 +27,7 @@ class WorkerKey(Frozen):
 
 SamplerKind = Annotated[
     Literal["own", "vllm"],
-    only("own", "vllm", words="a sampler is own or vllm; other programs, SGLang among them, are not supported"),
+    only("own", "vllm", words="a sampler is own or vllm; sglang, which needs a GPU here, was never tried"),
 ]
 """The program of a sampler that a host starts: Longshore's own, or a vLLM server."""
 

@@ -178,14 +178,12 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return "vllm is started by a sampler host: drop it, or sampler_url"
     if settings.sampling.url is not None:
         return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
-    if not isinstance(run.trainable, Lora):
-        return "vllm samples from adapters alone: train a lora, or sample with own"
-    if run.trainable.rank > _VLLM_MAX_RANK:
+    if isinstance(run.trainable, Lora) and run.trainable.rank > _VLLM_MAX_RANK:
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
     if rollouts.colocate:
-        return "vllm stays on its device: drop colocate, or sample with own"
+        return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"
     if rollouts.weight_sync.backend not in ("auto", "store"):
-        return "vllm loads adapters from the store: weight_sync.backend may be auto or store"
+        return "vllm loads from the store: weight_sync.backend may be auto or store"
     return None
 
 

@@ -66,7 +66,7 @@ def test_it_gives_its_memory_back_and_draws_the_same_bits_again(sampler: Sampler
             assert asleep.device_bytes == 0 and asleep.weights.host == 0
         freed = awake_rss - process.memory_info().rss
         print(f"level {level}: {awake.device_bytes:,} bytes by part, {freed:,} of the process")
-        assert freed > 0.9 * awake.device_bytes
+        assert freed >= 0.95 * awake.device_bytes
         with pytest.raises(SamplerUnavailable, match=r"503: the sampler is asleep: POST /v1/wake first"):
             client.sample(NAME, PROMPT, HOW, n=1, seed=5)
         with pytest.raises(SamplerUnavailable, match="asleep"):

@@ -1,12 +1,19 @@
-"""A vLLM that a sampler host leases out: it serves adapters, and what is wrong with one is noticed."""
+"""A vLLM that a sampler host leases out: it serves adapters, or weights in place of the model's, and what is wrong with
+one is noticed.
+"""
 
+import os
+import shutil
 import stat
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
@@ -15,13 +22,20 @@ from activities.sampling.sample import compare
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact
-from shared.errors import InvalidInput, SamplerMismatch, WorkerLost
+from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import LeasedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
+from tests.activities.sampling.injected import (
+    Policy,
+    check_that_faults_are_noticed,
+    transformers_logprobs,
+    write_weights,
+    write_zero_adapter,
+)
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.sampler_process import write_adapter
 from tests.vllm.environment import ENVIRONMENT, VLLM_COMMAND, needs_vllm
@@ -61,7 +75,7 @@ def adapters(settings: Settings, model: Artifact) -> list[Artifact]:
         _uploaded(
             settings, f"adapter-{seed}", write_adapter(settings.root_path / f"adapter-{seed}", made, seed, TARGETS)
         )
-        for seed in (1, 2)
+        for seed in (1, 2, 3)
     ]
 
 
@@ -74,18 +88,12 @@ def place_of(grant: LeaseGrant) -> LeasedSampler:
     return LeasedSampler(run_id="r1", fence=grant.fence, worker_id=grant.worker_id, sampler="vllm")
 
 
-def reference(settings: Settings, model: Artifact, adapter: Artifact | None = None) -> tuple[float, ...]:
-    """Log-probabilities of PROMPT[1:] by transformers and PEFT, in float32."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def reference(model: Artifact, adapter: Artifact | None = None) -> tuple[float, ...]:
+    return transformers_logprobs(path_of(model), path_of(adapter) if adapter else None, PROMPT)
 
-    with torch.no_grad():
-        whole = AutoModelForCausalLM.from_pretrained(model.uri.removeprefix("file://"), dtype=torch.float32)
-        if adapter is not None:
-            whole = PeftModel.from_pretrained(whole, adapter.uri.removeprefix("file://"))
-        logprobs = torch.log_softmax(whole(torch.tensor([PROMPT])).logits[0], dim=-1)
-    return tuple(logprobs[torch.arange(len(PROMPT) - 1), torch.tensor(PROMPT[1:])].tolist())
+
+def path_of(artifact: Artifact) -> Path:
+    return Path(artifact.uri.removeprefix("file://"))
 
 
 def leased(host: Host, settings: Settings, key: SamplerKey, epoch: int) -> HeldSampler:
@@ -95,7 +103,7 @@ def leased(host: Host, settings: Settings, key: SamplerKey, epoch: int) -> HeldS
 def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: list[Artifact]) -> None:
     context, samplers = HostContext(settings), Samplers(settings, host.pool)
     key = SamplerKey(model=model, sampler="vllm", max_lora_rank=4, slots=8, max_model_len=64)
-    proofs = [reference(settings, model, adapter) for adapter in (None, *adapters)]
+    proofs = [reference(model, adapter) for adapter in (None, *adapters)]
     with leased(host, settings, key, 1) as lease:
         assert lease.grant.weights_socket is None
         _closed_to_others(host, lease.grant)
@@ -107,13 +115,12 @@ def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: lis
                 drawn = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 3, 7)
                 (second,) = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 1, 8)
                 assert drawn[1].token_ids == second.token_ids
-                # A wrong adapter, the stale one before it, or none: the proof fails.
-                for other in proofs:
-                    if other != proof:
-                        with pytest.raises(SamplerMismatch):
-                            compare(told, other, PROMPT, BOUND)
-        with samplers.open(place_of(lease.grant)) as opened, pytest.raises(InvalidInput, match="404"):  # a missing one
-            opened.client.sample(adapter_name("r1", adapters[0]), PROMPT, Sampling(max_tokens=1), 1, 0)
+        stale, newest, wrong = (path_of(adapter) for adapter in adapters)
+        others = {"stale": stale, "wrong": wrong, "missing": write_zero_adapter(settings.root_path / "zero", newest)}
+        policy = Policy(adapters[1], True, PROMPT, proofs[2])
+        check_that_faults_are_noticed(policy, others, context, samplers, place_of(lease.grant))
+        with samplers.open(place_of(lease.grant)) as opened, pytest.raises(InvalidInput, match="one for adapters"):
+            opened.client.load_weights("w", str(path_of(model)))
         worker_id = lease.grant.worker_id
     with leased(host, settings, key, 2) as lease:
         assert lease.grant.worker_id == worker_id, "warm"
@@ -136,14 +143,88 @@ def _closed_to_others(host: Host, grant: LeaseGrant) -> None:
     assert stat.S_IMODE(paths.ready.stat().st_mode) == 0o600
     assert ready.api_key.encode() not in paths.output.read_bytes()
     with httpx.Client(transport=httpx.HTTPTransport(uds=ready.socket), base_url=ready.url) as stranger:
-        assert stranger.get("/v1/models").status_code == 401
-        assert stranger.post("/collective_rpc", json={"method": "reload_weights"}).status_code == 404, "no dev mode"
+        assert stranger.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/invocations", "/v1/load_weights", "/collective_rpc"):
+            assert stranger.post(path, json={"method": "reload_weights"}).status_code == 401
+        stranger.headers["Authorization"] = f"Bearer {ready.api_key}"
+        for path in ("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/v1/chat/completions"):
+            assert stranger.post(path, json={"method": "reload_weights"}).status_code == 404
     servers = [one for one in processes_of(grant.worker_id) if one.pid != ready.pid]
     assert servers
     for server in servers:
         assert ready.api_key not in " ".join(server.cmdline())
         assert CANARY not in server.environ().values()
         assert all(at.laddr.ip == "127.0.0.1" for at in server.net_connections("tcp") if at.status == "LISTEN")
+
+
+@pytest.fixture(scope="module")
+def weights(settings: Settings, model: Artifact) -> list[Artifact]:
+    """A head that is tied to the embeddings, as the model's: on a CPU vLLM alone leaves that as it was."""
+    root = settings.root_path
+    return [_uploaded(settings, f"weights-{n}", write_weights(root / f"w{n}", root / "model", n)) for n in (1, 2, 3)]
+
+
+def test_whole_weights(host: Host, settings: Settings, model: Artifact, weights: list[Artifact]) -> None:
+    context, samplers = HostContext(settings), Samplers(settings, host.pool)
+    how, long = Sampling(max_tokens=6, ignore_eos=True), Sampling(max_tokens=50, ignore_eos=True)
+    names = [adapter_name("r1", each) for each in weights]
+    proofs = [reference(each) for each in weights]
+    with leased(host, settings, SamplerKey(model=model, sampler="vllm", slots=8, max_model_len=64), 3) as lease:
+        place, drawn = place_of(lease.grant), []
+        _closed_to_others(host, lease.grant)
+        for number in (0, 1, 2, 0):  # and back to earlier ones
+            began = time.monotonic()
+            policy = PolicyWeights(weights=weights[number])
+            with samplers.serving(place, "r1", policy, context) as (opened, served):
+                seconds = time.monotonic() - began
+                difference = compare(opened.client.score(served.name, PROMPT), proofs[number], PROMPT, BOUND)
+                print(f"probe difference {difference:.2g}, there after {seconds:.2f} s")
+                assert served.name == names[number] and set(opened.client.models()) == {names[number]}
+                drawn.append(opened.client.sample(served.name, PROMPT, how, 2, 7))
+                with pytest.raises(InvalidInput, match="404"):
+                    opened.client.sample(names[number - 1], PROMPT, how, 1, 7)
+        assert [one.token_ids for one in drawn[3]] == [one.token_ids for one in drawn[0]]
+        assert drawn[3] != drawn[1]
+
+        stale, newest, wrong = (path_of(each) for each in weights)
+        others = {"stale": stale, "wrong": wrong, "missing": path_of(model)}
+        check_that_faults_are_noticed(Policy(weights[1], False, PROMPT, proofs[1]), others, context, samplers, place)
+
+        with samplers.open(place) as opened:
+            client = opened.client
+            # What is drawn when other weights come is drawn from the old ones to its end.
+            before = client.sample(names[1], PROMPT, long, 8, 1)
+            with ThreadPoolExecutor(2) as threads:
+                drawing = threads.submit(client.sample, names[1], PROMPT, long, 8, 1)
+                loading = threads.submit(client.load_weights, names[2], str(wrong))
+                loading.result(60)
+                try:
+                    assert [one.token_ids for one in drawing.result(60)] == [one.token_ids for one in before]
+                except InvalidInput as error:
+                    assert "404" in str(error), "or not at all, if it came later"
+            compare(client.score(names[2], PROMPT), proofs[2], PROMPT, BOUND)
+            # Weights that lack a tensor are refused before anything is changed.
+            with pytest.raises(InvalidInput, match=r"400: the tensors of .* are not those of the model"):
+                client.load_weights("partial", str(write_partial(settings.root_path / "partial", newest)))
+            compare(client.score(names[2], PROMPT), proofs[2], PROMPT, BOUND)
+        # A file that cannot be read to its end: nobody knows what is loaded, so that nothing is drawn, and vLLM ends.
+        broken = settings.root_path / "broken"
+        shutil.copytree(newest, broken)
+        os.truncate(broken / "model.safetensors", (broken / "model.safetensors").stat().st_size - 4)
+        with pytest.raises((SamplerUnavailable, WorkerLost)), samplers.open(place) as opened:
+            opened.client.load_weights("broken", str(broken))
+        ended = lease.ended()
+        assert isinstance(ended, WorkerLost) and "could not be loaded" in str(ended), ended
+    assert processes_of(lease.grant.worker_id) == []
+
+
+def write_partial(folder: Path, model: Path) -> Path:
+    """Write a model without the last of its norms."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def test_a_host_without_vllm_says_so(settings: Settings, model: Artifact, tmp_path: Path) -> None:

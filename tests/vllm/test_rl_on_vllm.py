@@ -1,4 +1,4 @@
-"""Server-driven RL whose samples a leased vLLM draws: the adapter is proved at every step."""
+"""Server-driven RL whose samples a leased vLLM draws: the adapter, or all weights, are proved at every step."""
 
 import json
 from collections.abc import Iterator
@@ -47,8 +47,15 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_a_run_learns_and_every_step_is_proved(stack: Stack, options: list[str]) -> None:
-    run = stack.cli(*options, "--lora-rank", "4", "--learning-rate", "0.02", timeout_s=1300).json
+TRAINED = {
+    "adapters": ("--lora-rank", "4", "--learning-rate", "0.02"),
+    "weights": ("--full", "--learning-rate", "0.002"),
+}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_a_run_learns_and_every_step_is_proved(stack: Stack, options: list[str], trained: str) -> None:
+    run = stack.cli(*options, *TRAINED[trained], timeout_s=1300).json
     assert run["status"] == "succeeded", run
     folder = stack.root / "store" / "runs" / run["run_id"] / "steps"
     steps = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]

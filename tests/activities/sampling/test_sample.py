@@ -42,7 +42,14 @@ from shared.storage.artifacts import seal, stage, upload
 from shared.storage.store import LocalStore
 from tests.activities.groups import rl_run
 from tests.activities.sampler_proxy import SamplerProxy, proxy_of
-from tests.megatron_worker.sampler_process import running, write_adapter
+from tests.activities.sampling.injected import (
+    Policy,
+    check_that_faults_are_noticed,
+    transformers_logprobs,
+    write_weights,
+    write_zero_adapter,
+)
+from tests.megatron_worker.sampler_process import NAME, running, write_adapter
 
 NUM_PROMPTS, GROUP_SIZE = 12, 4
 GRADER = {
@@ -355,7 +362,7 @@ def test_seeds_leave_room_and_differ() -> None:
 def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny_model: Path) -> None:
     settings = settings_of(tmp_path, place)
     prompts = rendered(settings, place)
-    trainer = peft_logprobs(tiny_model, place.adapters[1], prompts.probe)
+    trainer = transformers_logprobs(tiny_model, path_of(place.adapters[1]), prompts.probe)
 
     def prove(adapter: Artifact | None, logprobs: tuple[float, ...], bound: float = 1e-4) -> float:
         request = ProveRequest(
@@ -383,14 +390,29 @@ def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny
         prove(place.adapters[1], (*trainer[:4], float("nan"), *trainer[5:]))
 
 
-def peft_logprobs(model: Path, adapter: Artifact, probe: tuple[int, ...]) -> tuple[float, ...]:
-    """By PEFT and transformers: an opinion independent of ours."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def path_of(artifact: Artifact) -> Path:
+    return Path(artifact.uri.removeprefix("file://"))
 
-    folder = adapter.uri.removeprefix("file://")
-    with torch.no_grad():
-        whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
-        logprobs = torch.log_softmax(whole(torch.tensor([probe])).logits[0], dim=-1)
-    return tuple(logprobs[torch.arange(len(probe) - 1), torch.tensor(probe[1:])].tolist())
+
+def test_a_stale_a_wrong_and_a_missing_adapter_are_noticed(place: Place, tmp_path: Path, tiny_model: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    probe = rendered(settings, place).probe
+    stale, newest, wrong = (path_of(adapter) for adapter in place.adapters)
+    policy = Policy(place.adapters[1], True, probe, transformers_logprobs(tiny_model, newest, probe))
+    others = {"stale": stale, "wrong": wrong, "missing": write_zero_adapter(tmp_path / "zero", newest)}
+    check_that_faults_are_noticed(policy, others, HostContext(settings), Samplers(settings), ServedSampler())
+
+
+def test_stale_wrong_and_missing_weights_are_noticed(place: Place, tmp_path: Path, tiny_model: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    probe = rendered(settings, place).probe
+    stale, newest, wrong = (write_weights(tmp_path / f"weights-{seed}", tiny_model, seed) for seed in (1, 2, 3))
+    seal(newest)
+    weights = upload(LocalStore(tmp_path / "store"), "weights", newest)
+    policy = Policy(weights, False, probe, transformers_logprobs(newest, None, probe))
+    others = {"stale": stale, "wrong": wrong, "missing": tiny_model}
+    try:
+        check_that_faults_are_noticed(policy, others, HostContext(settings), Samplers(settings), ServedSampler())
+    finally:
+        with Sampler(place.sampler.url, place.sampler.api_key) as client:
+            client.load_weights(NAME, str(tiny_model))

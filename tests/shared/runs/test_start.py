@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared.errors import InvalidInput
+from shared.jobs.job import Full
 from shared.runs.requests import RLRun
 from shared.runs.start import check_startable
 from shared.settings import SamplingSettings, Settings
@@ -42,6 +43,7 @@ def test_a_vllm_that_nobody_can_start_is_refused():
     vllm = ROLLOUTS | {"sampler": "vllm"}
     run = RLRun.model_validate(FULL | {"rollouts": vllm, "trainable": {"kind": "lora"}})
     check_startable(run, settings(None))
+    check_startable(run.model_copy(update={"trainable": Full()}), settings(None))
     with pytest.raises(InvalidInput, match="a server behind a URL") as refused:
         check_startable(run, settings("http://localhost:8000"), "run.")
     assert refused.value.place == "run.rollouts.sampler"
@@ -49,14 +51,13 @@ def test_a_vllm_that_nobody_can_start_is_refused():
     for trainable, change, rule in (
         (lora, {"sampler_url": "http://localhost:8000"}, "drop it, or sampler_url"),
         (lora, {"weight_sync": {"backend": "shared_memory"}}, "auto or store"),
-        (lora, {"colocate": True}, "drop colocate"),
+        (lora, {"colocate": True}, "for CPUs does not sleep"),
         ({"kind": "lora", "rank": 513}, {}, "lower trainable.rank"),
-        ({"kind": "full"}, {}, "adapters alone"),
     ):
         asked = RLRun.model_validate(FULL | {"rollouts": vllm | change, "trainable": trainable})
         with pytest.raises(InvalidInput, match=rule):
             check_startable(asked, settings(None))
-    with pytest.raises(ValidationError, match=r"own or vllm.*SGLang"):
+    with pytest.raises(ValidationError, match="sglang, which needs a GPU here, was never tried"):
         RLRun.model_validate(FULL | {"rollouts": vllm | {"sampler": "sglang"}})
 
 

@@ -1,0 +1,1 @@
+"""What runs inside of a vLLM server, in its environment. On its path is this folder alone."""
