@@ -261,7 +261,7 @@ class Sampler:
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Keep the weights of our own sampler from being replaced by a trainer for a `with` block."""
+        """Keep a sampler's weights from being replaced by a trainer for a `with` block. A vLLM takes none from one."""
         import httpx
 
         place = f"{self._url}/v1/hold_weights"
@@ -271,7 +271,7 @@ class Sampler:
                 response = held.enter_context(asked)
             except httpx.TransportError as error:
                 raise SamplerUnavailable(f"{place}: {type(error).__name__}: {error}") from error
-            if response.status_code != 200:
+            if response.status_code not in (200, 404):
                 raise SamplerUnavailable(f"{place}: {response.status_code}")
             yield
 
