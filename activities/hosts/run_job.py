@@ -196,7 +196,8 @@ class _Attempt:
             self.worker.offloaded_bytes = event.host_bytes
         if isinstance(event, Synced):
             self.sync = event.outcome
-        self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept))
+        # After a terminal event the whole log is uploaded at once.
+        self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
 
     def _obey(self) -> None:

@@ -16,7 +16,7 @@ from shared.errors import CorruptArtifact
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import read_record
-from shared.storage.paths import MANIFEST, published, published_version, version_claim, write_atomically
+from shared.storage.paths import MANIFEST, published, published_version, version_claim
 from shared.storage.store import ObjectStore, open_uri
 
 Kind = Literal["adapters", "models"]
@@ -90,7 +90,7 @@ class Publish:
             model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
         report = self._report(request.report_uri) if request.report_uri is not None else {}
-        write_atomically(folder / "README.md", model_card(request.run, request.metrics, report).encode())
+        (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report).encode())
 
     def _report(self, uri: str) -> dict[str, object]:
         store, key = open_uri(uri, self._host.settings.s3)

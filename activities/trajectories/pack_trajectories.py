@@ -170,7 +170,7 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
         planned.append_step(bins)
     planned.close(tokens_U)
     report = StepReport(groups=read.report, metrics=rollout_metrics(read, int(tokens_U.sum()), request.policy_version))
-    write_atomically(units / _REPORT, report.model_dump_json(indent=1).encode())
+    write_atomically(units / _REPORT, report.model_dump_json(indent=1).encode(), is_durable=False)
     return report
 
 

@@ -98,7 +98,10 @@ class PackedBin:
 
 
 class UnitsWriter:
-    """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
+    """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last.
+
+    Nothing is fsynced: the folder is a scratch folder, which its owner uploads.
+    """
 
     def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED) -> None:
         """Open the files of a folder. `columns`: those that are written; the others have defaults on reading."""
@@ -134,7 +137,7 @@ class UnitsWriter:
             num_targets=self._target_offsets.close(),
             columns=self._columns,
         )
-        write_atomically(self._folder / "units.json", header.model_dump_json(indent=1).encode())
+        write_atomically(self._folder / "units.json", header.model_dump_json(indent=1).encode(), is_durable=False)
         return header
 
 
@@ -172,7 +175,7 @@ class PlanWriter:
             num_tokens=num_tokens,
             packing_efficiency=num_tokens / (num_bins * self._bin_tokens) if num_bins else 0.0,
         )
-        write_atomically(self._folder / "plan.json", header.model_dump_json(indent=1).encode())
+        write_atomically(self._folder / "plan.json", header.model_dump_json(indent=1).encode(), is_durable=False)
         return header
 
 

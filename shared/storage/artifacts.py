@@ -267,12 +267,12 @@ def _check(folder: Path, manifest: Manifest, cache: Path, check: Callable[[], No
         check()
         if sha256_file(folder / entry.path) != entry.sha256:
             raise CorruptArtifact("the file's SHA-256 is not the manifest's", str(folder / entry.path))
-    write_atomically(mark, stamp)
+    write_atomically(mark, stamp, is_durable=False)  # without it the files are hashed once more
 
 
 def remember_checked(folder: Path, manifest: Manifest, cache: Path) -> None:
     """Record that a folder's files have just been hashed, so that the next `stage` here does not hash them again."""
-    write_atomically(_mark(folder, manifest, cache), _stamp(folder, manifest))
+    write_atomically(_mark(folder, manifest, cache), _stamp(folder, manifest), is_durable=False)
 
 
 def _mark(folder: Path, manifest: Manifest, cache: Path) -> Path:
