@@ -8,7 +8,6 @@ since other tokens would be trained than were sampled.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +20,14 @@ from activities.formats.rows import Row, message_of
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
 from activities.tokenizing.tool_calls import with_parsed_calls
-from shared.chat.answer_records import AnswerRecord, DrawnChoice, recall
-from shared.chat.trajectories import ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
+from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers, is_same_message
+from shared.chat.answer_records import AnswerRecord
+from shared.chat.trajectories import ChatHistory, ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.settings import S3Settings
-from shared.storage.store import ObjectStore
 
-_AT_ONCE = 16
 PLACE = "messages"  # the place in errors about a conversation; callers add file and line
 _TOKEN_ID = "token_id:"
 _ENDS: dict[str, Literal["stop", "length"]] = {
@@ -55,14 +53,14 @@ class Turns:
     sampled: dict[int, SampledTurn]
 
 
-def turns_of(chat: ChatTrajectory) -> Turns:
+def turns_of(history: ChatHistory) -> Turns:
     """Separate the messages of a conversation from the records of how they were sampled.
 
     Raises:
-        BrokenTrajectory: it is no conversation, or nothing in it was sampled.
+        BrokenTrajectory: it is no conversation.
     """
     turns = Turns([], {})
-    for i, given in enumerate(chat.messages):
+    for i, given in enumerate(history.messages):
         match given.get("message"):
             case dict() as inner:
                 message, sampling = inner, {key: value for key, value in given.items() if key != "message"}
@@ -76,9 +74,6 @@ def turns_of(chat: ChatTrajectory) -> Turns:
             raise BrokenTrajectory(PLACE, "messages", error.message) from error
         if sampling.get("logprobs") is not None or sampling.get("answer_id") is not None:
             turns.sampled[i] = _sampled(i, sampling, turns.messages[-1]["role"])
-    if not turns.sampled:
-        rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
-        raise BrokenTrajectory(PLACE, "nothing_sampled", rule)
     return turns
 
 
@@ -101,65 +96,6 @@ def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
     if ids is not None and len(ids) != tokens:
         raise BrokenTrajectory(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
     return turn
-
-
-class RememberedAnswers:
-    """Reads the records of answers that one tenant was given, and caches those that were fetched last."""
-
-    def __init__(self, store: ObjectStore, tenant: str) -> None:
-        self._store, self._tenant = store, tenant
-        self._found: dict[str, AnswerRecord | None] = {}
-
-    def fetch(self, answer_ids: Iterable[str]) -> None:
-        """Read several answers in parallel into the cache, in place of its contents. Raises StoreUnavailable."""
-        wanted = sorted(set(answer_ids))
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = threads.map(lambda answer_id: recall(self._store, self._tenant, answer_id), wanted)
-            self._found = dict(zip(wanted, found, strict=True))
-
-    def get(self, answer_id: str) -> AnswerRecord | None:
-        """Return an answer; None if the id is not one of this tenant's, or the answer is no longer kept."""
-        if answer_id not in self._found:
-            self._found[answer_id] = recall(self._store, self._tenant, answer_id)
-        return self._found[answer_id]
-
-
-def is_same_message(message: dict[str, Any], choice: DrawnChoice) -> bool:
-    """Compare a client's message with an answer: its text, and the functions that it calls."""
-    told = with_parsed_calls({"tool_calls": [call.model_dump() for call in choice.tool_calls]})
-    return _text(message) == (choice.content or "") and _calls(message) == _calls(told)
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def _calls(message: dict[str, Any]) -> list[tuple[Any, Any]]:
-    functions = [call.get("function") if isinstance(call, dict) else None for call in message.get("tool_calls") or ()]
-    return [(one.get("name"), one.get("arguments")) if isinstance(one, dict) else (None, None) for one in functions]
-
-
-@dataclass(frozen=True)
-class PublishedPolicy:
-    """The policy that a step starts from: its number in the run, and the name and version that it was published as.
-
-    `version` is None before anything is published. `every`: so many numbers lie between two published versions.
-    """
-
-    number: int
-    name: str | None = None
-    version: int | None = None
-    every: int = 1
-
-    def number_of(self, version: int | None, name: str | None = None) -> int | None:
-        """The run's number of a published version; 0 for what is older than the run, None for what is another's."""
-        if version is None or name not in (None, self.name):
-            return None
-        if self.version is None:
-            return 0
-        newest = self.number - self.number % self.every
-        return min(self.number, max(0, newest - (self.version - version) * self.every))
 
 
 @dataclass(frozen=True)
@@ -219,20 +155,30 @@ class Conversations:
         """Read the records of these trajectories' answers in parallel. Raises StoreUnavailable."""
         if self._answers is not None:
             chats = (one for one in trajectories if isinstance(one, ChatTrajectory))
-            named = (message.get("answer_id") for chat in chats for message in chat.messages)
+            told = (message for chat in chats for history in chat.histories for message in history.messages)
+            named = (message.get("answer_id") for message in told)
             self._answers.fetch(answer_id for answer_id in named if isinstance(answer_id, str))
 
     def trajectories_of(self, chat: ChatTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
-        """Convert a conversation to token ids: one sequence, or several if the prompt of a later answer does not
+        """Convert conversations to token ids: one sequence, or several if the prompt of a later answer does not
         contain the ids of earlier answers (templates rewrite earlier turns, or texts were tokenized again).
 
         Raises:
             BrokenTrajectory: it is no conversation, is too long, or does not give the sampled tokens again.
             InvalidInput: the model has no chat template, or its template does not end.
         """
-        turns = turns_of(chat)
-        tools = [dict(tool) for tool in chat.tools] if chat.tools else None
-        drawn = [self._drawn(i, turn, turns, tools) for i, turn in turns.sampled.items()]
+        drawn: list[_Drawn] = []
+        for number, history in enumerate(chat.histories):
+            try:
+                drawn += self._answers_of(history, chat.own_answers)
+            except BrokenTrajectory as fault:
+                if number == 0:
+                    raise
+                place = f"additional_histories.{number - 1}.{fault.field}"
+                raise BrokenTrajectory(place, fault.rule, fault.message) from fault
+        if not drawn:
+            rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
+            raise BrokenTrajectory(PLACE, "nothing_sampled", rule)
         sequences = _chained(drawn)
         if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
             raise BrokenTrajectory(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
@@ -256,20 +202,44 @@ class Conversations:
             for one in sequences
         )
 
-    def _drawn(self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None) -> _Drawn:
-        record = None
-        if turn.answer_id is not None:
-            record = self._answers.get(turn.answer_id) if self._answers is not None else None
-            if record is None and turn.logprobs is None:
-                rule = "no answer of this id is remembered here, and there are no logprobs beside it"
-                raise BrokenTrajectory(f"messages.{i}.answer_id", "unknown_answer", rule)
-            self.counts["unknown_answers"] += record is None
+    def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[_Drawn]:
+        turns = turns_of(history)
+        tools = [dict(tool) for tool in history.tools] if history.tools else None
+        drawn = [self._drawn(i, turn, turns, tools, own_answers) for i, turn in turns.sampled.items()]
+        return [each for each in drawn if each is not None]
+
+    def _drawn(
+        self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None, own_answers: bool
+    ) -> _Drawn | None:
+        """Return how an answer was drawn; None for another policy's where only the run's own count."""
+        record = self._answers.get(turn.answer_id) if self._answers is not None and turn.answer_id is not None else None
         if record is not None:
+            if own_answers and record.name != self._policy.name:
+                return None
             self.counts["remembered_turns"] += 1
             return self._remembered(i, turn, turns.messages[i], record)
-        self.counts["rendered_turns"] += 1
+        if turn.logprobs is None or own_answers:
+            rule = "no answer of this id is remembered here" + ("" if own_answers else ", and it has no logprobs")
+            raise BrokenTrajectory(f"messages.{i}.answer_id", "unknown_answer", rule)
+        self.counts["unknown_answers"] += turn.answer_id is not None
+        return self._found_by_content(i, turn, turns, tools)
+
+    def _found_by_content(self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None) -> _Drawn:
+        """Return how an answer without an id was drawn: as its text says, or else as the record of its content."""
         tokenizer, process = self._opened()
-        return _rendered(i, turns, tools, tokenizer, process)
+        asked = _asked_ids(i, turns, tools, tokenizer, process)
+        try:
+            drawn = _rendered(i, turns, asked, tools, tokenizer, process)
+        except BrokenTrajectory as fault:
+            assert turn.logprobs is not None
+            logprobs = [token.logprob for token in turn.logprobs.tokens]
+            found = self._answers.alike(asked, logprobs) if self._answers and fault.rule == "differs" else None
+            if found is None:
+                raise
+            self.counts["remembered_turns"] += 1
+            return self._remembered(i, turn.model_copy(update={"index": found[1]}), turns.messages[i], found[0])
+        self.counts["rendered_turns"] += 1
+        return drawn
 
     def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
         """Take an answer's ids from its record, if the client's message is the one that was answered."""
@@ -312,10 +282,31 @@ def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
     return sequences
 
 
-def _rendered(
+def _asked_ids(
     i: int, turns: Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
+) -> list[int]:
+    """Return the ids of the conversation before a turn, as a server renders it."""
+    try:
+        [text] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
+    except InvalidInput as error:
+        raise _of_the_conversation(error) from error
+    return tokenizer.tokens_of(text)
+
+
+def _of_the_conversation(error: InvalidInput) -> Exception:
+    """Return a failure to render as the trajectory's, unless the template itself fails."""
+    return BrokenTrajectory(PLACE, "template", error.message) if error.place == PLACE else error
+
+
+def _rendered(
+    i: int,
+    turns: Turns,
+    asked: list[int],
+    tools: list[Any] | None,
+    tokenizer: ModelTokenizer,
+    process: TemplateProcess,
 ) -> _Drawn:
-    """Return a turn's ids, and those of the conversation before it as a server renders it.
+    """Return a turn's ids from its text, behind those that it was asked with.
 
     Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts), so
     both forms are compared with the sampled tokens.
@@ -323,13 +314,10 @@ def _rendered(
     turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
     assert turn.logprobs is not None
     try:
-        [text] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
         rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
         rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
     except InvalidInput as error:
-        if error.place != PLACE:  # a failure of the template itself, not of this conversation
-            raise
-        raise BrokenTrajectory(PLACE, "template", error.message) from error
+        raise _of_the_conversation(error) from error
     differs: BrokenTrajectory | None = None
     for each in rendered:
         encoded = tokenizer.encode([each.text], [each.spans])
@@ -339,7 +327,7 @@ def _rendered(
             differs = differs or error
         else:
             logprobs = [token.logprob for token in turn.logprobs.tokens]
-            return _Drawn(tokenizer.tokens_of(text), ids, logprobs, _end_of(turn))
+            return _Drawn(asked, ids, logprobs, _end_of(turn))
     assert differs is not None
     raise differs
 

@@ -15,7 +15,7 @@ from activities.host_context import HostContext, beating
 from activities.records.run_records import find_key
 from activities.sources.download import Download, DownloadRequest
 from activities.trajectories.advantages import advantages_of
-from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy, RememberedAnswers
+from activities.trajectories.chat_trajectories import Conversations
 from activities.trajectories.group_samples import find_groups
 from activities.trajectories.read_groups import (
     Group,
@@ -27,6 +27,7 @@ from activities.trajectories.read_groups import (
     read_groups,
     sequences_of,
 )
+from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Frozen
 from shared.jobs import bins as packing

@@ -11,6 +11,8 @@ def learning_rate(schedule: Schedule, step: int, num_steps: int) -> float:
     Warm-up rises by equal parts and reaches the full rate at step `warmup_steps`; no step has rate 0. Decay then falls
     to 0 at `num_steps`, one step after the last.
     """
+    if schedule.rates:
+        return schedule.rates[step]
     warmup = schedule.warmup_steps
     if step < warmup:
         return schedule.learning_rate * (step + 1) / (warmup + 1)

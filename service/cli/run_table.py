@@ -42,7 +42,13 @@ def _type(option: RunOption) -> str:
         case "value" | "reading" if get_origin(option.parsed_as) is Literal:
             words = " \\| ".join(f"`{choice}`" for choice in get_args(option.parsed_as))
         case "names" | "value" | "reading":
-            names: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
+            names: dict[Any, str] = {
+                str: "text",
+                int: "integer",
+                float: "number",
+                bool: "boolean",
+                list[float]: "list of numbers",
+            }
             words = "list of text" if option.form == "names" else names.get(option.parsed_as, "list of text")
         case "variant":
             words = f"`{option.kind}`"

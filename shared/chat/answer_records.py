@@ -1,12 +1,16 @@
 """Records of chat answers with their sampled token ids, kept in the store for a while so that they can be trained on:
 tokenizing an answer's text again may give other ids.
 
-Keys consist of the tenant, the hour of the answer (which its id contains), and the answer's id.
+Keys consist of the tenant, the hour of the answer (which its id contains), and the answer's id. An answer is also found
+by its content: its prompt's ids and its logprobs, which clients keep that lose the id.
 """
 
+import hashlib
+import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,6 +22,7 @@ from shared.storage.store import ObjectStore
 
 _ID = re.compile(r"chatcmpl-(?P<time>[0-9a-f]{8})[0-9a-f]{24}")
 _HOUR_S = 3600
+_MOST_ALIKE = 16  # answers of one content that are looked at
 
 
 class DrawnChoice(Frozen):
@@ -57,6 +62,8 @@ def new_answer_id(now: float) -> str:
 def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
     """Keep an answer. Raises StoreUnavailable."""
     store.put_bytes(_key(tenant, record.answer_id), record.model_dump_json(exclude_defaults=True).encode())
+    for digest in {_digest(record.prompt_ids, choice.logprobs) for choice in record.choices}:
+        store.put_bytes(_alike(tenant, digest) + record.answer_id, b"")
 
 
 def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
@@ -69,6 +76,24 @@ def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | No
         return None
 
 
+def recall_alike(
+    store: ObjectStore, tenant: str, prompt_ids: Sequence[int], logprobs: Sequence[float]
+) -> tuple[AnswerRecord, int] | None:
+    """Read a tenant's answer to these ids that was drawn with these logprobs, to the bit. Returns it and the choice."""
+    prefix = _alike(tenant, _digest(prompt_ids, logprobs))
+    for info in islice(store.list(prefix), _MOST_ALIKE):
+        if (record := recall(store, tenant, info.key.removeprefix(prefix))) is not None:
+            for index, choice in enumerate(record.choices):
+                if record.prompt_ids == tuple(prompt_ids) and choice.logprobs == tuple(logprobs):
+                    return record, index
+    return None
+
+
+def _digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    content = [list(prompt_ids), [value.hex() for value in logprobs]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
     """Delete answers older than `kept_s` seconds, and each tenant's oldest ones beyond `max_bytes` in total."""
     sizes: dict[str, int] = {}
@@ -76,6 +101,10 @@ def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None
         sizes[tenant] = sizes.get(tenant, 0) + size
         if _given_at(answer_id) < now - kept_s or sizes[tenant] > max_bytes:
             store.delete(key)
+    for info in store.list(paths.ANSWER_RECORDS):
+        match info.key.removeprefix(paths.ANSWER_RECORDS).split("/"):
+            case [_, "alike", _, answer_id] if _ID.fullmatch(answer_id) and _given_at(answer_id) < now - kept_s:
+                store.delete(info.key)
 
 
 def _all(store: ObjectStore) -> Iterator[tuple[str, str, str, int]]:
@@ -94,3 +123,8 @@ def _given_at(answer_id: str) -> int:
 
 def _key(tenant: str, answer_id: str) -> str:
     return paths.answer_record(tenant, _given_at(answer_id) // _HOUR_S, answer_id)
+
+
+def _alike(tenant: str, digest: str) -> str:
+    """Return the prefix of empty objects that are named by the ids of answers of one content."""
+    return f"{paths.ANSWER_RECORDS}{tenant}/alike/{digest}/"

@@ -78,6 +78,15 @@ class SampledTurn(Answer):
     index: int = Field(default=0, ge=0)
 
 
+class ChatHistory(Frozen):
+    """A conversation of a trajectory that has several."""
+
+    messages: tuple[dict[str, JsonValue], ...] = Field(
+        min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
+    )
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+
+
 class ChatTrajectory(Frozen):
     """One sampled conversation, as a client of chat completions has it.
 
@@ -90,6 +99,13 @@ class ChatTrajectory(Frozen):
         min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
     )
     tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    additional_histories: tuple[ChatHistory, ...] = Field(
+        default=(), description="further conversations, which have its reward: a sub-agent's, or after a summary"
+    )
+    own_answers: bool = Field(
+        default=False,
+        description="train remembered answers of the run's own policy alone; others are context",
+    )
     reward: float
     advantage: float | None = Field(default=None, description="with advantages `given` alone")
     policy_version: int | None = Field(
@@ -105,7 +121,11 @@ class ChatTrajectory(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
     logs: tuple[str, ...] = Field(default=(), description="read by nobody")
-    additional_histories: tuple[()] = Field(default=(), description="none: each is a trajectory of its own")
+
+    @property
+    def histories(self) -> tuple[ChatHistory, ...]:
+        """All of its conversations, the first one first."""
+        return ChatHistory(messages=self.messages, tools=self.tools), *self.additional_histories
 
 
 def _form_of(trajectory: Any) -> str:

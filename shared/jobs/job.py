@@ -218,11 +218,15 @@ class Adam(Frozen):
 
 
 class Schedule(Frozen):
-    """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0."""
+    """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.
+
+    `rates`, if there are any, are those of all steps, in place of this.
+    """
 
     kind: Literal["constant", "linear", "cosine"] = "linear"
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(default=0, ge=0)
+    rates: tuple[float, ...] = ()
 
 
 class PackedData(Frozen):

@@ -104,6 +104,25 @@ class SFTRun(_DatasetRun):
     eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
     too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
     learning_rate: float = Field(default=1e-4, gt=0, le=10, description=_PEAK)
+    learning_rates: tuple[Annotated[float, Field(ge=0, le=10)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=10_000,
+        description="of every step, in place of a schedule; 0 trains nothing",
+    )
+
+    @model_validator(mode="after")
+    def _one_rate_for_each_step(self) -> Self:
+        if self.learning_rates is None:
+            return self
+        if len(self.learning_rates) != self.steps:
+            raise ValueError(f"learning_rates has one for each of steps: {len(self.learning_rates)} for {self.steps}")
+        if (self.schedule, self.warmup_steps) != ("constant", 0) or self.learning_rate != max(self.learning_rates):
+            raise ValueError(
+                "learning_rates is a schedule of its own: schedule is constant then, warmup_steps 0, and learning_rate "
+                "the highest of them"
+            )
+        return self
 
 
 class DPORun(_DatasetRun):

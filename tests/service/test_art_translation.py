@@ -7,39 +7,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from service.apis.art.job_config import ExperimentalConfig, SftConfig
 from service.apis.art.job_events import TrainStep
-from service.apis.art.job_request import ExperimentalConfig, SftConfig, SftRequest, rl_run, sft_run
+from service.apis.art.job_request import SftRequest, rl_run, sft_run
 from service.apis.art.sent_groups import split
-from service.inference.art_models import ArtModel, ArtName, ArtSettings, new_model
+from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput
 from shared.jobs.job import CISPO, GSPO, PPO
 from shared.runs.status import Problem, StepStatus
-
-QUESTION = {"role": "user", "content": "How many crates?"}
-CHOICE = {"finish_reason": "stop", "index": 0, "logprobs": {"content": []}, "message": {"role": "assistant"}}
-
-
-def model(**settings: Any) -> ArtModel:
-    return new_model("acme", "dock", "Harbour", "Quay Clerk", "tiny/model", ArtSettings(**settings))
-
-
-def group(**changes: Any) -> dict[str, Any]:
-    """As the client's `model_dump` writes it."""
-    trajectory = {
-        "messages_and_choices": [QUESTION, CHOICE],
-        "tools": None,
-        "additional_histories": [],
-        "reward": 1.0,
-        "initial_policy_version": 7,
-        "final_policy_version": None,
-        "metrics": {"is_short": True},
-        "metadata": {"quay": 3},
-        "logs": ["asked"],
-    }
-    whole = {"trajectories": [trajectory], "exceptions": [], "metadata": {}, "metrics": {"tries": 2}, "logs": ["done"]}
-    return whole | changes
-
+from tests.service.art_bodies import group, model
 
 # Groups.
 
@@ -90,6 +67,13 @@ def test_what_is_no_document_is_refused(document: str, place: str) -> None:
         ({"epsilon": 0.5}, CISPO(clip_low=0.5, clip_high=4.0)),
         ({"max_negative_advantage_importance_sampling_weight": 3.0}, CISPO(clip_low=1.0, clip_high=2.0)),
         ({"precalculate_logprobs": True}, CISPO(clip_low=1.0, clip_high=4.0, old="trainer")),
+        (
+            {"precalculate_logprobs": True, "truncated_importance_sampling": 2.0},
+            CISPO(clip_low=1.0, clip_high=4.0, old="trainer", truncated_importance=2.0),
+        ),
+        ({"truncated_importance_sampling": 0.0}, CISPO(clip_low=1.0, clip_high=4.0)),
+        ({"loss_fn": "ppo"}, PPO()),
+        ({"loss_fn": "cispo", "ppo": False}, CISPO(clip_low=1.0, clip_high=4.0)),
         ({"ppo": True}, PPO()),
         ({"ppo": True, "epsilon": 0.1}, PPO(clip_low=0.1, clip_high=0.1)),
         ({"ppo": True, "epsilon_high": 0.28}, PPO(clip_high=0.28)),
@@ -107,9 +91,7 @@ def test_an_objective_is_a_loss(config: dict[str, Any], loss: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"kimi_k2_tau": 0.1}, "kimi_k2_tau"),
-        ({"mask_prob_ratio": True}, "mask_prob_ratio"),
-        ({"advantage_balance": 0.5}, "advantage_balance"),
+        ({"truncated_importance_sampling": 2.0}, "truncated_importance_sampling"),
         ({"importance_sampling_level": "average"}, "importance_sampling_level"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"epsilon": 2.0}, "epsilon"),
@@ -133,7 +115,7 @@ def test_settings_hold_for_both_kinds() -> None:
         "refuse",
     )
     assert (rl.advantages, rl.learning_rate, rl.initial_adapter) == ("group_mean", 1e-4, "file:///a")
-    sft = sft_run(ours, "https://example.com/a.jsonl", SftConfig(learning_rate=(0.01, 0.01)), None)
+    sft = sft_run(ours, "https://example.com/a.jsonl", SftConfig(learning_rate=0.01), None)
     assert (sft.trainable.kind, sft.max_tokens, sft.batch_size, sft.epochs) == ("lora", 512, 2, 1)
     assert (sft.learning_rate, sft.schedule, sft.name) == (0.01, "constant", rl.name)
 
@@ -213,42 +195,3 @@ def test_a_step_that_fails_says_why() -> None:
     assert failed.events()[-1].data == {"error_message": "groups.jsonl:1: too long"}
     lost = TrainStep("rl-1.3", None, "the run was cancelled")
     assert (told(lost), lost.status) == (["started", "failed"], "failed")
-
-
-NEWER = {
-    "loss_fn": "cispo",
-    "normalize_advantages": True,
-    "kl_penalty_coef": 0.0,
-    "kl_penalty_reference_step": None,
-    "kl_penalty_source": "current_learner",
-    "kl_penalty_step_lag": None,
-    "kl_ref_adapter_path": None,
-    "allow_training_without_logprobs": False,
-    "plot_tensors": False,
-    "truncated_importance_sampling": None,
-    "scale_learning_rate_by_reward_std_dev": False,
-    "logprob_calculation_chunk_size": 1024,
-    "num_trajectories_learning_rate_multiplier_power": 0.0,
-    "packed_sequence_length": 4096,
-}
-
-
-def test_newer_clients_defaults_change_nothing_and_anything_else_is_refused_by_its_key() -> None:
-    """ART 0.5.20 and later say all of their settings with every job."""
-    assert ExperimentalConfig(**NEWER).loss == ExperimentalConfig().loss
-    assert ExperimentalConfig(**NEWER | {"loss_fn": "ppo"}).loss == ExperimentalConfig(ppo=True).loss
-    assert SftConfig(assistant_turns="all", batch_size=2) == SftConfig(batch_size=2)
-    for key, value in (
-        ("kl_penalty_coef", 0.1),
-        ("normalize_advantages", False),
-        ("truncated_importance_sampling", 2.0),
-        ("scale_learning_rate_by_reward_std_dev", True),
-        ("loss_fn", "dro"),
-        ("of_tomorrow", 1),
-    ):
-        with pytest.raises(ValidationError, match=key):
-            ExperimentalConfig(**NEWER | {key: value})
-    with pytest.raises(ValidationError, match="loss_fn"):
-        ExperimentalConfig(loss_fn="ppo", ppo=False)
-    with pytest.raises(ValidationError, match="assistant_turns"):
-        SftConfig(assistant_turns="last")

@@ -52,7 +52,7 @@ def dataset_job(
         num_steps=num_steps,
         loss=_loss_of(run, reference),
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
-        schedule=Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
+        schedule=_schedule_of(run),
         evaluation=Evaluation(
             data=eval_data,
             every_steps=run.eval_every,
@@ -66,6 +66,11 @@ def dataset_job(
         ),
         seed=run.seed,
     )
+
+
+def _schedule_of(run: SFTRun | DPORun) -> Schedule:
+    rates = run.learning_rates or () if isinstance(run, SFTRun) else ()
+    return Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, rates=rates)
 
 
 def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:

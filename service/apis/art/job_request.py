@@ -1,31 +1,15 @@
 """Parses ART's requests for training jobs, and makes runs of them. Settings that have no equivalent are refused."""
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from service.apis.art.job_config import ExperimentalConfig, Sent, SftConfig
 from service.apis.errors import describe
 from service.inference.art_models import ArtModel, ModelId
-from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.job import CISPO, GSPO, PPO
 from shared.runs.requests import RLRun, SFTRun, Source
 
-# The defaults of ART's trainer: the bounds of CISPO, and those of PPO.
-_CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2
-# Keys of ART 0.5.20 and later, with the only values that are accepted: their defaults.
-_NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "allow_training_without_logprobs": (False,),
-    "kl_penalty_coef": (0,),
-    "kl_ref_adapter_path": (),
-    "normalize_advantages": (True,),
-    "num_trajectories_learning_rate_multiplier_power": (0,),
-    "plot_tensors": (False,),
-    "scale_learning_rate_by_reward_std_dev": (False,),
-    "truncated_importance_sampling": (),
-}
-_NEVER_READ = ("logprob_calculation_chunk_size", "packed_sequence_length")
-_OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_lag")
 # Conversations of agents are long, and ART's clients cannot say how long.
 _MAX_TOKENS = 8192
 # Broken conversations are left out, since a single one of thousands would fail the client's step.
@@ -44,110 +28,15 @@ _RL_NAMES = {
 _SFT_NAMES = {
     "dataset.uri": "training_data_url",
     "learning_rate": "config.learning_rate",
+    "learning_rates": "config.learning_rate",
+    "steps": "config.learning_rate",
     "batch_size": "config.batch_size",
 }
 MODEL_LABEL, NAME_LABEL = "art_model", "art_name"
 """Labels of a model's runs, by which they are found."""
 
 
-def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
-    """Return a client's fields without nulls, and without keys that have no effect here.
-
-    Raises:
-        ValueError: a key that has no effect has another value than its default.
-    """
-    if not isinstance(given, dict):
-        return given
-    for name, values in no_effect.items():
-        if given.get(name) is not None and given[name] not in values:
-            raise ValueError(f"{name}: it is not done here: leave it at its default")
-    return {name: value for name, value in given.items() if value is not None and name not in no_effect}
-
-
-class ExperimentalConfig(Frozen):
-    """Settings of a reinforcement job. Nulls have ART's defaults."""
-
-    learning_rate: float | None = None
-    ppo: bool | None = None
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    scale_rewards: bool | None = None
-    importance_sampling_level: Literal["token", "sequence", "average", "geometric_average"] | None = None
-    max_negative_advantage_importance_sampling_weight: float | None = None
-    precalculate_logprobs: bool | None = None
-    advantage_balance: float | None = None
-    mask_prob_ratio: bool | None = None
-    kimi_k2_tau: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _newer_keys(cls, given: object) -> object:
-        """Convert keys of newer versions: `loss_fn` becomes `ppo`; settings of a KL penalty of 0 are dropped."""
-        known = _without_defaults(given, _NO_EFFECT)
-        if not isinstance(known, dict):
-            return known
-        rest = {name: value for name, value in known.items() if name not in (*_NEVER_READ, *_OF_A_KL)}
-        name = rest.pop("loss_fn", None)
-        if name is None:
-            return rest
-        if name not in ("cispo", "ppo") or rest.setdefault("ppo", name == "ppo") != (name == "ppo"):
-            raise ValueError(f"loss_fn: cispo, or ppo where ppo is true: not {name!r:.40}")
-        return rest
-
-    @property
-    def loss(self) -> CISPO | PPO | GSPO:
-        """The loss that equals ART's objective: CISPO for its clipped REINFORCE, PPO for its clipped surrogate.
-
-        Raises:
-            InvalidInput: no loss equals it; names the field. ValidationError: a number is out of its bounds.
-        """
-        for name in ("advantage_balance", "mask_prob_ratio", "kimi_k2_tau"):
-            if getattr(self, name):
-                raise _refusal(name, "no loss here knows it: leave it at its default")
-        low = self.epsilon if self.epsilon is not None else (_PPO if self.ppo else _CISPO_LOW)
-        high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else _CISPO_HIGH)
-        most = self.max_negative_advantage_importance_sampling_weight
-        old: Literal["sampler", "trainer"] = "trainer" if self.precalculate_logprobs else "sampler"
-        match self.importance_sampling_level or "token", bool(self.ppo):
-            case "token", True:
-                return PPO(clip_low=low, clip_high=high, dual_clip=most, old=old)
-            case "token", False:
-                # CISPO clips the weight from above, so a bound on the ratio is just a lower value of that clip.
-                return CISPO(clip_low=low, clip_high=high if most is None else min(high, most - 1), old=old)
-            case "sequence", True if most is None:
-                return GSPO(clip_low=low, clip_high=high, aggregation="token_mean", old=old)
-            case "sequence", _:
-                rule = "by sequence alone with ppo, and without max_negative_advantage_importance_sampling_weight"
-                raise _refusal("importance_sampling_level", rule)
-            case level, _:
-                raise _refusal("importance_sampling_level", f"no loss here weighs by {level}: token or sequence")
-
-
-class SftConfig(Frozen):
-    """Settings of a supervised job. A list of learning rates has one for every batch."""
-
-    batch_size: int | None = None
-    learning_rate: float | tuple[float, ...] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _newer_keys(cls, given: object) -> object:
-        return _without_defaults(given, {"assistant_turns": ("all",)})
-
-    @property
-    def rate(self) -> float | None:
-        """Return the one learning rate, or None if none was sent. Raises InvalidInput for rates that change."""
-        match self.learning_rate:
-            case tuple() as rates:
-                if len(set(rates)) != 1:
-                    rule = "one rate for all batches: give a number (or train in several jobs, one after the other)"
-                    raise InvalidInput(rule, "config.learning_rate")
-                return rates[0]
-            case rate:
-                return rate
-
-
-class SftRequest(Frozen):
+class SftRequest(Sent):
     """`POST /v1/preview/sft-training-jobs`."""
 
     model_id: ModelId
@@ -164,15 +53,11 @@ class SftRequest(Frozen):
         return self
 
 
-class RlRequest(Frozen):
+class RlRequest(Sent):
     """`POST /v1/preview/training-jobs`, but for its groups, which are read one by one."""
 
     model_id: ModelId
     experimental_config: ExperimentalConfig | None = None
-
-
-def _refusal(name: str, rule: str) -> InvalidInput:
-    return InvalidInput(rule, f"experimental_config.{name}")
 
 
 def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> RLRun:
@@ -189,9 +74,10 @@ def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> 
             _common(model, adapter)
             | {"broken": _BROKEN}
             | model.settings.model_dump(include=_RL_ALONE, exclude_none=True)
+            | _sizes(model, config.packed_sequence_length)
             | {
                 "loss": config.loss,
-                "advantages": "group_mean" if config.scale_rewards is False else "group_normalized",
+                "advantages": "group_normalized" if config.divides_by_deviation else "group_mean",
                 "learning_rate": _RL_RATE if config.learning_rate is None else config.learning_rate,
             }
         )
@@ -208,20 +94,34 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
     Raises:
         InvalidInput: names the client's field and the rule that it breaks.
     """
-    rate = config.rate
     try:
         return SFTRun.model_validate(
             _common(model, adapter)
             | {
                 "dataset": {"uri": url},
-                "epochs": 1,
                 "batch_size": _SFT_BATCH if config.batch_size is None else config.batch_size,
-                "learning_rate": _SFT_RATE if rate is None else rate,
                 "schedule": "constant",
             }
+            | _rates(config)
         )
     except ValidationError as error:
         raise _named(error, _SFT_NAMES) from None
+
+
+def _sizes(model: ArtModel, packed: int | None) -> dict[str, int]:
+    """The longest trajectory and a micro-batch's tokens, where the client says how long a packed sequence is."""
+    if packed is None:
+        return {}
+    return {"max_tokens": min(packed, model.settings.max_tokens or _MAX_TOKENS), "bin_tokens": packed}
+
+
+def _rates(config: SftConfig) -> dict[str, Any]:
+    """One pass at one rate; or a step for each of a list of rates."""
+    match config.learning_rate:
+        case tuple() as rates:
+            return {"steps": len(rates), "learning_rate": max(rates, default=0.0), "learning_rates": rates}
+        case rate:
+            return {"epochs": 1, "learning_rate": _SFT_RATE if rate is None else rate}
 
 
 def source_of(model: ArtModel, request: dict[str, Any]) -> Source:
@@ -245,4 +145,5 @@ def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
     """Return an InvalidInput with the client's name of the field, or else the name of the model's setting."""
     problem = describe(error.errors())
     place = (problem.place or "").removeprefix("trainable.")
-    return InvalidInput(problem.message, names.get(place) or f"longshore.{place}".rstrip("."))
+    name = names.get(place.rstrip(".0123456789"))  # an item of a list has the list's
+    return InvalidInput(problem.message, name or f"longshore.{place}".rstrip("."))

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from service.apis.art.exchanges import as_conversations
 from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
@@ -58,7 +59,12 @@ def split(document: bytes, lines: BinaryIO) -> SentJob:
 
 
 def _line(group: Any, place: str) -> bytes:
-    for trajectory in _trajectories(group):
+    found = group.get("trajectories") if isinstance(group, dict) else None
+    trajectories = found if isinstance(found, list) else []
+    for number, trajectory in enumerate(trajectories):
+        if not isinstance(trajectory, dict):
+            continue
+        trajectories[number] = trajectory = as_conversations(trajectory, f"{place}.trajectories.{number}")
         # ART's versions are steps of the model, which are versions of its adapter; a run's own count from 0.
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:
@@ -69,11 +75,6 @@ def _line(group: Any, place: str) -> bytes:
         field, rule = first_error(error, FORMS)
         raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from None
     return json.dumps(group, separators=(",", ":")).encode() + b"\n"
-
-
-def _trajectories(group: Any) -> Iterator[dict[str, Any]]:
-    found = group.get("trajectories") if isinstance(group, dict) else None
-    return (item for item in found if isinstance(item, dict)) if isinstance(found, list) else iter(())
 
 
 class _Reader:

@@ -20,12 +20,11 @@ from pydantic import BaseModel, ValidationError
 
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups
+from service.apis.art.job_config import ExperimentalConfig, SftConfig
 from service.apis.art.job_events import JobStatus, TrainingEvent, TrainStep, error_of, read_step, sft_events, sft_status
 from service.apis.art.job_request import (
     MODEL_LABEL,
-    ExperimentalConfig,
     RlRequest,
-    SftConfig,
     SftRequest,
     rl_run,
     sft_run,

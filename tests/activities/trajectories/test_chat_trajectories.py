@@ -316,7 +316,10 @@ def test_groups_may_mix_both_forms_and_arts_json_is_read(
     ("changes", "rule"),
     [
         ({"messages": []}, "trajectories.0.messages: "),
-        ({"additional_histories": [{"messages_and_choices": []}]}, "trajectories.0.additional_histories: "),
+        (
+            {"additional_histories": [{"messages_and_choices": []}]},
+            "trajectories.0.additional_histories.0.messages",
+        ),
         ({"rewards": 1}, "trajectories.0.rewards: there is no such field"),
         ({"token_ids": [1]}, "trajectories.0.token_ids: there is no such field"),
     ],

@@ -9,9 +9,8 @@ import pytest
 from activities.trajectories.chat_trajectories import (
     BrokenTrajectory,
     Conversations,
-    PublishedPolicy,
-    RememberedAnswers,
 )
+from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory
@@ -58,7 +57,7 @@ class Harbour:
             choices=(DrawnChoice(content=text, token_ids=tuple(ids), logprobs=tuple(logprobs)),),
         ).model_copy(update=changes)
         remember(self.store, "north", record)
-        content = [self.server.token(i, round(p, 2)) for i, p in zip(ids, logprobs, strict=True)]
+        content = [self.server.token(i, p) for i, p in zip(ids, logprobs, strict=True)]
         choice = {
             "index": 0,
             "finish_reason": "stop",
@@ -95,10 +94,50 @@ def test_drawn_ids_and_logprobs_are_trained_to_the_bit(harbour: Harbour) -> None
         assert tuple(p for p in one.logprobs if p is not None) == drawn.logprobs
         assert tuple(sampled_ids(one)) == drawn.token_ids
         assert harbour.counts["remembered_turns"] == 1
+
+
+def test_an_answer_without_its_id_is_found_by_its_content(harbour: Harbour) -> None:
+    """Clients that put an answer together of streamed pieces, or convert it for another library, lose the id."""
+    harbour.answer(ASKED, "There are 12 sacks.", choices=())
+    choice, record = harbour.answer(ASKED, "There are 12 sacks.")
     del choice["answer_id"]
+    [one] = harbour.read(*ASKED, choice)
+    assert one.token_ids == record.prompt_ids + record.choices[0].token_ids
+    assert (one.policy_version, harbour.counts["remembered_turns"]) == (1, 1)
+    elsewhere = [*ASKED[:-1], {"role": "user", "content": "How many sacks, again?"}]
+    rounded = [{**token, "logprob": round(token["logprob"], 2)} for token in choice["logprobs"]["content"]]
+    for tenant, messages, sent in (
+        ("south", ASKED, choice),
+        ("north", elsewhere, choice),
+        ("north", ASKED, {**choice, "logprobs": {"content": rounded}}),
+    ):
+        with pytest.raises(BrokenTrajectory) as caught:
+            harbour.read(*messages, sent, tenant=tenant)
+        assert caught.value.rule == "differs", "its text alone does not give the ids again"
+
+
+def test_conversations_of_one_trajectory_share_its_reward(harbour: Harbour) -> None:
+    first, one = harbour.answer(ASKED, "There are 12 sacks.")
+    second, two = harbour.answer([SURE], "Yes, 12.")
+    found = harbour.read(*ASKED, first, additional_histories=[{"messages_and_choices": [SURE, second]}])
+    assert [each.token_ids for each in found] == [each.prompt_ids + each.choices[0].token_ids for each in (one, two)]
+    assert {each.reward for each in found} == {1.0}
     with pytest.raises(BrokenTrajectory) as caught:
-        harbour.read(*ASKED, choice)
-    assert caught.value.rule == "differs", "its text alone does not give the ids again"
+        harbour.read(*ASKED, first, additional_histories=[{"messages": [SURE, {**second, "index": 7}]}])
+    assert caught.value.field == "additional_histories.0.messages.1.index"
+
+
+def test_own_answers_are_those_that_the_runs_policy_gave(harbour: Harbour) -> None:
+    mine, one = harbour.answer(ASKED, "There are 12 sacks.")
+    judged, _ = harbour.answer([SURE], "There are 19 sacks.", name="judge")
+    both: dict[str, Any] = {"additional_histories": [{"messages": [SURE, judged]}]}
+    assert len(harbour.read(*ASKED, mine, **both)) == 2
+    [alone] = harbour.read(*ASKED, mine, own_answers=True, **both)
+    assert alone.token_ids == one.prompt_ids + one.choices[0].token_ids
+    for message, rule in ((judged, "nothing_sampled"), ({**mine, "answer_id": "chatcmpl-0"}, "unknown_answer")):
+        with pytest.raises(BrokenTrajectory) as caught:
+            harbour.read(*ASKED, message, own_answers=True)
+        assert caught.value.rule == rule
 
 
 def test_a_later_answer_is_another_sequence_unless_it_was_asked_for_with_the_drawn_ids(harbour: Harbour) -> None:
@@ -167,7 +206,7 @@ def test_ids_that_a_client_brings_are_trained_where_they_say_the_same(harbour: H
     assert one.token_ids == (*record.prompt_ids, *ids)
     with pytest.raises(BrokenTrajectory) as caught:
         harbour.read(*ASKED, choice | {"message": {"role": "assistant", "content": "There are 19."}})
-    assert caught.value.rule == "differs"
+    assert caught.value.rule == "another_text"
 
 
 @pytest.mark.parametrize(("version", "number"), [(4, 2), (3, 1), (2, 0), (1, 0)])
@@ -196,6 +235,7 @@ def test_old_answers_go_and_no_tenant_keeps_more_than_its_share(harbour: Harbour
 
     prune(store, now, kept_s=7200, max_bytes=1 << 20)
     assert left() == {"old", "new", "newest"}
+    assert len(list(store.list("answers/north/alike/"))) == 3, "no more is found by its content"
     size = len(record.model_dump_json(exclude_defaults=True))
     prune(store, now, kept_s=7200, max_bytes=size * 2 + 10)
     assert left() == {"new", "newest"}
