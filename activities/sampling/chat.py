@@ -206,13 +206,13 @@ def _choice(choice: Choice, asked: ChatRequest, answer_id: str, bytes_of: Callab
     return ChatChoice(
         index=choice.index,
         message=ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None),
-        logprobs=_logprobs(choice, asked.top_logprobs or 0, bytes_of) if asked.logprobs else None,
+        logprobs=_logprobs(choice, asked, bytes_of) if asked.logprobs else None,
         finish_reason="tool_calls" if calls else choice.finish_reason,
         token_ids=choice.token_ids if asked.return_token_ids else None,
     )
 
 
-def _logprobs(choice: Choice, num_top: int, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
+def _logprobs(choice: Choice, asked: ChatRequest, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
     told = choice.logprobs
     if told is None or choice.token_ids is None or len(told.token_logprobs) != len(choice.token_ids):
         raise SamplerUnavailable("the sampler did not send a logprob a token")
@@ -221,10 +221,10 @@ def _logprobs(choice: Choice, num_top: int, bytes_of: Callable[[int], bytes]) ->
     return ChoiceLogprobs(
         content=[
             TokenLogprob(
-                token=text,
+                token=f"token_id:{token_id}" if asked.return_tokens_as_token_ids else text,
                 logprob=_IMPOSSIBLE if logprob is None else logprob,
                 bytes=list(bytes_of(token_id)),
-                top_logprobs=_likeliest(likely or {}, num_top),
+                top_logprobs=_likeliest(likely or {}, asked.top_logprobs or 0),
             )
             for text, logprob, token_id, likely in rows
         ]

@@ -23,6 +23,18 @@ _ToolChoice = Annotated[
 ]
 
 
+class TemplateSettings(Request):
+    """What ART's clients say to every template. Templates here render earlier turns as they do by default."""
+
+    preserve_thinking: bool | None = None
+
+
+class MoreFields(Request):
+    """What ART's clients ask of every server, for the sake of those that know it."""
+
+    extra_fields: list[str] = Field(default_factory=list, max_length=64)
+
+
 class ChatRequest(Request):
     """`messages` as the model's chat template takes them; choice j is drawn with the seed `seed + j`."""
 
@@ -42,6 +54,9 @@ class ChatRequest(Request):
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="vLLM's: drawn tokens are named token_id:123 among the logprobs"
+    )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
 
@@ -54,6 +69,10 @@ class ChatRequest(Request):
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSettings | None = Field(default=None, description="no other is given to a template")
+    nvext: MoreFields | None = Field(
+        default=None, description="asks Dynamo's servers for more fields than there are here"
+    )
 
     # Known to clients; only at the values that change nothing.
     presence_penalty: Only0 = None

@@ -160,7 +160,9 @@ async def refusals(client: Any, model: Any, groups: list[Any]) -> dict[str, Any]
         "artifact": await refused(sft(model_id=model.id, training_data_url="wandb-artifact:///a/b/c:v0")),
         "rates": await refused(
             sft(
-                model_id=model.id, training_data_url="https://example.com/a.jsonl", config={"learning_rate": [0.1, 0.2]}
+                model_id=model.id,
+                training_data_url="https://example.com/a.jsonl",
+                config={"learning_rate": [0.1, -0.2]},
             )
         ),
         "newest": await refused(client.models.checkpoints.delete(model_id=model.id, steps=[await model.get_step()])),

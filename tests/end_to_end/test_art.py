@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +11,21 @@ import pytest
 from service.dev.connection import Connection
 from shared.jobs.job import Job
 from shared.jobs.packed import Units
+from tests.art_clients import run_with_art
 from tests.end_to_end.stack import Stack
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-CLIENT = ROOT / ".venv" / "clients" / "art"
 
 
 @pytest.fixture(scope="module")
 def told(
     stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    assert CLIENT.is_dir(), "the clients are not installed: requirements/clients.sh"
     connection = Connection.read(stack.root)
     assert connection is not None
     folder = tmp_path_factory.mktemp("art")
     address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder)]
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.end_to_end.art_session", *address],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(CLIENT), str(ROOT)])},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = run_with_art("0.5.18", ["-m", "tests.end_to_end.art_session", *address], folder, timeout_s=500)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -161,3 +146,21 @@ def test_a_failure_is_told_in_words(told: dict[str, Any]) -> None:
 def test_another_tenant_finds_nothing(told: dict[str, Any]) -> None:
     assert {name: found["status"] for name, found in told["others"].items()} == dict.fromkeys(told["others"], 404)
     assert told["deleted"]["status"] == 404
+
+
+def test_a_newer_client_trains_with_its_defaults_on_messages_and_on_what_it_captured(
+    stack: Stack, tiny_model: Path, tmp_path: Path
+) -> None:
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    address = [connection.api_url, connection.api_key, str(tiny_model), str(tmp_path)]
+    done = run_with_art("0.5.23", ["-m", "tests.end_to_end.art_newer_session", *address], tmp_path, timeout_s=500)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert [result["step"] for result in told["results"]] == [1, 2]
+    for result, turns in zip(told["results"], (4, 8), strict=True):
+        metrics = result["metrics"]
+        assert metrics["broken_trajectories"] == metrics["dropped_trajectories"] == 0, metrics
+        assert (metrics["trained_trajectories"], metrics["remembered_turns"]) == (4, turns)
+        assert metrics["staleness_mean"] == metrics["staleness_max"] == 0
+    assert told["token"].startswith("token_id:"), "as it asked by return_tokens_as_token_ids"
+    assert "kl_penalty_coef" in told["refused"]

@@ -161,11 +161,11 @@ def test_captured_answers_of_ours_are_conversations() -> None:
         "messages": [{"request": {"model": "a-judge"}, "response": {}}],
     }
     lines = io.BytesIO()
-    sent = {"exchanges": captured, "reward": 1.0, "initial_policy_version": 2}
+    sent = {"exchanges": captured, "initial_policy_version": 2}  # a reward of 0 is not sent
     split(json.dumps({"trajectory_groups": [{"trajectories": [sent, sent]}]}).encode(), lines)
     [trajectory, _] = SentGroup.model_validate_json(lines.getvalue()).trajectories
     assert isinstance(trajectory, ChatTrajectory)
-    assert trajectory.own_answers and trajectory.model_version == 2
+    assert trajectory.own_answers and (trajectory.model_version, trajectory.reward) == (2, 0.0)
     assert [history.messages[-1]["answer_id"] for history in trajectory.histories] == ["chatcmpl-1", "chatcmpl-2"]
     assert [len(history.messages) for history in trajectory.histories] == [2, 3]
 

@@ -65,6 +65,7 @@ def _line(group: Any, place: str) -> bytes:
         if not isinstance(trajectory, dict):
             continue
         trajectories[number] = trajectory = as_conversations(trajectory, f"{place}.trajectories.{number}")
+        trajectory.setdefault("reward", 0.0)  # newer clients leave out what is at its default
         # ART's versions are steps of the model, which are versions of its adapter; a run's own count from 0.
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:

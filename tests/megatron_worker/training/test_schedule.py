@@ -29,6 +29,11 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert rates("cosine", 4)[:3] == pytest.approx([0.1, 0.1 * (1 + math.sqrt(0.5)) / 2, 0.05])
 
 
+def test_rates_of_all_steps_take_the_place_of_a_schedule():
+    schedule = Schedule(kind="linear", learning_rate=0.3, rates=(0.1, 0.3, 0.0))
+    assert [learning_rate(schedule, step, 3) for step in range(3)] == [0.1, 0.3, 0.0]
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_decay_is_that_of_torch(kind: str):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
