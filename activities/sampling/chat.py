@@ -15,7 +15,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, check_characters, check_loading, tokenizer_files
-from activities.tokenizing.tool_calls import NO_CALLS, told_calls, with_parsed_calls
+from activities.tokenizing.tool_calls import NO_CALLS, forced_calls, told_calls, with_parsed_calls
 from shared.chat.answer_records import AnswerRecord, DrawnChoice
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse
 from shared.chat.messages import (
@@ -27,6 +27,7 @@ from shared.chat.messages import (
     TokenLogprob,
     TopLogprob,
 )
+from shared.chat.structured_outputs import ResponseFormat
 from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerUnavailable
 
@@ -35,6 +36,7 @@ _MAX_MEMORY_BYTES = 2 << 30  # a tokenizer that takes more memory to load is ref
 _RENDER_LIMIT_S = 5.0
 _PLACE = "messages"
 _NO_CHARACTER = "\ufffd"  # the text of a token that is only a part of a character
+_TEXT = ResponseFormat(type="text")
 _IMPOSSIBLE = -9999.0  # JSON has no infinity
 
 
@@ -140,6 +142,12 @@ def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], m
         seed=asked.seed,
         logprobs=asked.top_logprobs or 0,  # 0 still returns the sampled tokens' logprobs, which training may need
         return_token_ids=True,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias,
+        structured_outputs=forced_calls(asked) or (asked.response_format or _TEXT).wanted,
     )
 
 

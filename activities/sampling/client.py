@@ -182,9 +182,9 @@ class Sampler:
 
     def complete(self, request: CompletionRequest, tell: Tell | None = None) -> CompletionResponse:
         """Pass on a request and its answer as they are. `tell` is given the choices' texts as they are drawn."""
-        body = request.model_dump(mode="json", exclude_none=True, exclude={"stream", "stream_options"}) | _PLAIN
-        num_choices = request.n * _num_prompts(request.prompt)
-        num_tokens = _characters(request.prompt) + num_choices * request.max_tokens
+        body = _PLAIN | request.model_dump(mode="json", exclude_none=True, exclude={"stream", "stream_options"})
+        num_choices = request.n * request.num_prompts
+        num_tokens = request.prompt_characters + num_choices * request.max_tokens
         if tell is None:
             return self._completions(body, num_tokens, request.logprobs or 0)
         max_bytes = _OTHER_BYTES + num_tokens * (_BYTES_AN_EVENT + (request.logprobs or 0) * _LIKELY_BYTES)
@@ -316,9 +316,11 @@ class Sampler:
                 continue
             if 200 <= status < 300:
                 return content
-            problem = f"{status}: {_message(content)}"
+            message, field = _error(content)
+            problem = f"{status}: {message}"
             if status < 500 and status not in _WORTH_RETRYING:
-                raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
+                place = f"{self._url}{path}"
+                raise InvalidInput(f"the sampler refuses ({problem})", f"{place}:{field}" if field else place)
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
 
     def _ask_once(
@@ -363,15 +365,6 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
     return found
 
 
-def _num_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
-    return sum(not isinstance(one, int) for one in prompt) or 1 if isinstance(prompt, list) else 1
-
-
-def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
-    """Return an upper bound for the number of tokens of a request's prompts: their characters or ids."""
-    return len(prompt) + sum(len(one) for one in prompt if isinstance(one, list | str))
-
-
 def _hang_up(connection: socket.socket) -> None:
     """Shut a connection down: merely closed, it stays open for as long as a thread reads from it."""
     with suppress(OSError):
@@ -383,12 +376,13 @@ def _pause_s(attempt: int) -> float:
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
-def _message(answer: bytes) -> str:
-    """Return the message of a server's error, if it has OpenAI's shape; else the beginning of the answer."""
+def _error(answer: bytes) -> tuple[str, str | None]:
+    """Return an error's message and the field that it names, if it has OpenAI's shape; else the answer's beginning."""
     try:
-        return ErrorResponse.model_validate_json(answer).error.message[:500]
+        error = ErrorResponse.model_validate_json(answer).error
     except ValidationError:
-        return answer[:500].decode(errors="replace")
+        return answer[:500].decode(errors="replace"), None
+    return error.message[:500], error.param
 
 
 def _parsed(model: type[M], content: bytes, place: str) -> M:

@@ -24,6 +24,7 @@ logger = logging.getLogger("longshore.complete")
 
 _MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
 _ATTEMPTS = 3
+_FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 # Of answers that are streamed: what heartbeats carry, and how much of it a second.
 _MAX_CHARACTERS, _CHARACTERS_A_SECOND = 300_000, 200_000
 
@@ -88,7 +89,7 @@ class Complete:
             return drawn.model_copy(update={"model": asked.model})
         assert prompt_ids is not None
         wanted = sampler_request(asked, model, prompt_ids, _max_model_len(opened))
-        drawn = _ask(opened, wanted, "messages", stream)
+        drawn = _ask(opened, wanted, "messages", stream, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
         answer_id = request.answer_id or new_answer_id(time.time())
         answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt_ids)
@@ -136,10 +137,15 @@ class _Stream:
             self.news.set()
 
 
-def _ask(opened: OpenSampler, request: CompletionRequest, place: str, stream: _Stream) -> CompletionResponse:
+def _ask(
+    opened: OpenSampler, request: CompletionRequest, place: str, stream: _Stream, form: str = _FORM
+) -> CompletionResponse:
+    """Ask a sampler. A refusal is the fault of `form` where the sampler says so, else of the prompt, `place`."""
     try:
         return opened.client.complete(request, stream.tell)
     except InvalidInput as error:
+        field = (error.place or "").rpartition(":")[2]
+        place = {_FORM: form, _BIAS: _BIAS}.get(field, place)
         raise refusal(opened.client, request.model, error, place) from error
 
 

@@ -1,12 +1,19 @@
 """Answers that a sampler streams: server-sent events put together, and the text of each choice as it grows."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, TokenLogprobs, Usage
+from shared.chat.completions import (
+    Choice,
+    CompletionChunk,
+    CompletionResponse,
+    ErrorDetail,
+    ErrorResponse,
+    TokenLogprobs,
+    Usage,
+)
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 
@@ -38,7 +45,8 @@ class StreamedAnswer:
         """Take a line of the response.
 
         Raises:
-            InvalidInput: it is no event of this answer. SamplerUnavailable: the sampler reports an error.
+            InvalidInput: it is no event of this answer, or the sampler refuses to go on with what was asked.
+            SamplerUnavailable: the sampler reports another error.
         """
         data = line.removeprefix(_DATA).strip()
         if not line.startswith(_DATA) or data == "[DONE]":
@@ -59,7 +67,10 @@ class StreamedAnswer:
             return CompletionChunk.model_validate_json(data)
         except ValidationError as error:
             if (reported := _reported(data)) is not None:
-                raise SamplerUnavailable(f"{self._place}: {reported}") from error
+                if reported.type == "invalid_request_error":
+                    place = f"{self._place}:{reported.param}"
+                    raise InvalidInput(f"the sampler refuses ({reported.message[:500]})", place) from error
+                raise SamplerUnavailable(f"{self._place}: {reported.message[:500]}") from error
             raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", self._place) from error
 
     def answer(self) -> CompletionResponse:
@@ -105,15 +116,12 @@ def _joined_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
     )
 
 
-def _reported(data: str) -> str | None:
-    """Return the message of an error that a server sends in the place of an event."""
+def _reported(data: str) -> ErrorDetail | None:
+    """Return an error that a server sends in the place of an event."""
     try:
-        match json.loads(data):
-            case {"error": {"message": str(message)}}:
-                return message[:500]
-    except (ValueError, RecursionError):
-        pass
-    return None
+        return ErrorResponse.model_validate_json(data).error
+    except ValidationError:
+        return None
 
 
 def bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:

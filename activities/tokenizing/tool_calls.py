@@ -7,7 +7,8 @@ and arguments, `</tool_call>`. Other forms stay text.
 import json
 from typing import Any
 
-from shared.chat.messages import CalledFunction, ToolCall
+from shared.chat.messages import CalledFunction, ChatRequest, ToolCall, name_of, parameters_of
+from shared.chat.structured_outputs import StructuralTag, StructuredOutputs, Tag, TagContent, Tags
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 NO_CALLS: tuple[ToolCall, ...] = ()
@@ -30,6 +31,22 @@ def _with_parsed_arguments(call: Any) -> Any:
             return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
         case _:
             return call
+
+
+def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:
+    """Return the form of an answer that calls one of the forced tools, or several; None where none is forced."""
+    tags = [
+        Tag(
+            begin=f'{_BEGIN}\n{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "arguments": ',
+            content=TagContent(json_schema=parameters_of(tool)),
+            end=f"}}\n{_END}",
+        )
+        for tool in asked.forced_tools
+    ]
+    if not tags:
+        return None
+    tag = StructuralTag(format=Tags(tags=tags, stop_after_first=asked.may_call_once))
+    return StructuredOutputs(structural_tag=tag.model_dump_json())
 
 
 def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:

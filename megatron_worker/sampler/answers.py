@@ -1,20 +1,22 @@
 """Answers to requests: the request is checked, sampled, and answered in OpenAI's fields. HTTP is in server.py."""
 
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler import generation
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.ending import End, Ending
-from megatron_worker.sampler.generation import Sequence, Ticket
+from megatron_worker.sampler.drawing import Penalties
 from megatron_worker.sampler.models import Models, Refused, parsed
+from megatron_worker.sampler.sequence import End, Ending, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
     Choice,
@@ -22,6 +24,8 @@ from shared.chat.completions import (
     CompletionRequest,
     CompletionResponse,
     DrawnBy,
+    ErrorDetail,
+    ErrorResponse,
     LogprobsMode,
     PromptLogprob,
     Request,
@@ -29,8 +33,14 @@ from shared.chat.completions import (
     TokenLogprobs,
     Usage,
 )
+from shared.chat.structured_outputs import StructuredOutputs
+from shared.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from megatron_worker.sampler.grammars.grammar import Grammar, Grammars
 
 _NO_CHARACTER = "\ufffd"  # the text of tokens that are a part of a character
+_FORM = "structured_outputs"
 _CANCEL_PERIOD_S = 0.5
 _STREAM_PERIOD_S = 0.03  # between two chunks of a stream
 R = TypeVar("R", bound=Request)
@@ -108,11 +118,13 @@ class Answers:
         self._end_ids = end_ids
         self._generator = generator
         self._limits = limits
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
         self._token_text = lru_cache(maxsize=1 << 16)(self._decode_one)
 
     def complete(
         self, body: bytes, is_gone: Callable[[], bool]
-    ) -> CompletionResponse | Generator[CompletionChunk, None, None] | None:
+    ) -> CompletionResponse | Generator[CompletionChunk | ErrorResponse, None, None] | None:
         """Complete prompts, in chunks if the request asks for a stream. None when the client has not waited."""
         request = parsed(CompletionRequest, body)
         num_changes = self._generator.num_changes
@@ -128,6 +140,8 @@ class Answers:
                 return None
         if ticket.is_late:
             raise Refused(503, "the weights have changed: ask again")
+        if ticket.problem is not None:
+            raise Refused(400, ticket.problem.message, ticket.problem.place)
         return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
@@ -153,7 +167,8 @@ class Answers:
         return prompt
 
     def _sequences(self, request: CompletionRequest, prompts: list[tuple[int, ...]]) -> list[Sequence]:
-        sampling = _sampling(request)
+        sampling, penalties = _sampling(request), self._penalties(request)
+        grammar = None if request.structured_outputs is None else self._grammar(request, request.structured_outputs)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [
             Sequence(
@@ -162,11 +177,37 @@ class Answers:
                 seed + j,
                 Ending(sampling, self._end_ids, self._tokenizer),
                 num_top=request.logprobs or 0,
+                top_k=request.top_k if request.top_k and request.top_k > 0 else sys.maxsize,
+                min_p=request.min_p or 0.0,
+                penalties=penalties,
+                grammar=grammar,
                 scores_prompt=request.prompt_logprobs is not None,
             )
             for prompt in prompts
             for j in range(request.n)
         ]
+
+    def _penalties(self, request: CompletionRequest) -> Penalties:
+        bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+        if max(bias, default=0) >= (vocab_size := self._decoder.architecture.vocab_size):
+            raise Refused(400, f"a token id is outside the vocabulary of {vocab_size}", "logit_bias")
+        return Penalties(bias, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
+
+    def _grammar(self, request: CompletionRequest, wanted: StructuredOutputs) -> "Grammar":
+        if request.ignore_eos:
+            raise Refused(400, "an answer of a given form ends with the model's end token", "ignore_eos")
+        try:
+            with self._grammars_lock:
+                if self._grammars is None:
+                    from megatron_worker.sampler.grammars.grammar import Grammars
+
+                    vocab_size = self._decoder.architecture.vocab_size
+                    self._grammars = Grammars(self._tokenizer, vocab_size, self._end_ids)
+            return self._grammars.compiled(wanted)
+        except ImportError:
+            raise Refused(400, "this sampler has no llguidance, which gives answers their form", _FORM) from None
+        except InvalidInput as error:
+            raise Refused(400, error.message, error.place) from None
 
     def _response(self, request: CompletionRequest, ticket: Ticket) -> CompletionResponse:
         return CompletionResponse(
@@ -180,7 +221,7 @@ class Answers:
 
     def _chunks(
         self, request: CompletionRequest, ticket: Ticket, is_gone: Callable[[], bool]
-    ) -> Generator[CompletionChunk, None, None]:
+    ) -> Generator[CompletionChunk | ErrorResponse, None, None]:
         """Yield what is new, from time to time. Who stops asking for chunks cancels the request."""
         head = CompletionChunk(id=_new_id(), created=int(time.time()), model=request.model, choices=[])
         pieces = [Pieces(sequence, self._tokenizer) for sequence in ticket.sequences]
@@ -192,7 +233,10 @@ class Answers:
                 if news:
                     choices = [self._choice(request, i, ticket.sequences[i], piece) for i, piece in news]
                     yield head.model_copy(update={"choices": choices})
-            if is_over and request.stream_options is not None and request.stream_options.include_usage:
+            if ticket.problem is not None:
+                kind, problem = "invalid_request_error", ticket.problem
+                yield ErrorResponse(error=ErrorDetail(message=problem.message, type=kind, param=problem.place))
+            elif is_over and request.stream_options is not None and request.stream_options.include_usage:
                 yield head.model_copy(update={"usage": _usage(request, ticket)})
         finally:
             ticket.cancelled = True
@@ -233,7 +277,10 @@ class Answers:
         likeliest: list[dict[str, float] | None] = []
         for number, text in enumerate(texts):
             row = sequence.top[piece.first + number] if sequence.num_top else []
-            likeliest.append({self._token_text(token): value for token, value in row} | {text: values[number]})
+            # Of tokens of the same text the likeliest stays.
+            likeliest.append(
+                {self._token_text(token): value for token, value in reversed(row)} | {text: values[number]}
+            )
         return TokenLogprobs(tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest)
 
     def _decode_one(self, token_id: int) -> str:

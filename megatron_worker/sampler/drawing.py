@@ -6,7 +6,9 @@ Shape suffixes: B rows, V vocabulary, K likeliest.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,12 +18,56 @@ _BITS = 52  # fewer than a double's 53, so that a number times a double total st
 
 @dataclass(frozen=True)
 class Drawn:
-    """Drawn tokens, [B], and their logprobs, float32 in nats; `processed` is of the distribution drawn from."""
+    """Drawn tokens, [B], and their logprobs, float32 in nats.
+
+    `raw` is of the model's own distribution, among what a grammar allows; `processed` of the distribution drawn from.
+    """
 
     token_B: Tensor
     raw_B: Tensor
     processed_B: Tensor
     raw_BV: Tensor
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is added to a sequence's logits, as vLLM does it: of tokens of a sequence's own, not of its prompt."""
+
+    bias: Mapping[int, float] = field(default_factory=dict)
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    @property
+    def change_anything(self) -> bool:
+        return bool(self.bias or self.presence or self.frequency)
+
+    def add_to(self, logit_V: Tensor, drawn: Sequence[int]) -> None:
+        """Change a sequence's logits in place: bias, then `frequency` times a drawn token's count, then `presence`."""
+        if self.bias:
+            logit_V[list(self.bias)] += torch.tensor(list(self.bias.values()), device=logit_V.device)
+        if drawn and (self.presence or self.frequency):
+            counts = Counter(drawn)
+            logit_V[list(counts)] -= self.frequency * torch.tensor(list(counts.values()), device=logit_V.device)
+            logit_V[list(counts)] -= self.presence
+
+
+NO_PENALTIES = Penalties()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which unlikely tokens are left out, of each row. In vLLM's order: min_p, top_k, top_p, each of what was left.
+
+    Attributes:
+        min_p_B: float32 in [0, 1]: those below this share of the likeliest one's probability (arXiv:2407.01082).
+        top_k_B: int64, at least 1: those less likely than the k-th.
+        top_p_B: float32 in (0, 1]: those before which likelier ones already reach it (Holtzman et al. 2020,
+            arXiv:1904.09751, section 3.1).
+    """
+
+    min_p_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
 
 
 def uniform(seed: int, position: int) -> float:
@@ -30,31 +76,48 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / (1 << _BITS)
 
 
-def draw(logit_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Drawn:
+def draw(
+    logit_BV: Tensor, temperature_B: Tensor, cuts: Cuts, uniform_B: Tensor, penalised_BV: Tensor | None = None
+) -> Drawn:
     """Draw by inverting the cumulative distribution in vocabulary order.
 
     Args:
-        logit_BV: float32.
-        temperature_B: float32; 0 takes the likeliest token (the lowest id among equals) and ignores the rest.
-        top_p_B: float32 in (0, 1]: only the likeliest tokens that together reach it (Holtzman et al. 2020,
-            arXiv:1904.09751, section 3.1) are drawn.
+        logit_BV: float32; -inf of tokens that are not allowed.
+        temperature_B: float32; 0 takes the likeliest token (the lowest id among equals) and ignores the cuts.
         uniform_B: float64 in [0, 1).
+        penalised_BV: the logits that are drawn from, where they are others.
     """
-    raw_BV = logit_BV.log_softmax(-1)
+    raw_BV = processed_BV = logit_BV.log_softmax(-1)
     greedy_B = temperature_B == 0
-    processed_BV = raw_BV
+    if penalised_BV is not None:
+        logit_BV, processed_BV = penalised_BV, penalised_BV.log_softmax(-1)
     if bool(((temperature_B != 1) & ~greedy_B).any()):
         # Divided by 1, a logit is itself: rows at temperature 1 come out the same whether or not others are here.
         processed_BV = (logit_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]).log_softmax(-1)
-    if bool(((top_p_B < 1) & ~greedy_B).any()):
-        nucleus_BV = torch.where(_outside_nucleus(processed_BV, top_p_B), -torch.inf, processed_BV).log_softmax(-1)
-        processed_BV = torch.where(((top_p_B < 1) & ~greedy_B)[:, None], nucleus_BV, processed_BV)
+    for of_rows, asked_B, outside in (
+        (cuts.min_p_B, cuts.min_p_B > 0, _below_min_p),
+        (cuts.top_k_B, cuts.top_k_B < logit_BV.shape[1], _below_top_k),
+        (cuts.top_p_B, cuts.top_p_B < 1, _outside_nucleus),
+    ):
+        if bool((asked_B := asked_B & ~greedy_B).any()):
+            kept_BV = torch.where(outside(processed_BV, of_rows), -torch.inf, processed_BV).log_softmax(-1)
+            processed_BV = torch.where(asked_B[:, None], kept_BV, processed_BV)
     cumulative_BV = processed_BV.exp().double().cumsum(-1)
     threshold_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
     drawn_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
     token_B = torch.where(greedy_B, logit_BV.argmax(-1), drawn_B)
     raw_B, processed_B = (x_BV.gather(1, token_B[:, None])[:, 0] for x_BV in (raw_BV, processed_BV))
     return Drawn(token_B, raw_B, processed_B, raw_BV)
+
+
+def _below_min_p(logprob_BV: Tensor, min_p_B: Tensor) -> Tensor:
+    return logprob_BV < logprob_BV.amax(-1, keepdim=True) + min_p_B.log()[:, None]
+
+
+def _below_top_k(logprob_BV: Tensor, top_k_B: Tensor) -> Tensor:
+    """Return True for tokens less likely than the k-th. Those as likely as it stay."""
+    last_B1 = top_k_B.clamp(max=logprob_BV.shape[1])[:, None] - 1
+    return logprob_BV < logprob_BV.sort(dim=-1, descending=True).values.gather(1, last_B1)
 
 
 def _outside_nucleus(logprob_BV: Tensor, top_p_B: Tensor) -> Tensor:

@@ -8,78 +8,22 @@ Shape suffixes: B slots, H hidden size, V vocabulary, K likeliest.
 """
 
 import queue
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
 from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, Prefilled
-from megatron_worker.sampler.drawing import Drawn, draw, uniform
-from megatron_worker.sampler.ending import End, Ending
+from megatron_worker.sampler.drawing import Cuts, Drawn, draw
 from megatron_worker.sampler.linears import LoraWeights
-from shared.chat.completions import DrawnBy, Sampling
+from megatron_worker.sampler.sequence import Sequence, Ticket
+from shared.errors import InvalidInput
 
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One sample: its request, and its drawn tokens. Logprobs are in nats, and `drawn_by` says which weights drew it,
-    one for each token.
-
-    `prompt_scores`: logprobs and ranks of the prompt's tokens but the first, where `scores_prompt` asks for them.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-    ending: Ending
-    num_top: int = 0
-    scores_prompt: bool = False
-    prompt_scores: tuple[list[float], list[int]] | None = None
-    token_ids: list[int] = field(default_factory=list)
-    raw: list[float] = field(default_factory=list)
-    processed: list[float] = field(default_factory=list)
-    drawn_by: list[DrawnBy] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-    end: End | None = None
-
-    @property
-    def next_uniform(self) -> float:
-        return uniform(self.seed, len(self.token_ids))
-
-    @property
-    def last_position(self) -> int:
-        return len(self.prompt) + len(self.token_ids) - 1
-
-
-class Ticket:
-    """Sequences that were submitted together. `done` is set when all have ended.
-
-    `num_changes`: the generator's when the adapter was looked up. `is_late`: the weights have changed since then, and
-    nothing was drawn, or what was drawn is of weights that are lost.
-    """
-
-    def __init__(self, adapter: Adapter, sequences: list[Sequence], num_changes: int = 0) -> None:
-        self.adapter = adapter
-        self.sequences = sequences
-        self.num_changes = num_changes
-        self.done = threading.Event()
-        self.cancelled = False
-        self.is_late = False
-        self._num_open = len(sequences)
-
-    @property
-    def has_begun(self) -> bool:
-        return any(sequence.token_ids for sequence in self.sequences)
-
-    def one_ended(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self.done.set()
 
 
 class Pause:
@@ -267,6 +211,8 @@ class _Lane:
                 self._hidden_BH[slot] = prompt.hidden_H
                 if arrival.sequence.scores_prompt:
                     arrival.sequence.prompt_scores = self._decoder.score(arrival.sequence.prompt, prompt)
+                if arrival.sequence.grammar is not None:
+                    arrival.sequence.following = arrival.sequence.grammar.begin()
                 self._slots[slot] = arrival
 
     def _next_waiting(self) -> _Seat | None:
@@ -284,10 +230,12 @@ class _Lane:
         return self._prompts[prompt]
 
     def _draw(self) -> None:
-        taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
-        if not taken:
+        if not any(self._slots):
             return
-        drawn = self._drawn()
+        logit_BV = self._decoder.logits(self._hidden_BH)
+        self._forbid(logit_BV)
+        taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
+        drawn = self._drawn(logit_BV)
         tokens, raw, processed = drawn.token_B.tolist(), drawn.raw_B.tolist(), drawn.processed_B.tolist()
         for slot, seat in taken:
             sequence = seat.sequence
@@ -301,23 +249,46 @@ class _Lane:
             if sequence.end is not None:
                 self._slots[slot] = None
                 seat.ticket.one_ended()
+            elif sequence.following is not None:
+                sequence.following.accept(tokens[slot])
 
-    def _drawn(self) -> Drawn:
+    def _forbid(self, logit_BV: torch.Tensor) -> None:
+        """Make what grammars do not allow impossible, in place. Gives up whose grammar cannot be followed further."""
+        for slot, seat in enumerate(self._slots):
+            if seat is None or seat.sequence.following is None:
+                continue
+            try:
+                allowed_V = seat.sequence.following.allowed()
+            except InvalidInput as problem:
+                seat.ticket.give_up(problem)
+                self._slots[slot] = None
+            else:
+                logit_BV[slot].masked_fill_(~allowed_V.to(logit_BV.device), -torch.inf)
+
+    def _drawn(self, logit_BV: torch.Tensor) -> Drawn:
         """Draw a token in every slot; in empty ones too, greedily, so that shapes do not change."""
-        rows = [
-            (0.0, 1.0, 0.0)
-            if seat is None
-            else (seat.sequence.sampling.temperature, seat.sequence.sampling.top_p, seat.sequence.next_uniform)
-            for seat in self._slots
-        ]
-        temperature, top_p, numbers = zip(*rows, strict=True)
-        device = self._decoder.device
+        temperature, top_p, top_k, min_p, numbers = zip(*map(_drawing, self._slots), strict=True)
+        device, most = self._decoder.device, logit_BV.shape[1]
         return draw(
-            self._decoder.logits(self._hidden_BH),
+            logit_BV,
             torch.tensor(temperature, device=device),
-            torch.tensor(top_p, device=device),
+            Cuts(
+                min_p_B=torch.tensor(min_p, device=device),
+                top_k_B=torch.tensor([min(k, most) for k in top_k], device=device),
+                top_p_B=torch.tensor(top_p, device=device),
+            ),
             torch.tensor(numbers, dtype=torch.float64, device=device),
+            self._penalised(logit_BV),
         )
+
+    def _penalised(self, logit_BV: torch.Tensor) -> torch.Tensor | None:
+        asked = {i: s.sequence for i, s in enumerate(self._slots) if s and s.sequence.penalties.change_anything}
+        if not asked:
+            return None
+        penalised_BV = logit_BV.clone()
+        for slot, sequence in asked.items():
+            sequence.penalties.add_to(penalised_BV[slot], sequence.token_ids)
+        return penalised_BV
 
     def _forward(self) -> None:
         last = [(s.sequence.token_ids[-1], s.sequence.last_position) if s else (0, 0) for s in self._slots]
@@ -325,6 +296,15 @@ class _Lane:
             return
         token_B, position_B = (torch.tensor(values, device=self._decoder.device) for values in zip(*last, strict=True))
         self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._lora)
+
+
+def _drawing(seat: _Seat | None) -> tuple[float, float, int, float, float]:
+    """Return temperature, top_p, top_k, min_p and the number that draws a slot's next token."""
+    if seat is None:
+        return 0.0, 1.0, sys.maxsize, 0.0, 0.0
+    sequence = seat.sequence
+    sampling = sequence.sampling
+    return sampling.temperature, sampling.top_p, sequence.top_k, sequence.min_p, sequence.next_uniform
 
 
 def forward(
@@ -341,9 +321,10 @@ def forward(
 
 
 def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of the model's own distribution, with their logprobs."""
+    """Return the likeliest tokens of the model's own distribution, with their logprobs. None that is not allowed."""
     logprob_K, token_K = drawn.raw_BV[slot].topk(min(num, drawn.raw_BV.shape[1]))
-    return list(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
+    likeliest = zip(token_K.tolist(), logprob_K.tolist(), strict=True)
+    return [(token, logprob) for token, logprob in likeliest if logprob > -torch.inf]
 
 
 @torch.inference_mode()

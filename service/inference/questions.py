@@ -48,7 +48,11 @@ logger = logging.getLogger("longshore.service")
 
 COMPLETION_WORKFLOW, SERVING_WORKFLOW = "CompletionWorkflow", "ServingWorkflow"
 _ATTEMPTS = 4
-_PLACES = ("model", "messages", "prompt", "n", "max_tokens")  # fields that errors of activities name
+# Fields that errors of activities name.
+_PLACES = (
+    *("model", "messages", "prompt", "n", "max_tokens"),
+    *("response_format", "structured_outputs", "tools", "logit_bias"),
+)
 _CONTROL_PATIENCE_S = 15.0  # added to a question's patience, for hosts that run workflows
 _MAX_REUSE_S = 10.0
 WAITS_S = 15.0

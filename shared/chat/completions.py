@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from shared.chat.structured_outputs import StructuredOutputs
 from shared.contract import Frozen, Sha256
 from shared.field_rules import only
 
@@ -17,12 +18,16 @@ MAX_TOP_LOGPROBS = 20
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
-Only0 = Annotated[float | None, Field(ge=0, le=0), only(0, words="this is not applied here: leave it out, or give 0")]
 Only1 = Annotated[float | None, Field(ge=1, le=1), only(1, words="this is not applied here: leave it out, or give 1")]
-AllTokens = Annotated[
-    Literal[-1, 0] | None, only(-1, 0, words="this is not applied here: leave it out, or give -1: all tokens")
+"""A setting that clients know and samplers here do not apply: only the value that changes nothing."""
+
+TopK = Annotated[int | None, Field(ge=-1, description="draw from the likeliest alone; -1 and 0: from all")]
+MinP = Annotated[float | None, Field(ge=0, le=1, description="least share of the likeliest token's probability")]
+Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
+    Field(max_length=1024, description="added to the logits of tokens, by id"),
 ]
-"""Settings that clients know and samplers here do not apply: only the values that change nothing."""
 
 
 class Sampling(Frozen):
@@ -70,18 +75,29 @@ class CompletionRequest(Request):
     return_token_ids: bool = False
     stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
     stream_options: StreamOptions | None = None
+    top_k: TopK = None
+    min_p: MinP = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: LogitBias = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Known to vLLM's clients; only at the values that change nothing.
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
-    top_k: AllTokens = None
-    min_p: Only0 = None
     min_tokens: Literal[0] | None = None
-    presence_penalty: Only0 = None
-    frequency_penalty: Only0 = None
     repetition_penalty: Only1 = None
     user: str | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(not isinstance(one, int) for one in self.prompt) or 1 if isinstance(self.prompt, list) else 1
+
+    @property
+    def prompt_characters(self) -> int:
+        """The most tokens that the prompts can have: their characters or ids."""
+        return len(self.prompt) + sum(len(one) for one in self.prompt if isinstance(one, list | str))
 
     @field_validator("stream_options")
     @classmethod
@@ -277,7 +293,7 @@ class SamplerMemory(Answer):
 
 class ErrorDetail(Answer):
     message: str
-    type: str
+    type: str = "server_error"
     param: str | None = None
     code: int | str | None = None
 

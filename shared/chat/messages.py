@@ -3,24 +3,52 @@
 A field that has no effect here is refused, unless it has the value that means "off" (such as a penalty of 0).
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from shared.chat.completions import MAX_TOP_LOGPROBS, AllTokens, Answer, Only0, Only1, Request, StreamOptions, Usage
+from shared.chat.completions import (
+    MAX_TOP_LOGPROBS,
+    Answer,
+    LogitBias,
+    MinP,
+    Only1,
+    Penalty,
+    Request,
+    StreamOptions,
+    TopK,
+    Usage,
+)
+from shared.chat.structured_outputs import MAX_SCHEMA_CHARACTERS, ResponseFormat
 from shared.contract import Frozen
-from shared.field_rules import only
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOOLS = 128
-_ToolChoice = Annotated[
-    Literal["none", "auto"] | None,
-    only(
-        *("none", "auto"),
-        words='no call can be forced: "auto" (the model calls a tool or answers) or "none" (it is told of no tools)',
-    ),
-]
+
+
+class NamedFunction(Request):
+    name: str
+
+
+class NamedTool(Request):
+    """The tool that is called, of those that are offered."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _known_choice(value: object) -> object:
+    match value:
+        case None | "none" | "auto" | "required" | NamedTool():
+            return value
+        case {"type": "function", "function": {"name": str()}}:
+            return value
+    raise ValueError('"none", "auto", "required", or {"type": "function", "function": {"name": ...}}')
+
+
+_ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
 class TemplateSettings(Request):
@@ -59,6 +87,13 @@ class ChatRequest(Request):
     )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: a forced call is the only one")
+    response_format: ResponseFormat | None = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    top_k: TopK = None
+    min_p: MinP = None
+    logit_bias: LogitBias = None
 
     # Labels of the client's own: they change no answer.
     user: str | None = None
@@ -68,28 +103,14 @@ class ChatRequest(Request):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateSettings | None = Field(default=None, description="no other is given to a template")
     nvext: MoreFields | None = Field(
         default=None, description="asks Dynamo's servers for more fields than there are here"
     )
 
     # Known to clients; only at the values that change nothing.
-    presence_penalty: Only0 = None
-    frequency_penalty: Only0 = None
     repetition_penalty: Only1 = None
-    top_k: AllTokens = None
-    min_p: Only0 = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
-    response_format: dict[str, JsonValue] | None = None
     modalities: list[Literal["text"]] | None = None
-
-    @field_validator("response_format")
-    @classmethod
-    def _plain_text(cls, value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-        if value is not None and value != {"type": "text"}:
-            raise ValueError('only {"type": "text"} is answered: what a model writes is not forced into a schema')
-        return value
 
     @field_validator("tools")
     @classmethod
@@ -102,6 +123,20 @@ class ChatRequest(Request):
                     raise ValueError(f'[{i}]: a tool is {{"type": "function", "function": {{"name": ..., ...}}}}')
         return tools
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_forced(cls, choice: Any, info: ValidationInfo) -> Any:
+        if choice in (None, "none", "auto"):
+            return choice
+        forced = _forced(info.data.get("tools") or [], choice)
+        if not forced:
+            raise ValueError("there is no such tool" if isinstance(choice, NamedTool) else "there are no tools")
+        if any(parameters_of(tool).get("type") != "object" for tool in forced):
+            raise ValueError('the parameters of a tool whose call is forced are a schema of "type": "object"')
+        if (size := len(json.dumps(forced))) > MAX_SCHEMA_CHARACTERS:
+            raise ValueError(f"tools of {MAX_SCHEMA_CHARACTERS:,} characters can be forced, and these have {size:,}")
+        return choice
+
     @model_validator(mode="after")
     def _holds_together(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -110,6 +145,8 @@ class ChatRequest(Request):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.offered_tools and self.response_format is not None and self.response_format.wanted is not None:
+            raise ValueError('response_format and tools do not go together: with JSON, give tool_choice "none"')
         return self
 
     @property
@@ -118,9 +155,39 @@ class ChatRequest(Request):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def forced_tools(self) -> list[dict[str, JsonValue]]:
+        """The tools one of which the model has to call; none where it may as well answer."""
+        return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
+
+    @property
+    def may_call_once(self) -> bool:
+        """True where a forced call is the only one."""
+        return isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
+
+    @property
     def most_tokens(self) -> int | None:
         """The limit of one choice's tokens; None: as many as the model has room for."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def parameters_of(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the schema of a tool's arguments: of an object, where the tool has none."""
+    match tool:
+        case {"function": {"parameters": dict(schema)}} if schema:
+            return schema
+    return {"type": "object"}
+
+
+def name_of(tool: dict[str, JsonValue]) -> str:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    raise AssertionError("ChatRequest has checked its tools")
+
+
+def _forced(tools: list[dict[str, JsonValue]], choice: Any) -> list[dict[str, JsonValue]]:
+    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    return [tool for tool in tools if wanted in (None, name_of(tool))]
 
 
 class TopLogprob(Answer):

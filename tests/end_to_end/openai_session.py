@@ -115,6 +115,30 @@ def streamed(client: openai.OpenAI, model: str) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+def formed(client: openai.OpenAI, model: str) -> list[str]:
+    """Four answers in the form of a schema, by an untrained model at temperature 1."""
+    schema = {
+        "type": "object",
+        "properties": {"crates": {"type": "integer", "minimum": 0, "maximum": 9}, "port": {"enum": ["north", "south"]}},
+        "required": ["crates", "port"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "crates", "schema": schema, "strict": True}}
+    completion = client.chat.completions.create(model=model, messages=[QUESTION], n=4, seed=1, response_format=form)
+    return [choice.message.content or "" for choice in completion.choices]
+
+
+def forced(client: openai.OpenAI, model: str) -> list[dict[str, str]]:
+    """The calls of an answer that has to call."""
+    port = {"type": "object", "properties": {"port": {"enum": ["north", "south"]}}, "required": ["port"]}
+    tool: Any = {"type": "function", "function": {"name": "tide", "parameters": port | {"additionalProperties": False}}}
+    choice: Any = {"type": "function", "function": {"name": "tide"}}
+    completion = client.chat.completions.create(
+        model=model, messages=[QUESTION], tools=[tool], tool_choice=choice, seed=1
+    )
+    return [call.function.model_dump() for call in completion.choices[0].message.tool_calls or []]
+
+
 def main() -> None:
     url, key, model, dataset, folder = sys.argv[1:]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=300)
@@ -142,6 +166,8 @@ def main() -> None:
             "models": [item.id for item in client.models.list()],
             "answer": answer(client, job.fine_tuned_model),
             "streamed": streamed(client, job.fine_tuned_model),
+            "formed": formed(client, job.fine_tuned_model),
+            "forced": forced(client, job.fine_tuned_model),
             "earlier": answer(client, checkpoints[-1].fine_tuned_model_checkpoint),
         }
     if is_newest:

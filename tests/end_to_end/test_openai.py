@@ -105,6 +105,10 @@ def test_its_adapter_is_downloaded(session: dict[str, Any], stack: Stack, tmp_pa
 
 def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: Path) -> None:
     assert session["answer"] == session["streamed"] == transformers_answer(session["job"], tiny_model)
+    for said in map(json.loads, session["formed"]):
+        assert said["crates"] in range(10) and said["port"] in ("north", "south") and len(said) == 2
+    [call] = session["forced"]
+    assert (call["name"], json.loads(call["arguments"])["port"] in ("north", "south")) == ("tide", True)
     assert session["earlier"] != session["answer"], "after two steps it says something else"
 
 

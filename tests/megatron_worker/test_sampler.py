@@ -339,8 +339,11 @@ def test_a_missing_adapter_is_a_404(ours, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"presence_penalty": 0.5},
-        {"top_k": 5},
+        {"presence_penalty": 2.5},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"100000": 1}},
+        {"structured_outputs": {"json": {}, "json_object": True}},
+        {"structured_outputs": {"regex": "a"}},
         {"stream_options": {"include_usage": True}},
         {"echo": True},
         {"best_of": 3},

@@ -6,13 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_worker.sampler.drawing import draw, uniform
+from megatron_worker.sampler.drawing import Cuts, Penalties, draw, uniform
 
 
-def reference(logits, temperature, top_p):
-    """The distribution as vLLM defines it, [V] float64: tempered, then cut to the smallest likeliest set."""
+def reference(logits, temperature, top_p, top_k=None, min_p=0.0):
+    """The distribution as vLLM defines it, [V] float64: tempered, then cut to ever fewer of the likeliest."""
     scaled = logits.astype(np.float64) / temperature
     probability = np.exp(scaled - scaled.max())
+    probability[probability < min_p * probability.max()] = 0
+    if top_k is not None:
+        probability[probability < np.sort(probability)[-top_k]] = 0
     probability /= probability.sum()
     order = np.argsort(-probability, kind="stable")
     reached = np.cumsum(probability[order])
@@ -22,22 +25,42 @@ def reference(logits, temperature, top_p):
     return cut / cut.sum()
 
 
-def draw_many(logits, temperature, top_p, numbers):
+def cuts_of(num, top_p=1.0, top_k=None, min_p=0.0):
+    return Cuts(
+        min_p_B=torch.full((num,), float(min_p)),
+        top_k_B=torch.full((num,), top_k or 2**31),
+        top_p_B=torch.full((num,), float(top_p)),
+    )
+
+
+def draw_many(logits, temperature, numbers, **cuts):
     num = len(numbers)
     return draw(
         torch.tensor(logits).expand(num, -1).contiguous(),
         torch.full((num,), float(temperature)),
-        torch.full((num,), float(top_p)),
+        cuts_of(num, **cuts),
         torch.tensor(numbers, dtype=torch.float64),
     )
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.7, 0.8), (1.0, 0.35)])
-def test_frequencies_are_the_distributions(temperature, top_p):
+@pytest.mark.parametrize(
+    ("temperature", "cuts"),
+    [
+        (1.0, {}),
+        (0.5, {}),
+        (1.7, {"top_p": 0.8}),
+        (1.0, {"top_p": 0.35}),
+        (1.0, {"top_k": 7}),
+        (1.3, {"min_p": 0.1}),
+        (2.0, {"top_k": 12, "top_p": 0.7}),
+        (2.0, {"top_k": 12, "top_p": 0.9, "min_p": 0.3}),
+    ],
+)
+def test_frequencies_are_the_distributions(temperature, cuts):
     logits = np.random.default_rng(0).normal(0, 2, 40).astype(np.float32)
-    expected = reference(logits, temperature, top_p)
+    expected = reference(logits, temperature, **({"top_p": 1.0} | cuts))
     numbers = [uniform(seed, 3) for seed in range(20_000)]
-    drawn = draw_many(logits, temperature, top_p, numbers)
+    drawn = draw_many(logits, temperature, numbers, **cuts)
     counts = np.bincount(drawn.token_B.numpy(), minlength=40)
     assert not counts[expected == 0].any()
     likely = expected * len(numbers) >= 5
@@ -60,7 +83,7 @@ def test_frequencies_are_the_distributions(temperature, top_p):
 def test_a_number_picks_the_token_under_it(logits, temperature, top_p, number):
     """Inversion: the token whose stretch of the cumulative distribution holds the number, within rounding."""
     expected = reference(np.array(logits, np.float32), temperature, top_p)
-    token = int(draw_many(logits, temperature, top_p, [number]).token_B[0])
+    token = int(draw_many(logits, temperature, [number], top_p=top_p).token_B[0])
     below, above = expected[:token].sum(), expected[: token + 1].sum()
     exact = np.sort(np.cumsum(np.sort(reference(np.array(logits, np.float32), temperature, 1.0))[::-1]))
     if np.abs(exact - top_p).min() > 1e-5:  # on the edge of the nucleus rounding decides
@@ -72,25 +95,60 @@ def test_a_row_does_not_depend_on_the_others():
     logit_BV = torch.randn(8, 50, generator=generator) * 3
     temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.0, 2.0, 0.0, 1.0, 0.3])
     top_p_B = torch.tensor([1.0, 0.5, 1.0, 0.6, 0.9, 1.0, 0.2, 1.0])
+    top_k_B = torch.tensor([9, 3, 50, 7, 50, 50, 1, 50])
+    min_p_B = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.0, 0.0, 0.1, 1.0])
     uniform_B = torch.rand(8, dtype=torch.float64, generator=generator)
-    together = draw(logit_BV, temperature_B, top_p_B, uniform_B)
+    penalised_BV = logit_BV.clone()
+    Penalties({4: 9.0}, 0.5, 0.25).add_to(penalised_BV[2], [7, 7, 4])
+    together = draw(logit_BV, temperature_B, Cuts(min_p_B, top_k_B, top_p_B), uniform_B, penalised_BV)
     for row in range(8):
         one = slice(row, row + 1)
-        alone = draw(logit_BV[one], temperature_B[one], top_p_B[one], uniform_B[one])
+        cuts = Cuts(min_p_B[one], top_k_B[one], top_p_B[one])
+        alone = draw(logit_BV[one], temperature_B[one], cuts, uniform_B[one], penalised_BV[one] if row == 2 else None)
         assert alone.token_B[0] == together.token_B[row]
         assert torch.equal(alone.raw_B[0], together.raw_B[row])
         assert torch.equal(alone.processed_B[0], together.processed_B[row])
 
 
+def test_penalties_are_vllms():
+    """logits - frequency * count - presence * (count > 0), of the sequence's own tokens, and bias before."""
+    logits, drawn = np.random.default_rng(1).normal(0, 2, 30), [3, 3, 3, 8, 29]
+    logit_V = torch.tensor(logits, dtype=torch.float32)
+    Penalties({0: 5.0, 3: -100.0}, presence=-0.5, frequency=1.5).add_to(logit_V, drawn)
+    count = np.bincount(drawn, minlength=30)
+    expected = logits - 1.5 * count + 0.5 * (count > 0)
+    expected[[0, 3]] += [5, -100]
+    assert np.abs(logit_V.numpy() - expected).max() < 1e-5
+
+
+def test_ties_with_the_last_of_the_top_k_stay():
+    logits = [0.0, 1.0, 1.0, -1.0, 2.0]
+    drawn = draw_many(logits, 1.0, [n / 200 for n in range(200)], top_k=2)
+    assert set(drawn.token_B.tolist()) == {1, 2, 4}
+
+
+def test_what_is_not_allowed_is_never_drawn_and_counts_for_nothing():
+    logits = np.random.default_rng(2).normal(0, 2, 40).astype(np.float32)
+    allowed = np.array([1, 5, 6, 39])
+    masked = np.full(40, -np.inf, np.float32)
+    masked[allowed] = logits[allowed]
+    among = reference(logits[allowed], 1.0, 1.0)
+    for temperature, cuts in [(1.0, {}), (0.0, {}), (0.7, {"top_k": 2, "top_p": 0.9, "min_p": 0.01})]:
+        drawn = draw_many(masked, temperature, [n / 500 for n in range(500)], **cuts)
+        assert set(drawn.token_B.tolist()) <= set(allowed.tolist())
+        places = np.searchsorted(allowed, drawn.token_B.numpy())
+        assert np.abs(drawn.raw_B.numpy() - np.log(among[places])).max() < 1e-5
+
+
 def test_greedy_takes_the_lowest_of_equals():
     logit_BV = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    drawn = draw(logit_BV, torch.zeros(1), torch.ones(1), torch.tensor([0.99], dtype=torch.float64))
+    drawn = draw(logit_BV, torch.zeros(1), cuts_of(1), torch.tensor([0.99], dtype=torch.float64))
     assert drawn.token_B.tolist() == [1]
 
 
 def test_the_last_number_below_1_draws_a_possible_token():
     logits = [0.0, 0.0, -200.0]  # the last has probability 0 in float32
-    assert int(draw_many(logits, 1.0, 1.0, [1 - 2.0**-52]).token_B[0]) == 1
+    assert int(draw_many(logits, 1.0, [1 - 2.0**-52]).token_B[0]) == 1
 
 
 def test_numbers_are_uniform_and_do_not_repeat():

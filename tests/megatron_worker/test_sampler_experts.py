@@ -13,8 +13,8 @@ from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
-from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
+from megatron_worker.sampler.generation import Generator, reliable_width
+from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.jobs.layout import Layout

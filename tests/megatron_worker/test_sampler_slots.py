@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
-from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
+from megatron_worker.sampler.generation import Generator, reliable_width
+from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from shared.jobs.job import LINEARS
 from tests.megatron_worker.sampler_process import NAME, write_adapter

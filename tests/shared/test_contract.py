@@ -204,24 +204,35 @@ def test_a_layout_is_read_from_its_label() -> None:
             Layout.from_label(label)
 
 
+def schema_format(schema: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "crates", "schema": schema}}
+
+
+NESTED: dict[str, object] = {}
+for _ in range(64):
+    NESTED = {"items": NESTED}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("frequency_penalty", 1, "leave it out, or give 0"),
-        ("presence_penalty", -0.5, "leave it out, or give 0"),
-        ("min_p", 0.1, "leave it out, or give 0"),
+        ("frequency_penalty", 2.1, "less than or equal to 2"),
         ("repetition_penalty", 1.1, "leave it out, or give 1"),
-        ("top_k", 5, "leave it out, or give -1: all tokens"),
-        ("tool_choice", "required", '"auto" (the model calls a tool or answers) or "none"'),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "no call can be forced"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("tool_choice", "crane", '"none", "auto", "required", or'),
+        ("tool_choice", "required", "there are no tools"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "there is no such tool"),
+        ("response_format", {"type": "json_schema"}, "json_schema stands with the type json_schema"),
+        ("response_format", schema_format(NESTED), "nested 64 deep"),
+        ("response_format", schema_format({"pattern": "a" * (64 << 10)}), "may have 65,536 characters"),
     ],
 )
-def test_what_a_sampler_does_not_apply_is_refused_in_words(field: str, value: object, words: str) -> None:
+def test_what_cannot_be_asked_of_a_model_is_refused_in_words(field: str, value: object, words: str) -> None:
     asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate(asked | {field: value})
     assert words in rule_in_words(refused.value.errors()[0])
-    neutral = {"repetition_penalty": 1.0, "top_k": -1, "tool_choice": "auto"}.get(field, 0)
+    neutral = {"repetition_penalty": 1.0, "top_k": -1, "tool_choice": "auto", "response_format": None}.get(field, 0)
     assert getattr(ChatRequest.model_validate(asked | {field: neutral}), field) == neutral
 
 

@@ -108,13 +108,22 @@ def test_what_was_not_offered_or_not_finished_is_text(finish_reason: str, asked:
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAID, None, finish_reason)
 
 
+def with_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "tide", "parameters": schema}}
+
+
+LONG = {"type": "object", "properties": {"port": {"type": "string", "description": "x" * (64 << 10)}}}
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
         ({"tools": [{"type": "function"}]}, r"tools[\s\S]*\[0\]: a tool is"),
         ({"tools": [TIDE, {"type": "web_search"}]}, r"tools[\s\S]*\[1\]: a tool is"),
-        ({"tools": [TIDE], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TIDE], "tool_choice": {"type": "function", "function": {"name": "tide"}}}, "tool_choice"),
+        ({"tools": [TIDE], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no such tool"),
+        ({"tools": [with_parameters({"type": "string"})], "tool_choice": "required"}, 'a schema of "type": "object"'),
+        ({"tools": [with_parameters(LONG)], "tool_choice": "required"}, "65,536 characters can be forced"),
+        ({"tools": [TIDE], "response_format": {"type": "json_object"}}, "do not go together"),
     ],
 )
 def test_tools_that_are_none_and_calls_that_cannot_be_forced_are_refused(asked: dict[str, Any], words: str) -> None:

@@ -11,9 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder, load_adapter
-from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Sequence, Ticket
 from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import cut, fill, shapes_sha256
 from megatron_worker.weight_sync.sender import Sent, send
 from megatron_worker.weight_sync.shared_memory import Announcement, Buffers, Message, Receiver, SyncBroken, reachable

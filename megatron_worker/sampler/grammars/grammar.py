@@ -1,0 +1,163 @@
+"""Grammars of answers: compiled once a request, followed token by token in each of its sequences.
+
+Every sequence is followed by itself: what a grammar allows depends on the tokens of that sequence alone.
+
+Shape suffixes: V vocabulary.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import JsonValue
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from megatron_worker.sampler.grammars import trial
+from shared.chat.structured_outputs import StructuredOutputs, Tag, Tags
+from shared.errors import InvalidInput
+
+PLACE = "structured_outputs"
+_AT, _MESSAGE_CHARACTERS = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?"), 400
+_EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+_ASCII = "\t\n\r" + "".join(map(chr, range(0x20, 0x7F)))
+_TRIALS_AT_A_TIME, _TRIAL_TIMEOUT_S, _KEPT_VERDICTS = 2, 60.0, 1024
+# White space between JSON's tokens, bounded: an untrained model would go on with it for ever.
+_OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
+
+
+class Following:
+    """One sequence's place in a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> Tensor:
+        """Return the tokens that may come next, [V] booleans; at least one.
+
+        Raises:
+            InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size]).bool()
+        if self._matcher.is_error():
+            raise InvalidInput(
+                f"the answer's form cannot be followed further: {_in_short(self._matcher.get_error())}", PLACE
+            )
+        if not allowed_V.any():
+            raise InvalidInput("no token of the model's vocabulary goes on with the answer's form", PLACE)
+        return allowed_V
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token that is allowed."""
+        self._matcher.consume_token(token_id)
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def begin(self) -> Following:
+        return Following(self._matcher.deep_copy(), self._vocab_size)
+
+
+class Grammars:
+    """Compiles grammars for one model's tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> None:
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(end_ids))
+        except ValueError as error:
+            raise InvalidInput(f"answers of this model's tokenizer cannot be given a form: {error}", PLACE) from error
+        # Where a byte has no token, llguidance skips it.
+        if self._tokenizer.decode_bytes(self._tokenizer.greedy_tokenize(_ASCII)) != _ASCII.encode():
+            raise InvalidInput("the model's vocabulary cannot write every character of JSON", PLACE)
+        self._vocab_size = vocab_size
+        self._trials = threading.Semaphore(_TRIALS_AT_A_TIME)
+        self._verdicts: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compiled(self, wanted: StructuredOutputs) -> Grammar:
+        """Compile what an answer has to be.
+
+        Raises:
+            InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
+        """
+        grammar = grammar_of(wanted)
+        if problem := self._verdict(grammar):
+            raise InvalidInput(problem, PLACE)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=trial.LIMITS)
+        if matcher.is_error():
+            raise InvalidInput(_in_short(matcher.get_error()), PLACE)
+        return Grammar(matcher, self._vocab_size)
+
+    def _verdict(self, grammar: str) -> str:
+        """Return what is wrong with a grammar, or nothing. It is tried once."""
+        with self._lock:
+            known = self._verdicts.get(grammar)
+        if known is None:
+            with self._trials:
+                known = tried(grammar)
+            with self._lock:
+                self._verdicts[grammar] = known
+                if len(self._verdicts) > _KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        return known
+
+
+def tried(grammar: str) -> str:
+    """Compile a grammar in a process of its own. Returns what is wrong with it, or nothing."""
+    command = [sys.executable, "-I", str(Path(trial.__file__))]
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=_TRIAL_TIMEOUT_S, env={})
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is None or done.returncode not in (0, trial.REFUSED):
+        memory = trial.MEMORY_BYTES >> 20
+        return f"it takes too much to compile (beyond {trial.CPU_S} s, {memory:,} MiB, or references nested too deep)"
+    return _in_short(done.stdout.decode(errors="replace"))
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """Return a grammar in llguidance's language."""
+    if wanted.structural_tag is not None:
+        return _tags(wanted.tags())
+    return f"start: %json {_schema(wanted.json_ or {'type': 'object'})}"
+
+
+def _tags(tags: Tags) -> str:
+    more = "" if tags.stop_after_first else f" ({_text(tags.separator)} tag)*"
+    names = [f"tag_{number}" for number in range(len(tags.tags))]
+    rules = [f"start: tag{more}", f"tag: {' | '.join(names)}"]
+    for name, tag in zip(names, tags.tags, strict=True):
+        rules += [f"{name}: {_text(tag.begin)} json_{name} {_text(tag.end)}", f"json_{name}: %json {_json(tag)}"]
+    return "\n".join(rules)
+
+
+def _json(tag: Tag) -> str:
+    return _schema(tag.content.json_schema)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema(schema: dict[str, JsonValue]) -> str:
+    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def _in_short(problem: str) -> str:
+    """Return llguidance's message on one line, without the place in the text that was made of the schema here."""
+    message = _EXCERPT.split(_AT.sub("", problem))[0].replace("<non-verbose/>", "")
+    return " ".join(message.split())[:_MESSAGE_CHARACTERS]
