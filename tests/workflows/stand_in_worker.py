@@ -56,12 +56,16 @@ class StandIn:
         self.step_s = step_s
         self.record = WorkerRecord.model_validate_json(self.paths.record.read_bytes())
         self.seq = 0
+        self.holds_device = False
 
     def serve(self) -> None:
         write_atomically(self.paths.ready, b"")
         while not self.paths.stop.exists() and self._host_lives():
             for path in sorted(self.paths.jobs.glob("*.json")):
                 self.do(path)
+            if self.holds_device and not any(self.paths.leases.glob("*.json")):
+                self.holds_device = False
+                write_atomically(self.paths.offloaded, b"0")
             time.sleep(0.01)
 
     def _host_lives(self) -> bool:
@@ -85,7 +89,8 @@ class StandIn:
         self.paths.archive.mkdir(exist_ok=True)
         claimed.rename(self.paths.archive / path.name)
         kind, fields = terminal
-        self._say(job, kind, device="held" if job.plan.after == "keep" else "released", **fields)
+        self.holds_device = job.plan.after == "keep"
+        self._say(job, kind, device="held" if self.holds_device else "released", **fields)
 
     def _train(self, job: Job) -> tuple[type, dict]:
         plan, seed = job.plan, job.plan.seed

@@ -34,7 +34,7 @@ from shared.runs.start import RLStart, RunTiming
 from shared.runs.status import StepRequest, StepStatus
 from shared.settings import DownloadSettings, QuotaSettings, Settings
 from shared.storage.artifacts import read_record
-from shared.storage.paths import RunKeys
+from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.workflows.stack import Stack, eventually
@@ -281,7 +281,8 @@ async def test_an_idle_run_gives_the_only_worker_to_one_that_waits(
     await idle.cancel()
 
 
-async def test_a_worker_that_keeps_the_device_is_ended_with_its_lease(stack: RLStack) -> None:
+async def test_a_worker_that_keeps_the_device_leaves_it_with_its_lease(stack: RLStack) -> None:
+    """And stays, for whoever wants its base next."""
     await stack.add_gpu_host()
     handle = await stack.start_rl(between_steps="keep")
     await stack.train(handle, 1)
@@ -290,7 +291,9 @@ async def test_a_worker_that_keeps_the_device_is_ended_with_its_lease(stack: RLS
     assert stack.worker_ids() == [worker_id], "between steps it stays"
     await handle.execute_update(RLWorkflow.finish)
     await handle.result()
-    await eventually(lambda: not stack.worker_ids(), "the worker's end, long before its idle time", 10)
+    paths = HostPaths(stack.settings.root_path).worker(worker_id)
+    await eventually(paths.offloaded.exists, "the worker has left the device", 60)
+    assert stack.worker_ids() == [worker_id]
 
 
 async def test_a_worker_killed_at_any_step_changes_no_bits(stack: RLStack, undisturbed: list[bytes]) -> None:
