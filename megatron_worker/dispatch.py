@@ -23,6 +23,7 @@ from megatron_worker.weight_sync.sender import Sending, Sent, send
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, JobPlan, Lora
 from shared.jobs.packed import Ints
+from shared.jobs.weight_sync import SyncAccess
 from shared.models.peft import read_config
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Dispatcher:
         with self.resident(slot):
             self.engine.save(folder)
 
-    def send_weights(self, slot: Slot, plan: JobPlan) -> Sending | None:
+    def send_weights(self, slot: Slot, plan: JobPlan, access: SyncAccess | None = None) -> Sending | None:
         """Begin to send a slot's weights to the samplers of a plan's `sync`; they must not change before `wait`.
 
         Returns:
@@ -162,7 +163,7 @@ class Dispatcher:
         assert plan.sync is not None
         sent = self._sent.setdefault(slot, Sent()) if plan.sync.backend == "delta" else None
         ranks = self.facts.rank, self.facts.layout.world_size
-        return send(self.engine.outgoing(slot), plan.sync, plan.run_id, *ranks, sent)
+        return send(self.engine.outgoing(slot), plan.sync, plan.run_id, *ranks, sent, access)
 
     @contextmanager
     def resident(self, slot: Slot) -> Iterator[None]:

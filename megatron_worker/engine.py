@@ -220,6 +220,7 @@ class Outgoing:
 
     lora: Lora | None
     dtype: torch.dtype
+    device: torch.device
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Iterator[tuple[str, Tensor]]
 

@@ -39,6 +39,7 @@ from megatron_worker.warm_engine import Kept, WarmEngine, make_trainable, slots_
 from shared.contract import Artifact
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step, Synced
 from shared.jobs.job import Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
+from shared.jobs.weight_sync import SyncAccess
 
 T = TypeVar("T")
 
@@ -221,7 +222,8 @@ def _train(work: Work) -> Generator[None, None, bool]:
         save_if_due(work)
         evaluated = yield from evaluate(work)
     is_sent = work.plan.sync is not None and work.done == work.plan.num_steps
-    sending = work.dispatcher.send_weights(work.slot, work.plan) if is_sent else None
+    access = SyncAccess.read(work.job.log_path) if is_sent else None
+    sending = work.dispatcher.send_weights(work.slot, work.plan, access) if is_sent else None
     save(work)  # while the weights travel
     if sending is not None:
         work.report.emit(Synced, step=work.step, outcome=sending.wait())

@@ -26,7 +26,7 @@ from activities.confined import calls as confined
 from activities.host_context import HostContext
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
-from activities.hosts.run_job import RunJob
+from activities.hosts.run_job import RunJob, TrainerSyncs
 from activities.hosts.session import ApplyCommands
 from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
@@ -34,7 +34,7 @@ from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.samplers import Samplers
 from service.host_record import HostRecord
-from service.seals import SealedRunner
+from service.seals import SealedRunner, sync_key
 from service.temporal import connect_once
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, private_folder
@@ -229,7 +229,8 @@ def gpu_workers(
 
     lease = Lease(pool, store, signals, host_queue, door if settings.runs_per_worker > 1 else None)
     leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
-    jobs: list[Callable[..., Any]] = [RunJob(pool, store, signals).run_job, ApplyCommands(pool, store).apply_commands]
+    run_job = RunJob(pool, store, signals, TrainerSyncs(sync_key(settings), HostPaths(settings.root_path).profiles))
+    jobs: list[Callable[..., Any]] = [run_job.run_job, ApplyCommands(pool, store).apply_commands]
     own = _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
     return leases, own
 
@@ -321,8 +322,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                 await stack.enter_async_context(polling(*gpu_workers(client, settings, threads, pool, record.queue)))
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
-                sampler = SamplerCommand(host)
-                pool = await _pool(stack, settings, sampler)
+                pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
                 answers = stack.enter_context(closing(Complete(host, Samplers(settings, pool))))
                 workers = sampler_workers(client, settings, threads, pool, answers, record.queue)
                 await stack.enter_async_context(polling(*workers))

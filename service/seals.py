@@ -172,6 +172,11 @@ def seal_key(settings: Settings) -> bytes:
     return path.read_bytes().strip()
 
 
+def sync_key(settings: Settings) -> bytes:
+    """Return the key by which samplers know the installation's trainers. It never goes through Temporal."""
+    return hmac.digest(seal_key(settings), b"weight sync", "sha256")
+
+
 def _make_key(path: Path) -> None:
     """Write a new key, readable by its owner alone from the start; of several processes at once, one wins."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, IPvAnyNetwork, SecretStr, field_validator
+from pydantic import BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
@@ -70,6 +70,18 @@ class SamplingSettings(BaseModel):
         description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and what else `vllm serve` is "
         "to be told, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
+    weights_address: IPvAnyAddress | None = Field(
+        default=None,
+        description="of a sampler host: this machine's IP address at which trainers of other machines send weights to "
+        "its samplers, on a network that is trusted to carry them in the clear; if absent, they do not",
+    )
+
+    @field_validator("weights_address")
+    @classmethod
+    def _is_one_address(cls, address: IPvAnyAddress | None) -> IPvAnyAddress | None:
+        if address is not None and address.is_unspecified:
+            raise ValueError("the address of one interface, and not of all")
+        return address
 
 
 class ServingSettings(BaseModel):

@@ -99,7 +99,12 @@ class ProcessLease:
             time.sleep(_POLL_S)
 
     def tell(
-        self, worker: WorkerProcess, mark: LeaseMark, joined: bool = False, weights_socket: str | None = None
+        self,
+        worker: WorkerProcess,
+        mark: LeaseMark,
+        joined: bool = False,
+        weights_socket: str | None = None,
+        weights_address: str | None = None,
     ) -> bool:
         """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does."""
         worker.count_time_of(mark)
@@ -109,6 +114,7 @@ class ProcessLease:
             worker_id=worker.worker_id,
             joined=joined,
             weights_socket=weights_socket,
+            weights_address=weights_address,
         )
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):

@@ -3,6 +3,7 @@
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,7 @@ from shared.jobs.events import (
 )
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
-from shared.jobs.weight_sync import SyncOutcome
+from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run, write_privately
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem
 from shared.storage.paths import write_atomically
@@ -75,13 +76,35 @@ class JobResult(Frozen):
     held_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class TrainerSyncs:
+    """What this host adds to its jobs' weight syncs. `key`: by which samplers know the installation's trainers."""
+
+    key: bytes
+    profiles: Path
+
+    def access(self, plan: JobPlan, target: SyncTarget) -> SyncAccess:
+        profile = self.profiles / plan.run_id / target.profile_path if target.profile_path is not None else None
+        if profile is not None:
+            with suppress(OSError):  # the sync says that its profile cannot be written
+                profile.parent.mkdir(parents=True, exist_ok=True)
+        has_address = any(place.address is not None for place in target.places)
+        return SyncAccess(
+            secret=secret_of_run(self.key, plan.run_id).hex() if has_address else None,
+            profile=str(profile) if profile is not None else None,
+        )
+
+
 class RunJob:
     """Does jobs on the workers of this host."""
 
-    def __init__(self, pool: WorkerPool, store: ObjectStore, signals: Signals) -> None:
+    def __init__(
+        self, pool: WorkerPool, store: ObjectStore, signals: Signals, syncs: TrainerSyncs | None = None
+    ) -> None:
         self._pool = pool
         self._store = store
         self._signals = signals
+        self._syncs = syncs
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: JobRequest) -> JobResult:
@@ -96,6 +119,9 @@ class RunJob:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
             attempt = _Attempt(worker, request, lease, start, self._store, self._signals)
+            if isinstance(request.plan, JobPlan) and request.plan.sync is not None and self._syncs is not None:
+                access = self._syncs.access(request.plan, request.plan.sync)
+                write_privately(SyncAccess.path(attempt.job.log_path), access.model_dump_json().encode())
             with beating(lambda: attempt.reader.offset), attempt.uploader:
                 return attempt.run()
 

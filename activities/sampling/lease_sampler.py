@@ -15,9 +15,11 @@ from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
+from shared.chat.completions import SamplerReady
 from shared.contract import Frozen
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
+from shared.jobs.weight_sync import write_privately
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
 
@@ -36,9 +38,13 @@ class SamplerLeaseRequest(Frozen):
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """Makes the command line of a sampler. The model's files are staged on this machine first."""
+    """Makes the command line of a sampler. The model's files are staged on this machine first.
+
+    `sync_key`: by which samplers know the installation's trainers (shared/jobs/weight_sync.py).
+    """
 
     host: HostContext
+    sync_key: bytes | None = None
 
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
         """Raises InvalidInput where this host has no such sampler."""
@@ -56,7 +62,15 @@ class SamplerCommand:
             program[-1] += ".vllm"
             return [*program, *common, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
         own = ["--weights-socket", str(paths.weights_socket), "--logprobs-mode", "processed_logprobs"]
-        return [*program, *common, *own]
+        return [*program, *common, *own, *self._for_other_machines(paths)]
+
+    def _for_other_machines(self, paths: WorkerPaths) -> list[str]:
+        address = self.host.settings.sampling.weights_address
+        if address is None or self.sync_key is None:
+            return []
+        key_file = paths.root / "weights.key"
+        write_privately(key_file, self.sync_key.hex().encode())
+        return ["--weights-address", str(address), "--weights-key-file", str(key_file)]
 
     def _vllm(self) -> list[str]:
         command = shlex.split(self.host.settings.sampling.vllm_command or "")
@@ -102,8 +116,16 @@ class LeaseSampler:
                 _forget(worker, self._host.stage(request.key.model))
                 takes_weights = request.key.sampler == "own"
                 weights_socket = str(worker.paths.weights_socket) if takes_weights else None
-                if self._lease.tell(worker, mark, weights_socket=weights_socket):
+                if self._lease.tell(worker, mark, weights_socket=weights_socket, weights_address=_address_of(worker)):
                     self._lease.hold(worker)
+
+
+def _address_of(worker: WorkerProcess) -> str | None:
+    """Return where a sampler takes weights from other machines. It has just been asked, and so it is up."""
+    try:
+        return SamplerReady.model_validate_json(worker.paths.ready.read_bytes()).weights_address
+    except OSError as error:
+        raise WorkerLost(f"the sampler is gone: {error}") from error
 
 
 def _forget(worker: WorkerProcess, model: Path) -> None:

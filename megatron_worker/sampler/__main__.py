@@ -47,7 +47,7 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.answers import Answers, Limits
         from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
-        from megatron_worker.sampler.models import Models, accept_weights
+        from megatron_worker.sampler.models import Models, accept_remote_weights, accept_weights
         from megatron_worker.sampler.server import Server
         from megatron_worker.sampler.sleep import Sleep
         from megatron_worker.training.evaluation import read_stop_ids
@@ -72,7 +72,11 @@ def serve(options: argparse.Namespace) -> None:
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     if options.weights_socket is not None:
         accept_weights(options.weights_socket, models)
-    ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name)
+    address = None
+    if options.weights_address is not None:
+        key = bytes.fromhex(_key(options.weights_key_file))
+        address = accept_remote_weights(options.weights_address, key, models)
+    ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name, weights_address=address)
     write_atomically(options.ready_file, ready.model_dump_json().encode())
     generator.run()
     options.ready_file.unlink(missing_ok=True)
@@ -100,6 +104,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--key-file", type=Path, help="the bearer key; made up unless given")
     parser.add_argument("--host-record", type=Path, help="a worker.json: leave when that host is gone")
     parser.add_argument("--weights-socket", type=Path, help="a path at which trainers of this machine send weights")
+    parser.add_argument("--weights-address", help="an IP address at which trainers of other machines send weights")
+    parser.add_argument("--weights-key-file", type=Path, help="in hexadecimal, by which those are known")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
     parser.add_argument("--device", help="cuda where there is one, unless given")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")

@@ -1,6 +1,5 @@
 """The models that a sampler answers by: its weights under a name, and adapters. They come from folders or by a sync."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,9 @@ from torch import Tensor
 from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
-from megatron_worker.weight_sync.shared_memory import Announcement, Receiving, Reply, SyncBroken, listen
+from megatron_worker.weight_sync.connections import Connection, accept, listen, listen_locally
+from megatron_worker.weight_sync.messages import Announcement, Reply
+from megatron_worker.weight_sync.receiving import Receiving
 from shared.chat.completions import (
     DrawnBy,
     LoadAdapterRequest,
@@ -76,6 +77,7 @@ class Models:
         self._adapters: dict[str, Adapter] = {}
         self._unnamed: dict[Sha256, Adapter] = {}
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
         self._created = int(time.time())
         self.is_asleep = False
 
@@ -291,25 +293,28 @@ class Models:
 
         self._generator.change(change, continues=goes_on is not None)
 
-    def receive(self, connection: socket.socket) -> None:
-        """Receive one version from a trainer. Whatever is wrong is told to it, and logged by nobody else."""
-        receiving = Receiving(connection)
-        try:
-            self._refuse_asleep()
-            with torch.inference_mode():
-                if receiving.announcement.lora is None:
-                    self._receive_weights(receiving)
-                else:
-                    self._receive_adapter(receiving, receiving.announcement.lora)
-        except (InvalidInput, Refused) as error:
-            receiving.reply(Reply(refused=str(error)))
-        finally:
-            receiving.close()
+    def receive(self, connection: Connection, announcement: Announcement) -> None:
+        """Receive one version from a trainer; others wait. Whatever is wrong is told to it."""
+        with self._syncing:
+            receiving: Receiving | None = None
+            try:
+                self._refuse_asleep()
+                receiving = Receiving(connection, announcement, self._decoder.device)
+                with torch.inference_mode():
+                    if announcement.lora is None:
+                        self._receive_weights(receiving)
+                    else:
+                        self._receive_adapter(receiving, announcement.lora)
+            except (InvalidInput, Refused) as error:
+                connection.write(Reply(refused=str(error)))
+            finally:
+                if receiving is not None:
+                    receiving.close()
 
     def _receive_adapter(self, receiving: Receiving, lora: Lora) -> None:
         shapes = adapter_shapes(self._decoder, lora)
         _check_shapes(receiving.announcement, shapes)
-        receiving.reply(Reply(needs_all=True))
+        receiving.begin(needs_all=True)
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         digest = _assembled(receiving, tensors)
         version, name = receiving.announcement.version, receiving.announcement.name
@@ -336,7 +341,7 @@ class Models:
             raise InvalidInput(message, "weight_sync.version")
         if announcement.name is None and not announcement.waits and self._num_held:
             raise InvalidInput("samples of a version before it are still to be drawn", "weight_sync.version")
-        receiving.reply(Reply(needs_all=held is None or held.digest != announcement.base_digest))
+        receiving.begin(needs_all=held is None or held.digest != announcement.base_digest)
 
         def write() -> tuple[Adapter, Synced]:
             receiving.go_on()
@@ -353,19 +358,23 @@ class Models:
 
 
 def accept_weights(path: Path, models: Models) -> None:
-    """Listen at a Unix socket for trainers, one at a time, in a thread. Only this user can connect."""
-    listener = listen(path)
+    """Take weights from trainers at a Unix socket, in threads. Only this user can connect."""
+    listener = listen_locally(path)
+    threading.Thread(target=accept, args=(listener, None, models.receive), name="weights", daemon=True).start()
 
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            with connection:
-                try:
-                    models.receive(connection)
-                except SyncBroken as broken:
-                    print(f"weight sync: {broken}", flush=True)
 
-    threading.Thread(target=accept, name="weights", daemon=True).start()
+def accept_remote_weights(host: str, key: bytes, models: Models) -> str:
+    """Take weights from trainers that know their run's secret, at a free port of one address; returns `host:port`.
+
+    Raises InvalidInput: the address is not this machine's.
+    """
+    try:
+        listener = listen(host)
+    except OSError as error:
+        raise InvalidInput(f"no weights can be taken at {host}: {error.strerror}", "weights_address") from error
+    threading.Thread(target=accept, args=(listener, key, models.receive), name="weights", daemon=True).start()
+    port = listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parsed(model: type[R], body: bytes) -> R:

@@ -271,13 +271,13 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def outgoing(self, slot: str | None) -> Outgoing:
         """Return a slot's weights (None: the base's), to be read before they change. Reading each is collective."""
+        parameter = next(iter(self._base.parameters.values()))
         if slot is None:
-            base = self._base
-            dtype = next(iter(base.parameters.values())).dtype
-            return Outgoing(None, dtype, {p.name: p.shape for p in base.slices}, self.named_weights())
+            shapes = {p.name: p.shape for p in self._base.slices}
+            return Outgoing(None, parameter.dtype, parameter.device, shapes, self.named_weights())
         adapter = self.adapters[slot]
         shapes = {p.name: p.shape for p in adapter.slices}
-        return Outgoing(adapter.lora, torch.float32, shapes, self.adapter_weights(slot))
+        return Outgoing(adapter.lora, torch.float32, parameter.device, shapes, self.adapter_weights(slot))
 
     @property
     def _trains_base(self) -> bool:

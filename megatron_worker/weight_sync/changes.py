@@ -52,8 +52,8 @@ def find(new: Tensor, old: Tensor, out: Tensor) -> int | None:
         return None
     if total:
         gap, value = _split(out, total)
-        torch.cat([g for g, _ in found], out=gap)
-        torch.cat([v for _, v in found], out=value)
+        gap.copy_(torch.cat([g for g, _ in found]))
+        value.copy_(torch.cat([v for _, v in found]))
     return total
 
 
@@ -70,7 +70,7 @@ def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
     words = _words(target)
     if int(place_X[-1]) >= len(words):
         raise ValueError(f"a change of word {int(place_X[-1])} of {len(words)}")
-    words[place_X] ^= value_X.to(words.device)
+    words[place_X.to(words.device)] ^= value_X.to(words.device)
 
 
 def _words(tensor: Tensor) -> Tensor:

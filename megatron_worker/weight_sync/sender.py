@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -16,7 +16,6 @@ from megatron_worker.weight_sync.buckets import (
     ALIGNMENT,
     Bucket,
     Digest,
-    Named,
     Part,
     Rows,
     aligned,
@@ -26,18 +25,14 @@ from megatron_worker.weight_sync.buckets import (
     shapes_sha256,
     view_of,
 )
-from megatron_worker.weight_sync.shared_memory import (
-    NUM_BUFFERS,
-    Announcement,
-    Buffers,
-    Commit,
-    Message,
-    Receiver,
-    SyncBroken,
-)
+from megatron_worker.weight_sync.messages import Announcement, Commit, Message
+from megatron_worker.weight_sync.profile import Phases, Profile
+from megatron_worker.weight_sync.receivers import Receivers
+from megatron_worker.weight_sync.transports.protocol import Outbound
+from megatron_worker.weight_sync.transports.table import TRANSPORTS, choose, why_not
 from shared.contract import Sha256
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncOutcome, SyncTarget
+from shared.jobs.weight_sync import SamplerPlace, SyncAccess, SyncOutcome, SyncTarget
 
 
 class Sent:
@@ -56,12 +51,21 @@ class Sent:
 
 
 def send(
-    outgoing: Outgoing, target: SyncTarget, run_id: str, rank: int, world_size: int, sent: Sent | None = None
+    outgoing: Outgoing,
+    target: SyncTarget,
+    run_id: str,
+    rank: int,
+    world_size: int,
+    sent: Sent | None = None,
+    host: SyncAccess | None = None,
+    phases: Phases | None = None,
 ) -> "Sending | None":
     """Begin to send a slot's weights from rank 0; the other ranks only take part in gathering them. Collective.
 
     Args:
         sent: what changes are found against where the target asks for them. Without it whole rows travel.
+        host: what the trainer's host tells its worker.
+        phases: is told of each phase; a profile unless given.
 
     Returns:
         None on the other ranks.
@@ -83,6 +87,7 @@ def send(
         announcement = Announcement(
             run_id=run_id,
             version=target.version,
+            transport=choose(target),
             shapes_sha256=shapes_sha256(outgoing.shapes.items()),
             lora=outgoing.lora,
             base_digest=None if sent is None else sent.digest,
@@ -90,7 +95,9 @@ def send(
             name=target.name,
             waits=target.waits,
         )
-        sending = Sending(announcement, outgoing.tensors, target.sockets, sent, is_collective=world_size > 1)
+        host = host or SyncAccess()
+        phases = phases or Profile(host.profile)
+        sending = Sending(announcement, outgoing, target.places, host, phases, sent, is_collective=world_size > 1)
         sending.start()
         return sending
 
@@ -99,30 +106,33 @@ class Sending:
     """One version on its way. The weights must not change before `wait` has returned.
 
     Args:
-        tensors: names and whole tensors. Gathering them may be collective (`is_collective`): they are then drawn by the
-            caller's thread, and `start` returns when the last is in a buffer. Otherwise a thread draws them.
-        sockets: of the samplers.
+        outgoing: gathering its tensors may be collective (`is_collective`): they are then drawn by the caller's thread,
+            and `start` returns when the last is in a buffer. Otherwise a thread draws them.
         sent: what changes are found against, and what is left of this version afterwards; None: whole rows travel.
     """
 
     def __init__(
         self,
         announcement: Announcement,
-        tensors: Named,
-        sockets: Sequence[str],
+        outgoing: Outgoing,
+        places: tuple[SamplerPlace, ...],
+        host: SyncAccess,
+        phases: Phases,
         sent: Sent | None = None,
         is_collective: bool = False,
     ) -> None:
         self._announcement = announcement
-        self._tensors = tensors
-        self._sockets = sockets
+        self._outgoing = outgoing
+        self._places = places
+        self._secret = bytes.fromhex(host.secret) if host.secret is not None else None
+        self._phases = phases
         self._sent = sent
         self._is_collective = is_collective
-        self._problems: dict[str, str] = {}
-        self._receivers: list[Receiver] = []
+        self._receivers = Receivers()
         self._digest = Digest()
         self._num_bytes = self._weight_bytes = 0
         self._blocked_s = self._duration_s = 0.0
+        self._profile_problem: str | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._began = time.perf_counter()
@@ -151,12 +161,14 @@ class Sending:
             raise self._error
         return SyncOutcome(
             version=self._announcement.version,
-            digest=self._digest.value if self._weight_bytes else None,
+            digest=self._digest.value if self._receivers.living else None,
             num_bytes=self._num_bytes,
             weight_bytes=self._weight_bytes,
             blocked_s=self._blocked_s,
             duration_s=self._duration_s,
-            problems=self._problems,
+            problems=self._receivers.problems,
+            transport=self._announcement.transport,
+            profile_problem=self._profile_problem,
         )
 
     def _run(self) -> None:
@@ -167,68 +179,74 @@ class Sending:
             self._error = error
 
     def _send(self) -> None:
-        try:
-            buffers = Buffers(self._announcement.buffer_bytes)
-        except OSError as error:
-            self._problems = dict.fromkeys(self._sockets, str(error))
+        device = self._outgoing.device
+        if (reason := why_not(self._announcement.transport, device)) is not None:
+            self._fail(reason)
             return
+        outbound = TRANSPORTS[self._announcement.transport].outbound(device)
         try:
-            is_all = self._announce(buffers)
-            if not self._receivers:
-                return
-            for bucket in self._buckets(buffers, is_all):
-                self._digest.add(bucket)
-                self._num_bytes += bucket.num_bytes
-                self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
-                self._to_all(lambda receiver, bucket=bucket: receiver.send(Message(bucket=bucket)))  # type: ignore[misc]
-            commit = Message(commit=Commit(digest=self._digest.value))
-            self._to_all(lambda receiver: receiver.send(commit))
-            self._to_all(lambda receiver: receiver.settle(0))
-            if self._sent is not None:
-                self._sent.digest = self._digest.value
+            with self._phases("prepare"):
+                outbound.prepare(self._announcement.buffer_bytes)
+            with self._phases("connect"):
+                is_all = self._receivers.announce(self._places, self._announcement, self._secret)
+                outbound.connect(self._receivers)
+            self._send_buckets(outbound, is_all)
+        except OSError as error:
+            self._fail(str(error))
         finally:
-            for receiver in self._receivers:
-                receiver.close()
-            buffers.close()
+            with self._phases("finalize"):
+                outbound.finalize()
+                self._receivers.close()
             self._duration_s = time.perf_counter() - self._began
+            self._profile_problem = self._phases.end(self._announcement)
 
-    def _announce(self, buffers: Buffers) -> bool:
-        """Connect to all samplers. Returns True if one of them needs all elements."""
-        replies = []
-        for path in self._sockets:
-            receiver: Receiver | None = None
-            try:
-                receiver = Receiver(path)
-                replies.append(receiver.announce(self._announcement, buffers))
-                self._receivers.append(receiver)
-            except SyncBroken as broken:
-                self._problems[path] = str(broken)
-                if receiver is not None:
-                    receiver.close()
-        return self._announcement.base_digest is None or any(reply.needs_all for reply in replies)
+    def _fail(self, why: str) -> None:
+        for receiver in list(self._receivers.living):
+            self._receivers.lose(receiver, why)
+        for place in self._places:
+            self._receivers.problems.setdefault(place.socket, why)
 
-    def _to_all(self, action: Callable[[Receiver], None]) -> None:
-        for receiver in list(self._receivers):
-            try:
-                action(receiver)
-            except SyncBroken as broken:
-                self._problems[receiver.path] = str(broken)
-                self._receivers.remove(receiver)
-                receiver.close()
+    def _send_buckets(self, outbound: Outbound, is_all: bool) -> None:
+        base, digest = self._sent, None
+        if base is not None:
+            base.digest = None  # until all of its copies are of one version again
+        for bucket in self._buckets(outbound, is_all):
+            self._digest.add(bucket)
+            self._num_bytes += bucket.num_bytes
+            self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
+            with self._phases(f"send {bucket.number}"):
+                outbound.send(bucket)
+        with self._phases("settle"):
+            outbound.settle(0)
+        if self._receivers.living:
+            digest = self._digest.value
+            with self._phases("commit"):
+                self._receivers.send(Message(commit=Commit(digest=digest)))
+                self._receivers.settle(0)
+        if base is not None:
+            base.digest = digest
 
-    def _buckets(self, buffers: Buffers, is_all: bool) -> Iterator[Bucket]:
-        """Fill buffers, each as soon as all samplers have read what was in it."""
-        for number, rows in enumerate(cut(self._tensors, self._announcement.buffer_bytes)):
-            self._to_all(lambda receiver: receiver.settle(NUM_BUFFERS - 1))
-            buffer = buffers.tensors[number % NUM_BUFFERS]
-            if is_all or self._sent is None:
-                bucket = fill(buffer, number, rows)
-            else:
-                bucket = self._fill_with_changes(buffer, number, rows)
-            if self._sent is not None:
-                for one in rows:
-                    self._sent.rows(one.part, one.tensor).copy_(one.tensor)
+    def _buckets(self, outbound: Outbound, is_all: bool) -> Iterator[Bucket]:
+        """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
+        buffers = outbound.buffers
+        for number, rows in enumerate(cut(self._outgoing.tensors, self._announcement.buffer_bytes)):
+            with self._phases(f"settle {number}"):
+                outbound.settle(len(buffers) - 1)
+            if not self._receivers.living:
+                return
+            with self._phases(f"fill {number}"):
+                bucket = self._fill(buffers[number % len(buffers)], number, rows, is_all)
             yield bucket
+
+    def _fill(self, buffer: Tensor, number: int, rows: list[Rows], is_all: bool) -> Bucket:
+        if is_all or self._sent is None:
+            bucket = fill(buffer, number, rows)
+        else:
+            bucket = self._fill_with_changes(buffer, number, rows)
+        if self._sent is not None:
+            for one in rows:
+                self._sent.rows(one.part, one.tensor).copy_(one.tensor)
+        return bucket
 
     def _fill_with_changes(self, buffer: Tensor, number: int, rows: list[Rows]) -> Bucket:
         """Write the changes of each part where they are shorter than its rows."""

@@ -306,6 +306,7 @@ class SamplerReady(Frozen):
     """The ready file: written, for the owner's eyes alone, when the sampler answers.
 
     `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
+    `weights_address`: `host:port`, where it takes weights from trainers of other machines.
     """
 
     url: str
@@ -313,3 +314,4 @@ class SamplerReady(Frozen):
     api_key: str
     pid: int
     model: str
+    weights_address: str | None = None

@@ -79,7 +79,7 @@ class LeaseGrant(Frozen):
     """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue.
 
     `joined`: other runs trained on the worker already. `weights_socket`: of a sampler, the path at which trainers of
-    its machine send it weights.
+    its machine send it weights; `weights_address`: `host:port`, at which those of other machines do.
     """
 
     fence: Fence
@@ -87,3 +87,4 @@ class LeaseGrant(Frozen):
     worker_id: str
     joined: bool = False
     weights_socket: str | None = None
+    weights_address: str | None = None

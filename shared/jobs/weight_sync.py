@@ -1,21 +1,48 @@
 """Weight sync in runs and jobs: how a trainer's weights come to the samplers of its run."""
 
-from typing import Literal
+import hmac
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from shared.contract import Frozen, Sha256
+from shared.field_rules import pattern
 
-SyncBackend = Literal["auto", "store", "shared_memory", "delta"]
+Transport = Literal["shared_memory", "collective", "cuda_ipc"]
+_Backend = Literal["auto", "store", "shared_memory", "collective", "cuda_ipc", "delta"]
+_OTHERS = {"mooncake": "mooncake", "nixl": "nixl", "hccl": "torch_npu"}
+"""Engines of transport that other trainers have, and the packages that bring them."""
+
+
+def _possible(value: object) -> object:
+    """Refuse what is no backend, naming those that there are."""
+    names = get_args(_Backend)
+    if value in names:
+        return value
+    why = "no such backend"
+    if isinstance(value, str) and value in _OTHERS:
+        is_here = find_spec(_OTHERS[value]) is not None
+        why = f"{value} is not supported" + ("" if is_here else f" (No module named '{_OTHERS[value]}')")
+    raise PydanticCustomError("not_possible", "{why}: possible are {names}", {"why": why, "names": ", ".join(names)})
+
+
+SyncBackend = Annotated[_Backend, BeforeValidator(_possible)]
+PROFILE_PATH = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}){0,3}$"
 
 
 class WeightSync(Frozen):
     """How a run's samplers get the weights of each step.
 
-    `store`: they load what is published. `shared_memory`: the trainer's process hands them over on one machine, and
-    the store is what a sampler falls back to. `delta`: the same, but only changed elements travel, at the cost of a
-    copy of the weights beside the trainer. `auto`: shared_memory where trainer and sampler meet on one machine, else
-    store.
+    `store`: they load what is published, which is what they fall back to from all others. `shared_memory`: the
+    trainer's process hands them over on one machine. `collective`: it broadcasts them to samplers of other machines,
+    whose hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
+    machine. `delta`: as auto, but only changed elements travel, at the cost of a copy of the weights beside the
+    trainer. `auto`: shared_memory where trainer and samplers meet on one machine, collective where they do not and
+    there is an address, else store.
     """
 
     backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
@@ -27,31 +54,70 @@ class WeightSync(Frozen):
         description="samples under way when weights change: end on the old ones, or go on under the new ones",
     )
 
+    profile_path: str | None = pattern(
+        PROFILE_PATH,
+        "a relative path of letters, digits and ._-, of at most four parts, none of which begins with a dot or a dash",
+        default=None,
+        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host",
+    )
+
 
 def newest_name(run_id: str) -> str:
     """Return what a sampler calls the newest version of a run's policy, where samples go on under it."""
     return f"{run_id}-newest"
 
 
-class SyncTarget(Frozen):
-    """In a job: whom its weights are sent to at its end. `sockets`: paths of samplers' sockets on this machine.
+class SamplerPlace(Frozen):
+    """Where a trainer finds a sampler: its socket's path on its machine, and `host:port` where others reach it."""
 
-    `version`: the policy's, which only grows. `name`: what samplers call the run's newest version, where samples under
-    way go on under it. `waits`: without a name, full weights wait for the samples of a step to end, and are not sent
-    at all otherwise.
+    socket: str
+    address: str | None = None
+
+
+class SyncTarget(Frozen):
+    """In a job: whom its weights are sent to at its end. `sockets`: paths of samplers' sockets on their machines.
+
+    `addresses`: of the same samplers, at which other machines reach them, where they have one. `version`: the policy's,
+    which only grows. `name`: what samplers call the run's newest version, where samples under way go on under it.
+    `waits`: without a name, full weights wait for the samples of a step to end, and are not sent at all otherwise.
     """
 
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
+    addresses: tuple[str | None, ...] = Field(default=(), max_length=64)
     version: int = Field(ge=0)
-    backend: Literal["shared_memory", "delta"]
+    backend: Literal["auto", "shared_memory", "collective", "cuda_ipc", "delta"]
     bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
     name: str | None = Field(default=None, max_length=512)
     waits: bool = True
+    profile_path: str | None = Field(default=None, pattern=PROFILE_PATH)
+
+    @property
+    def places(self) -> tuple[SamplerPlace, ...]:
+        addresses = self.addresses or (None,) * len(self.sockets)
+        return tuple(SamplerPlace(socket=s, address=a) for s, a in zip(self.sockets, addresses, strict=True))
+
+
+class SyncAccess(Frozen):
+    """What a trainer's host writes beside a job's log for its worker alone: the run's secret, in hexadecimal, and the
+    file that traces are appended to."""
+
+    secret: Sha256 | None = None
+    profile: str | None = None
+
+    @staticmethod
+    def path(log: str) -> Path:
+        return Path(log).with_name("sync_access.json")
+
+    @classmethod
+    def read(cls, log: str) -> "SyncAccess":
+        """Read what lies beside a log; nothing, for a worker that is run by hand."""
+        path = cls.path(log)
+        return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
 
 
 class SyncOutcome(Frozen):
     """What became of a sync. `digest` is of the weights that were sent, absent where no sampler took them; `problems`:
-    by socket, who has not got them.
+    by socket, who has not got them. `transport`: what they travelled by. `profile_problem`: why there is no trace.
 
     `num_bytes` travelled to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited for it;
     `duration_s`: until the last sampler had them.
@@ -64,3 +130,18 @@ class SyncOutcome(Frozen):
     blocked_s: float
     duration_s: float
     problems: dict[str, str] = Field(default_factory=dict)
+    transport: Transport | None = None
+    profile_problem: str | None = None
+
+
+def secret_of_run(key: bytes, run_id: str) -> bytes:
+    """Return what a run's trainer proves to know to a sampler that knows `key`."""
+    return hmac.digest(key, b"run " + run_id.encode(), "sha256")
+
+
+def write_privately(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner can read, from the start. Its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)

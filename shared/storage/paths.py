@@ -308,6 +308,7 @@ class HostPaths:
         self.cache = root / "cache"
         self.compiled = root / "compiled"
         self.scratch = root / "scratch"
+        self.profiles = root / "profiles"
 
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)

@@ -17,6 +17,7 @@ QUICK = {
     "LONGSHORE_SERVING__IDLE_S": "4",  # a run that samples waits for the sampler that answered the last question
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
+    "LONGSHORE_SAMPLING__WEIGHTS_ADDRESS": "127.0.0.1",
 }
 
 # What a stack is trusted with, and test_secrets.py looks for in everything that it leaves behind.

@@ -224,8 +224,9 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         "--timeout",
         "600",
     ]
+    full += ["--sync-profile-path", "syncs.json"]
     each = ("--publish-every", "1")
-    every_other = {"auto": each, "delta": ("--publish-every", "2"), "store": ("--publish-every", "2")}
+    every_other = {"collective": each, "delta": ("--publish-every", "2"), "store": ("--publish-every", "2")}
     runs = {backend: stack.cli(*full, "--sync-backend", backend, *how).json for backend, how in every_other.items()}
     published = {}
     for backend, run in runs.items():
@@ -238,9 +239,14 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         folders = {step["step"]: Path(step["adapter"].removeprefix("file://")) for step in steps if step["adapter"]}
         published[backend] = {step: (folder / "model.safetensors").read_bytes() for step, folder in folders.items()}
         assert run["version"] == len(folders) and run["adapter"] == steps[-1]["adapter"]
-    assert len(set(published["auto"].values())) == ROLLOUT_STEPS == 3
-    last = {2: published["auto"][2], 3: published["auto"][3]}
+    assert len(set(published["collective"].values())) == ROLLOUT_STEPS == 3
+    last = {2: published["collective"][2], 3: published["collective"][3]}
     assert published["delta"] == published["store"] == last, "every other version, and the last"
+    for way, transport in (("collective", "collective"), ("delta", "shared_memory")):
+        profile = (stack.host_paths.profiles / runs[way]["run_id"] / "syncs.json").read_text()
+        events = json.loads(profile.rstrip(",\n") + "]")
+        assert [e["args"]["version"] for e in events if e["name"] == "commit"] == [*range(1, ROLLOUT_STEPS + 1)]
+        assert {event["args"]["transport"] for event in events} == {transport}
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])

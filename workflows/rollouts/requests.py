@@ -160,16 +160,18 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
     and the next step cannot be trained before they have ended, so that the trainer may as well wait for them.
     """
     rollouts = start.run.rollouts
-    sockets = tuple(grant.weights_socket for grant in grants if grant.weights_socket is not None)
-    if rollouts is None or not sockets or rollouts.weight_sync.backend == "store" or rollouts.colocate:
+    found = [(one.weights_socket, one.weights_address) for one in grants if one.weights_socket is not None]
+    if rollouts is None or not found or rollouts.weight_sync.backend == "store" or rollouts.colocate:
         return None
-    backend = rollouts.weight_sync.backend
+    plan = rollouts.weight_sync
     return SyncTarget(
-        sockets=sockets,
+        sockets=tuple(socket for socket, _ in found),
+        addresses=tuple(address for _, address in found),
         version=version,
-        backend="shared_memory" if backend == "auto" else backend,
-        bucket_bytes=rollouts.weight_sync.bucket_bytes,
-        name=newest_name(start.run_id) if rollouts.weight_sync.in_flight == "continue" else None,
+        backend=plan.backend,
+        bucket_bytes=plan.bucket_bytes,
+        profile_path=plan.profile_path,
+        name=newest_name(start.run_id) if plan.in_flight == "continue" else None,
         waits=rollouts.off_policy_steps <= 1,
     )
 

@@ -10,9 +10,11 @@ import torch
 
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.sampler.models import Models, accept_weights
+from megatron_worker.sampler.models import Models, accept_remote_weights, accept_weights
+from shared.jobs.weight_sync import SyncAccess, SyncTarget, secret_of_run
 
 NAME = "tiny"
+KEY = b"k" * 32
 
 
 @dataclass
@@ -21,9 +23,28 @@ class Listening:
     decoder: Decoder
     generator: Generator
     path: str
+    address: str
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.decoder.named_weights()
+
+
+def target_of(samplers: list[Listening], version: int, way: str, bucket_bytes: int) -> SyncTarget:
+    """`way`: shared_memory, collective; or `delta` by one of them, which is collective without sockets' paths."""
+    backend, _, transport = way.partition(" by ")
+    paths = tuple(one.path + ("-elsewhere" if transport == "collective" else "") for one in samplers)
+    addresses = tuple(one.address for one in samplers)
+    return SyncTarget(
+        sockets=paths or ("none",),
+        addresses=addresses,
+        version=version,
+        backend=backend,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def access_of(run_id: str) -> SyncAccess:
+    return SyncAccess(secret=secret_of_run(KEY, run_id).hex())
 
 
 @contextmanager
@@ -36,8 +57,9 @@ def listening(model: Path, folder: Path, num: int, dtype: torch.dtype = torch.fl
         path = folder / ("a-long-name-" * 8) / f"{number}.sock"
         path.parent.mkdir(exist_ok=True)
         accept_weights(path, models)
+        address = accept_remote_weights("127.0.0.1", KEY, models)
         threading.Thread(target=generator.run, daemon=True).start()
-        found.append(Listening(models, decoder, generator, str(path)))
+        found.append(Listening(models, decoder, generator, str(path), address))
     try:
         yield found
     finally:

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_worker.engine import Engine
+from megatron_worker.engine import Engine, Outgoing
 from megatron_worker.process.process_group import start_group
 from megatron_worker.sampler.decoder import adapter_of
 from megatron_worker.weight_sync.sender import Sent, send
 from shared.jobs.layout import EngineName, Layout
-from shared.jobs.weight_sync import SyncTarget
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
-from tests.megatron_worker.weight_sync.samplers import Listening, listening
+from tests.megatron_worker.weight_sync.samplers import Listening, access_of, listening, target_of
 
 # By model: what has two ranks.
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
@@ -37,30 +36,38 @@ BUCKET = 1 << 14
 BINS = [[row] for row in random_rows([40, 17])]
 
 
+WAYS = ("shared_memory", "delta by shared_memory", "collective", "delta by collective")
+
+
 def sync_all(engine: Engine, kind: str, samplers: list[Listening], run_id: str, rank: int, num_ranks: int) -> None:
-    """Train and send three times: whole rows, and then changes of full weights."""
+    """Train and send in every way. The first delta, alone, has nothing to go on from."""
     slot, sent = (None if kind == "full" else "run"), Sent()
-    for version in range(3):
+    for version, way in enumerate(("delta by shared_memory", *WAYS)):
         train(engine, [BINS], learning_rate=1e-4)
-        paths = tuple(one.path for one in samplers) or ("none",)
-        target = SyncTarget(sockets=paths, version=version, backend="delta", bucket_bytes=BUCKET)
-        sending = send(engine.outgoing(slot), target, run_id, rank, num_ranks, sent)
+        target = target_of(samplers, version, way, BUCKET)
+        sending = send(engine.outgoing(slot), target, run_id, rank, num_ranks, sent, access_of(run_id))
         outgoing = engine.outgoing(slot)
         expected = dict(outgoing.tensors)  # gathered on every rank
         if sending is None:
             continue
         done = sending.wait()
         assert done.problems == {}, done.problems
+        assert done.transport == way.removeprefix("delta by ")
         for one in samplers:
-            if outgoing.lora is None:
-                found = one.tensors()
-                assert found.keys() == expected.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-            else:
-                one.models.name_weights(json.dumps({"name": f"{run_id}-{version}", "digest": done.digest}).encode())
-                held = one.models.find(f"{run_id}-{version}").lora_weights
-                for name, lora in adapter_of("", "", outgoing.lora, one.decoder, expected).lora_weights.items():
-                    assert torch.equal(held[name].a_RI, lora.a_RI) and torch.equal(held[name].b_OR, lora.b_OR)
+            check(one, outgoing, expected, f"{run_id}-{version}", done.digest)
+
+
+def check(one: Listening, outgoing: Outgoing, expected: dict[str, torch.Tensor], name: str, digest: str | None) -> None:
+    """Every tensor is there to the bit, by its Hugging Face or PEFT name."""
+    if outgoing.lora is None:
+        found = one.tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+        return
+    one.models.name_weights(json.dumps({"name": name, "digest": digest}).encode())
+    held = one.models.find(name).lora_weights
+    for key, lora in adapter_of("", "", outgoing.lora, one.decoder, expected).lora_weights.items():
+        assert torch.equal(held[key].a_RI, lora.a_RI) and torch.equal(held[key].b_OR, lora.b_OR)
 
 
 def main() -> None:

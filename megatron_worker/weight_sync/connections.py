@@ -1,0 +1,272 @@
+"""Connections between a trainer and a sampler: a Unix socket on one machine, TCP between machines.
+
+A message is JSON behind its length (4 bytes, big-endian). Whoever may open the Unix socket may send weights: it lies in
+a folder that only the host's user can enter. Over TCP both ends prove that they know the run's secret, and an
+HMAC-SHA256 over its number and its bytes comes before every message:
+
+    sampler: 32 random bytes        trainer: Hello, with 32 more
+    key = HMAC(secret of the run, both)
+
+So nothing that others send is read as more than a Hello, and nothing of an earlier connection can be used again. The
+messages are not encrypted; no weights are in them.
+"""
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
+
+from megatron_worker.weight_sync.messages import Announcement, SyncBroken
+from shared.contract import Frozen, Sha256
+from shared.jobs.weight_sync import secret_of_run
+
+PATIENCE_S = 120.0  # for the other end's next message; it lives but is stuck
+_HANDSHAKE_S = 10.0
+_MAX_HANDSHAKES = 8
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_FIRST_BYTES = 1 << 16
+M = TypeVar("M", bound=Frozen)
+
+
+class Hello(Frozen):
+    """A trainer's first words over TCP: whose weights it sends, and its random bytes in hexadecimal."""
+
+    run_id: str = Field(max_length=256)
+    nonce: Sha256
+
+
+class Connection:
+    """One end of a connection. Threads may write at the same time.
+
+    `key`: of a connection over TCP; what is written is sealed with it, and what is read is checked.
+    """
+
+    def __init__(self, own: socket.socket, key: bytes | None = None, is_trainer: bool = False) -> None:
+        own.settimeout(PATIENCE_S)
+        self.socket = own
+        self.key = key
+        self._names = (b"trainer", b"sampler") if is_trainer else (b"sampler", b"trainer")
+        self._num_written = self._num_read = 0
+        self._lock = threading.Lock()
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine that the other end talks to."""
+        return str(self.socket.getsockname()[0])
+
+    def write(self, message: Frozen) -> None:
+        """Raises SyncBroken when the other end is gone."""
+        data = message.model_dump_json(exclude_defaults=True).encode()
+        with self._lock:
+            sealed = self._seal(self._names[0], self._num_written, data) + data
+            self._num_written += 1
+            try:
+                self.socket.sendall(struct.pack(">I", len(data)) + sealed)
+            except OSError as error:
+                raise SyncBroken(f"the other end is gone: {error}") from error
+
+    def read(self, kind: type[M], most_bytes: int = _MAX_MESSAGE_BYTES, until: float | None = None) -> M:
+        """Read one message. Raises SyncBroken: the other end is gone or silent, or this is no such message.
+
+        `until`: the monotonic time at which it must have come; else no part of it may take longer than PATIENCE_S.
+        """
+        (length,) = struct.unpack(">I", exactly(self.socket, 4, until))
+        if length > most_bytes:
+            raise SyncBroken(f"a message of {length} bytes")
+        seal = exactly(self.socket, _MAC_BYTES, until) if self.key is not None else b""
+        data = exactly(self.socket, length, until)
+        if not hmac.compare_digest(seal, self._seal(self._names[1], self._num_read, data)):
+            raise SyncBroken("a message is not the other end's: its seal is wrong")
+        self._num_read += 1
+        return parsed(kind, data)
+
+    def _seal(self, writer: bytes, number: int, data: bytes) -> bytes:
+        if self.key is None:
+            return b""
+        return hmac.digest(self.key, writer + struct.pack(">Q", number) + data, "sha256")
+
+    def proof(self, of: str, name: str) -> bytes:
+        """Return what only the two ends of this connection can compute, of either of them, for a group's name."""
+        assert self.key is not None
+        return hmac.digest(self.key, f"{of} in {name}".encode(), "sha256")
+
+    def is_readable(self) -> bool:
+        """Return True if something can be read, or the other end is gone."""
+        return bool(select.select([self.socket], [], [], 0)[0])
+
+    def shut(self) -> None:
+        """End the connection for both; whoever waits in it is woken."""
+        with suppress(OSError):  # it is gone already
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# A trainer's end.
+
+
+def connect_locally(path: str) -> Connection:
+    """Connect to a sampler's Unix socket. Raises SyncBroken."""
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    own.settimeout(PATIENCE_S)
+    try:
+        with reachable(Path(path)) as short:
+            own.connect(short)
+    except OSError as error:
+        own.close()
+        raise SyncBroken(f"no sampler of this machine listens: {error.strerror or error}") from error
+    return Connection(own, is_trainer=True)
+
+
+def connect(address: str, run_id: str, secret: bytes) -> Connection:
+    """Connect to a sampler at `host:port`, and agree on a key. Raises SyncBroken.
+
+    The sampler has proved that it knows the secret once a reply of it was read.
+    """
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + _HANDSHAKE_S
+    try:
+        own = socket.create_connection((host.strip("[]"), int(port)), _HANDSHAKE_S)
+    except (OSError, ValueError) as error:
+        raise SyncBroken(f"no sampler listens at {address}: {error}") from error
+    try:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        theirs, hello = exactly(own, _NONCE_BYTES, until), Hello(run_id=run_id, nonce=secrets.token_hex(_NONCE_BYTES))
+        Connection(own).write(hello)
+        return Connection(own, _key(secret, theirs, hello), is_trainer=True)
+    except SyncBroken:
+        own.close()
+        raise
+
+
+# A sampler's end.
+
+Serve = Callable[[Connection, Announcement], None]
+
+
+def listen_locally(path: Path) -> socket.socket:
+    """Listen at a Unix socket that only this user can connect to. A socket that an earlier process left is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with reachable(path) as short:
+        path.unlink(missing_ok=True)
+        listener.bind(short)
+        path.chmod(0o600)
+    listener.listen(8)
+    return listener
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at a free port of one address of this machine. Raises OSError: it is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=_MAX_HANDSHAKES)
+
+
+def accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
+    """Serve trainers until the listener is closed, each in a thread.
+
+    At most 8 at a time are not yet known to be trainers, for 10 seconds at most; more are turned away.
+
+    Args:
+        key: of the sampler, from which each run's secret follows; None: of a Unix socket, whose users are trusted.
+        serve: takes a connection whose trainer is who it says, and its announcement.
+    """
+    free = threading.Semaphore(_MAX_HANDSHAKES)
+
+    def admit(own: socket.socket) -> None:
+        with own:
+            try:
+                try:
+                    connection, announcement = _admitted(own, key)
+                finally:
+                    free.release()
+                serve(connection, announcement)
+            except SyncBroken as broken:
+                print(f"weight sync: {broken}", flush=True)
+
+    while True:
+        try:
+            own, _ = listener.accept()
+        except OSError:
+            return
+        if free.acquire(blocking=False):
+            threading.Thread(target=admit, args=(own,), name="weights", daemon=True).start()
+        else:
+            own.close()
+
+
+def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announcement]:
+    """Return a trainer's connection and announcement. Raises SyncBroken: it does not know its run's secret."""
+    until = time.monotonic() + _HANDSHAKE_S
+    own.settimeout(_HANDSHAKE_S)
+    run_key, run_id = None, None
+    if key is not None:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            own.sendall(nonce)
+        except OSError as error:
+            raise SyncBroken(f"the other end is gone: {error}") from error
+        hello = Connection(own).read(Hello, 1024, until)
+        run_key, run_id = _key(secret_of_run(key, hello.run_id), nonce, hello), hello.run_id
+    connection = Connection(own, run_key)
+    announcement = connection.read(Announcement, _MAX_FIRST_BYTES, until)
+    if run_id is not None and announcement.run_id != run_id:
+        raise SyncBroken("the announcement is of another run")
+    return connection, announcement
+
+
+def _key(secret: bytes, nonce: bytes, hello: Hello) -> bytes:
+    return hmac.digest(secret, nonce + bytes.fromhex(hello.nonce) + hello.run_id.encode(), "sha256")
+
+
+# Bytes.
+
+
+@contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """A name of a socket for a `with` block: addresses have at most 107 bytes, and paths may have more."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> bytes:
+    """Read so many bytes. Raises SyncBroken."""
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            own.settimeout(PATIENCE_S if until is None else max(0.001, until - time.monotonic()))
+            chunk = own.recv(min(1 << 20, num_bytes - len(data)))
+        except TimeoutError as error:
+            raise SyncBroken(f"the other end was silent for {own.gettimeout():.3g} s") from error
+        except OSError as error:
+            raise SyncBroken(f"the other end is gone: {error}") from error
+        if not chunk:
+            raise SyncBroken("the other end is gone")
+        data += chunk
+    return bytes(data)
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """Raises SyncBroken naming the field and the rule."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise SyncBroken(f"no message of this schema: {place}: {first['msg']}") from error

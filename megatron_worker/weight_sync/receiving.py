@@ -1,0 +1,160 @@
+"""A sampler's end of a sync: buckets in their order, each read while the next one travels."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from megatron_worker.weight_sync.buckets import Bucket
+from megatron_worker.weight_sync.connections import Connection
+from megatron_worker.weight_sync.messages import Announcement, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
+from shared.errors import InvalidInput
+
+_WAITS_S = 10.0
+
+
+class _Messages:
+    """The trainer's messages. Those behind which a group was given up are kept for later."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._ahead: deque[Message] = deque()
+
+    def next(self) -> Message:
+        return self._ahead.popleft() if self._ahead else self.connection.read(Message)
+
+    def is_interrupted(self) -> bool:
+        while self.connection.is_readable():
+            self._ahead.append(self.connection.read(Message))
+            if self._ahead[-1].connect is not None:
+                return True
+        return False
+
+
+class Receiving:
+    """One version on its way from a trainer. Everything that comes is checked against its schema."""
+
+    def __init__(self, connection: Connection, announcement: Announcement, device: torch.device) -> None:
+        """Raises InvalidInput: the transport does not work on this device."""
+        self.announcement = announcement
+        self.digest = ""
+        self._connection = connection
+        self._device = device
+        if (reason := why_not(announcement.transport, device)) is not None:
+            raise InvalidInput(f"the sampler does not take it: {reason}", "weight_sync.backend")
+        self._inbound = TRANSPORTS[announcement.transport].inbound(device)
+        self._inbound.prepare(announcement.buffer_bytes)
+        self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
+        self._has_come = threading.Event()  # the first of what is read
+        self._broken: SyncBroken | None = None
+        self._thread = threading.Thread(target=self._read_all, name="weights-read", daemon=True)
+        self._goes_on = threading.Event()
+
+    def begin(self, needs_all: bool) -> None:
+        """Take what was announced, and wait for the first bucket: until it is here nothing has to be given up.
+
+        Raises SyncBroken.
+        """
+        self.reply(Reply(needs_all=needs_all))
+        self._thread.start()
+        self._has_come.wait()
+        if self._broken is not None:
+            raise self._broken
+
+    def reply(self, reply: Reply) -> None:
+        """Answer a message. Raises SyncBroken."""
+        self._connection.write(reply)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Tell the trainer from time to time that it has to wait, until `go_on` is called or the block ends."""
+
+        def tell() -> None:
+            with suppress(SyncBroken):
+                while not self._goes_on.wait(_WAITS_S):
+                    self.reply(Reply(waits=True))
+
+        thread = threading.Thread(target=tell, name="weights-wait", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._goes_on.set()
+            thread.join()
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+    def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield buckets until the commit. A buffer is the trainer's again when the next one is asked for.
+
+        Raises:
+            SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
+        """
+        while True:
+            match self._read.get():
+                case str(digest):
+                    self.digest = digest
+                    return
+                case SyncBroken() as broken:
+                    raise broken
+                case bucket, buffer:
+                    yield bucket, buffer
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)
+                    self.reply(Reply())
+
+    def _read_all(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._read_messages(_Messages(self._connection))
+        except SyncBroken as broken:
+            self._broken = broken
+        except OSError as error:  # no memory for buffers
+            self._broken = SyncBroken(str(error))
+            with suppress(SyncBroken):
+                self.reply(Reply(refused=str(error)))
+        except Exception as error:  # the sampler's other threads must not wait for this one
+            self._broken = SyncBroken(f"{type(error).__name__}: {error}")
+        if self._broken is not None:
+            self._put(self._broken)
+
+    def _put(self, one: tuple[Bucket, Tensor] | str | SyncBroken) -> None:
+        self._read.put(one)
+        self._has_come.set()
+
+    def _read_messages(self, messages: _Messages) -> None:
+        due = 0  # buckets that come again, because others have missed them, are not read twice
+        while True:
+            match messages.next():
+                case Message(connect=connect, bucket=None, commit=None) if connect is not None:
+                    self._inbound.connect(messages, connect)
+                case Message(connect=None, bucket=None, commit=commit) if commit is not None:
+                    self._put(commit.digest)
+                    return
+                case Message(connect=None, bucket=bucket, commit=None) if bucket is not None:
+                    buffer = self._received(bucket, due)
+                    if buffer is None or bucket.number < due:
+                        self.reply(Reply(interrupted=buffer is None))
+                    else:
+                        due += 1
+                        self._put((bucket, buffer))
+                case _:
+                    raise SyncBroken("an empty message")
+
+    def _received(self, bucket: Bucket, due: int) -> Tensor | None:
+        if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number > due:
+            raise SyncBroken(f"bucket {bucket.number} of {bucket.num_bytes} bytes, where {due} is due")
+        return self._inbound.receive(bucket)
+
+    def close(self) -> None:
+        """End the sync: the trainer learns of it by what was replied, or by the end of the connection."""
+        self._connection.shut()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._inbound.finalize()

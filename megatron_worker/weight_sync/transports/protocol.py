@@ -1,0 +1,80 @@
+"""How buckets get from a trainer's buffers into samplers': prepare, connect, send or receive, finalize."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_worker.weight_sync.buckets import Bucket
+from megatron_worker.weight_sync.connections import Connection
+from megatron_worker.weight_sync.messages import Connect, Message
+from megatron_worker.weight_sync.receivers import Receivers
+
+
+class Outbound(Protocol):
+    """The trainer's end, for all samplers of a sync. `buffers`: uint8, filled in turn."""
+
+    buffers: Sequence[Tensor]
+
+    def prepare(self, num_bytes: int) -> None:
+        """Make the buffers. Raises OSError: there is not so much memory."""
+        ...
+
+    def connect(self, receivers: Receivers) -> None:
+        """Give the living samplers what they need to get at the buffers' contents. Some may be lost by it."""
+        ...
+
+    def send(self, bucket: Bucket) -> None:
+        """Set a bucket, in buffer `number % len(buffers)`, on its way to all who live, and return."""
+        ...
+
+    def settle(self, num_under_way: int) -> None:
+        """Wait until all who live have read all but so many buckets."""
+        ...
+
+    def finalize(self) -> None:
+        """Give everything back. Called once, after errors too."""
+        ...
+
+
+class Messages(Protocol):
+    """What a sampler's connection has brought, as its transport sees it."""
+
+    connection: Connection
+
+    def is_interrupted(self) -> bool:
+        """Return True if the trainer has given up what it sent before. Raises SyncBroken: it is gone."""
+        ...
+
+
+class Inbound(Protocol):
+    """A sampler's end of one sync."""
+
+    def prepare(self, num_bytes: int) -> None:
+        """Note how large a buffer is. Nothing is allocated before `connect`."""
+        ...
+
+    def connect(self, messages: Messages, given: Connect) -> None:
+        """Get at the buffers, and tell the trainer. Raises SyncBroken, or OSError: there is not so much memory."""
+        ...
+
+    def receive(self, bucket: Bucket) -> Tensor | None:
+        """Return the buffer that holds a bucket; it is the trainer's again after the reply. None: the group broke."""
+        ...
+
+    def finalize(self) -> None:
+        """Give everything back. Called once, after errors too."""
+        ...
+
+
+class LocalOutbound:
+    """What transports have in common whose buffers both ends see: a message says that one is full."""
+
+    buffers: Sequence[Tensor]
+    _receivers: Receivers
+
+    def send(self, bucket: Bucket) -> None:
+        self._receivers.send(Message(bucket=bucket))
+
+    def settle(self, num_under_way: int) -> None:
+        self._receivers.settle(num_under_way)

@@ -1,0 +1,54 @@
+"""Every transport by its name: its two ends, the devices that it works on, and the choice of one for a sync.
+
+`store` is no transport: samplers load what is published. `delta` is none either: changes.py makes the contents of
+buckets smaller, whatever they travel by.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
+from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound, CudaOutbound
+from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
+from megatron_worker.weight_sync.transports.shared_memory import SharedMemoryInbound, SharedMemoryOutbound
+from shared.jobs.weight_sync import SyncTarget, Transport
+
+
+@dataclass(frozen=True)
+class Ends:
+    outbound: Callable[[torch.device], Outbound]
+    inbound: Callable[[torch.device], Inbound]
+    devices: tuple[str, ...]
+
+
+TRANSPORTS: dict[Transport, Ends] = {
+    "shared_memory": Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda")),
+    "cuda_ipc": Ends(CudaOutbound, CudaInbound, ("cuda",)),
+    "collective": Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda")),
+}
+
+
+def choose(target: SyncTarget) -> Transport:
+    """Return the transport of a sync: the one that is named; else shared_memory where all samplers are on this machine.
+
+    `collective` is taken where one is not and some have an address. Its group is of gloo or NCCL by the device.
+    """
+    match target.backend:
+        case "auto" | "delta":
+            are_here = all(os.access(place.socket, os.W_OK) for place in target.places)
+            return "collective" if not are_here and any(place.address for place in target.places) else "shared_memory"
+        case named:
+            return named
+
+
+def why_not(name: Transport, device: torch.device) -> str | None:
+    """Return why a transport does not work on a device, and which do."""
+    if device.type in TRANSPORTS[name].devices:
+        return None
+    possible = ", ".join(other for other, ends in TRANSPORTS.items() if device.type in ends.devices)
+    return (
+        f"{name} needs {' or '.join(TRANSPORTS[name].devices)}, and this is {device.type}: possible here are {possible}"
+    )
