@@ -1,0 +1,147 @@
+"""A trainer or a sampler that is killed, or a connection that is cut, in each phase: no half-loaded weights are used.
+
+Samplers that are killed are processes of their own; the trainer is this one. That the trainer is gone looks to a sampler
+as the end of its connections, which is what an exception in a phase leaves behind.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_worker.sampler.models import Refused
+from shared.jobs.weight_sync import SyncTarget
+from tests import forks
+from tests.forks import Program
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import start
+from tests.megatron_worker.launch import REPOSITORY, environment
+from tests.megatron_worker.rows import random_rows
+from tests.megatron_worker.weight_sync import samplers as here
+from tests.megatron_worker.weight_sync.samplers import Listening, listening
+from tests.megatron_worker.weight_sync.test_sync import BUCKET, At, Killed, die, sync
+
+WAYS = ["shared_memory", "collective"]
+# The last two: the version is whole, and the sampler may have it.
+PHASES = ["prepare", "connect", "settle 0", "fill 0", "send 0", "send 1", "settle 3", "settle", "commit", "finalize"]
+forks._FORKS.set_forkserver_preload(forks.IMPORTED)
+
+
+def listen_apart(model, folder):
+    """A sampler's process: it says its address, and waits to be killed."""
+    with listening(model, folder, 1) as [sampler]:
+        (folder / "address.tmp").write_text(f"{sampler.path}\n{sampler.address}")
+        (folder / "address.tmp").rename(folder / "address")
+        threading.Event().wait()
+
+
+@contextlib.contextmanager
+def apart(model, folder):
+    """A sampler in a process of its own, as (path, address, pid)."""
+    folder.mkdir()
+    said = folder / "said"
+    program = Program(partial(listen_apart, model, folder), sys.argv, environment(), REPOSITORY, said, said)
+    process = forks._FORKS.Process(target=program, daemon=True)
+    process.start()
+    try:
+        while not (folder / "address").exists():
+            assert process.is_alive(), said.read_text()
+            time.sleep(0.02)
+        path, address = (folder / "address").read_text().splitlines()
+        yield Listening(None, None, None, path, address), process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def equal(sampler, driven):
+    return all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, way):
+    """The survivor gets every tensor to the bit, in the same sync; the trainer names the one that is lost."""
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [survivor]:
+        for version, phase in enumerate(["connect", "fill 0", "send 1", "settle 3", "commit"]):
+            train(driven, [[random_rows([17], seed=version)]], learning_rate=1e-4)
+            with apart(model, tmp_path / phase.replace(" ", "-")) as (victim, pid):
+                kill = At(phase, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+                done = sync(driven, None, [victim, survivor], version, way, phases=kill)
+            assert phase in kill.seen
+            assert set(done.problems) <= {victim.path} and (phase == "commit" or done.problems), done.problems
+            assert equal(survivor, driven)
+            assert [card.id for card in survivor.models.cards().data] == [f"sync-{done.digest}"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(model, tmp_path, way):
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
+        for version, phase in enumerate(PHASES):
+            assert sync(driven, None, [sampler], 2 * version, way).problems == {}
+            [old] = [card.id for card in sampler.models.cards().data]
+            before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
+            train(driven, [[random_rows([17], seed=version)]], learning_rate=1e-4)
+            with pytest.raises(Killed):
+                sync(driven, None, [sampler], 2 * version + 1, way, phases=At(phase, die))
+            with sampler.models._syncing:  # its end of the sync is over
+                names = [card.id for card in sampler.models.cards().data]
+            if names == [old]:
+                assert phase in PHASES[:6]  # until it has begun to write, which nothing of it waits for
+                assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in before.items())
+            elif names:
+                assert phase == "finalize" and equal(sampler, driven)
+            else:
+                with pytest.raises(Refused, match="not complete"):
+                    sampler.models.find(old)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
+    """The link to one sampler is cut at a bucket; the other has the version, and the cut one nothing that is named."""
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 2) as [cut, kept]:
+        sending = []
+
+        def cut_the_first():
+            sending[0]._receivers.living[0].connection.shut()
+
+        phases = At("fill 2", cut_the_first)
+        paths = SyncTarget(
+            sockets=(cut.path, kept.path),
+            addresses=(cut.address, kept.address),
+            version=1,
+            backend=way,
+            bucket_bytes=BUCKET,
+        )
+        started = threading.Event()
+        gate = At("prepare", lambda: started.wait(30))
+
+        class Both(At):
+            @contextlib.contextmanager
+            def __call__(self, name):
+                with gate(name), phases(name):
+                    yield
+
+        both = Both("", None)
+        sending.append(here_send(driven, paths, both))
+        started.set()
+        done = sending[0].wait()
+        assert list(done.problems) == [cut.path]
+        assert equal(kept, driven)
+        with cut.models._syncing:
+            assert cut.models.cards().data == []
+
+
+def here_send(driven, target, phases):
+    from megatron_worker.weight_sync.sender import send
+
+    return send(driven.outgoing(None), target, "run", 0, 1, None, here.access_of("run"), phases)
