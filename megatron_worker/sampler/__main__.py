@@ -47,10 +47,11 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.answers import Answers, Limits
         from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
-        from megatron_worker.sampler.models import Models, accept_remote_weights, accept_weights
+        from megatron_worker.sampler.models import Models
         from megatron_worker.sampler.server import Server
         from megatron_worker.sampler.sleep import Sleep
         from megatron_worker.training.evaluation import read_stop_ids
+        from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 
     torch.set_num_threads(options.threads)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -71,11 +72,11 @@ def serve(options: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: generator.stop())
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     if options.weights_socket is not None:
-        accept_weights(options.weights_socket, models)
+        accept_locally(options.weights_socket, models.receive)
     address = None
     if options.weights_address is not None:
         key = bytes.fromhex(_key(options.weights_key_file))
-        address = accept_remote_weights(options.weights_address, key, models)
+        address = accept_remotely(options.weights_address, key, models.receive)
     ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name, weights_address=address)
     write_atomically(options.ready_file, ready.model_dump_json().encode())
     generator.run()

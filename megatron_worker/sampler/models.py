@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
-from megatron_worker.weight_sync.connections import Connection, accept, listen, listen_locally
+from megatron_worker.weight_sync.connections import Connection
 from megatron_worker.weight_sync.messages import Announcement, Reply
 from megatron_worker.weight_sync.receiving import Receiving
 from shared.chat.completions import (
@@ -355,26 +355,6 @@ class Models:
                     self._let_go.wait_for(lambda: not self._num_held)
             self._change(write, announcement.name)
         receiving.reply(Reply())
-
-
-def accept_weights(path: Path, models: Models) -> None:
-    """Take weights from trainers at a Unix socket, in threads. Only this user can connect."""
-    listener = listen_locally(path)
-    threading.Thread(target=accept, args=(listener, None, models.receive), name="weights", daemon=True).start()
-
-
-def accept_remote_weights(host: str, key: bytes, models: Models) -> str:
-    """Take weights from trainers that know their run's secret, at a free port of one address; returns `host:port`.
-
-    Raises InvalidInput: the address is not this machine's.
-    """
-    try:
-        listener = listen(host)
-    except OSError as error:
-        raise InvalidInput(f"no weights can be taken at {host}: {error.strerror}", "weights_address") from error
-    threading.Thread(target=accept, args=(listener, key, models.receive), name="weights", daemon=True).start()
-    port = listener.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parsed(model: type[R], body: bytes) -> R:

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken
 from shared.contract import Frozen, Sha256
+from shared.errors import InvalidInput
 from shared.jobs.weight_sync import secret_of_run
 
 PATIENCE_S = 120.0  # for the other end's next message; it lives but is stuck
@@ -157,24 +158,40 @@ def connect(address: str, run_id: str, secret: bytes) -> Connection:
 Serve = Callable[[Connection, Announcement], None]
 
 
-def listen_locally(path: Path) -> socket.socket:
-    """Listen at a Unix socket that only this user can connect to. A socket that an earlier process left is replaced."""
+def accept_locally(path: Path, serve: Serve) -> None:
+    """Serve trainers at a Unix socket, in threads. Only this user can connect.
+
+    A socket that an earlier process left is replaced.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with reachable(path) as short:
         path.unlink(missing_ok=True)
         listener.bind(short)
         path.chmod(0o600)
     listener.listen(8)
-    return listener
+    threading.Thread(target=_accept, args=(listener, None, serve), name="weights", daemon=True).start()
 
 
-def listen(host: str) -> socket.socket:
-    """Listen at a free port of one address of this machine. Raises OSError: it is not this machine's."""
+def accept_remotely(host: str, key: bytes, serve: Serve) -> str:
+    """Serve trainers that know their run's secret, at a free port of one address; returns `host:port`.
+
+    Args:
+        key: the samplers', from which each run's secret follows.
+
+    Raises:
+        InvalidInput: the address is not this machine's.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=_MAX_HANDSHAKES)
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=_MAX_HANDSHAKES)
+    except OSError as error:
+        raise InvalidInput(f"no weights can be taken at {host}: {error.strerror}", "weights_address") from error
+    threading.Thread(target=_accept, args=(listener, key, serve), name="weights", daemon=True).start()
+    port = listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
+def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
     """Serve trainers until the listener is closed, each in a thread.
 
     At most 8 at a time are not yet known to be trainers, for 10 seconds at most; more are turned away.

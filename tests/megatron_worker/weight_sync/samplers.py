@@ -10,7 +10,8 @@ import torch
 
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.sampler.models import Models, accept_remote_weights, accept_weights
+from megatron_worker.sampler.models import Models
+from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 from shared.jobs.weight_sync import SyncAccess, SyncTarget, secret_of_run
 
 NAME = "tiny"
@@ -56,8 +57,8 @@ def listening(model: Path, folder: Path, num: int, dtype: torch.dtype = torch.fl
         models = Models(NAME, model, decoder, generator, 256)
         path = folder / ("a-long-name-" * 8) / f"{number}.sock"
         path.parent.mkdir(exist_ok=True)
-        accept_weights(path, models)
-        address = accept_remote_weights("127.0.0.1", KEY, models)
+        accept_locally(path, models.receive)
+        address = accept_remotely("127.0.0.1", KEY, models.receive)
         threading.Thread(target=generator.run, daemon=True).start()
         found.append(Listening(models, decoder, generator, str(path), address))
     try:

@@ -11,13 +11,11 @@ from tokenizers import Tokenizer
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.models import Refused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
-from megatron_worker.weight_sync.buckets import cut, fill, shapes_sha256
-from megatron_worker.weight_sync.shared_memory import Announcement, Buffers, Message, Receiver
 from shared.chat.completions import Sampling
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.weight_sync.samplers import listening
-from tests.megatron_worker.weight_sync.test_sync import BUCKET, STEPS, sync
+from tests.megatron_worker.weight_sync.test_sync import STEPS, At, Killed, die, sync
 
 NEWEST = "run-newest"
 
@@ -146,24 +144,23 @@ def test_samples_under_weights_that_are_lost_are_asked_again(model, tmp_path, he
         begin(sampler, model, "full")
         under_way = draw(sampler, 40, is_held=held)
         assert held.reached.wait(300)
-        outgoing, buffers = driven.outgoing(None), Buffers(BUCKET)
-        receiver = Receiver(sampler.path)
-        shapes = shapes_sha256(outgoing.shapes.items())
-        announcement = Announcement(run_id="run", version=1, shapes_sha256=shapes, buffer_bytes=BUCKET, name=NEWEST)
-        receiver.announce(announcement, buffers)
-        receiver.send(Message(bucket=fill(buffers.tensors[0], 0, next(cut(outgoing.tensors, BUCKET)))))
+
+        def killed():
+            with pytest.raises(Killed):
+                sync(driven, None, [sampler], 1, phases=At("fill 2", die), name=NEWEST)
+
+        sending = threading.Thread(target=killed)
+        sending.start()
         has_come(sampler)
         queued = draw(sampler, 3)
         held.may_go_on.set()
-        receiver.settle(0)
-        receiver.close()
+        sending.join(300)
         assert under_way.done.wait(300) and queued.done.wait(300)
         assert under_way.is_late and queued.is_late and not queued.sequences[0].token_ids
         with pytest.raises(Refused, match="not complete"):
             sampler.models.find(NEWEST)
         update(sampler, 1, model)
         assert draw(sampler, 3).done.wait(300)
-        buffers.close()
 
 
 def test_held_weights_stay_until_they_are_let_go(model, tmp_path):

@@ -1,7 +1,7 @@
-"""A trainer or a sampler that is killed, or a connection that is cut, in each phase: no half-loaded weights are used.
+"""A trainer or a sampler that is killed, or a connection that is cut, in each phase: nothing half-loaded is used.
 
-Samplers that are killed are processes of their own; the trainer is this one. That the trainer is gone looks to a sampler
-as the end of its connections, which is what an exception in a phase leaves behind.
+Samplers that are killed are processes of their own. A trainer that is gone is, to a sampler, the end of its
+connections, which is what an exception in a phase leaves behind.
 """
 
 import contextlib

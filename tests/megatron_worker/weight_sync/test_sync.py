@@ -22,7 +22,7 @@ from megatron_worker.weight_sync.sender import Sent, send
 from megatron_worker.weight_sync.transports.shared_memory import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncTarget
+from shared.jobs.weight_sync import SyncAccess, SyncTarget
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows
@@ -30,6 +30,36 @@ from tests.megatron_worker.weight_sync.samplers import NAME, access_of, listenin
 
 STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
 BUCKET = 1 << 14  # the tiny model needs many
+
+
+def test_a_stranger_who_does_not_know_the_secret_is_refused_in_bounded_time(model, tmp_path):
+    """Neither a wrong secret, another run's, nor silence gets weights in; nor does a run that sends as another."""
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        target = target_of([sampler], 1, "collective", BUCKET)
+        for access in (SyncAccess(), SyncAccess(secret="0" * 64), access_of("another")):
+            done = send(driven.outgoing(None), target, "run", 0, 1, None, access).wait()
+            assert list(done.problems) == [sampler.path] and done.digest is None
+        host, port = sampler.address.split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(12)]
+        assert [card.id for card in sampler.models.cards().data] == [NAME]
+        for one in silent:
+            one.close()
+        deadline = time.monotonic() + 60
+        while sync(driven, None, [sampler], 1, "collective").problems:
+            assert time.monotonic() < deadline
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
+
+
+def test_a_backend_that_cannot_be_and_a_profile_that_cannot_be_written_are_said(model, tmp_path):
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        refused = sync(driven, None, [sampler], 1, "cuda_ipc")
+        assert "possible here are shared_memory, collective" in refused.problems[sampler.path]
+        target = target_of([sampler], 1, "shared_memory", BUCKET)
+        profile = SyncAccess(profile=str(tmp_path / "none" / "trace.json"))
+        done = send(driven.outgoing(None), target, "run", 0, 1, None, profile).wait()
+        assert done.problems == {} and "cannot be written" in done.profile_problem
 
 
 def shapes_of(sampler):

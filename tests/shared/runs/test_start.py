@@ -92,3 +92,15 @@ def test_a_weight_sync_that_cannot_be_is_refused(sync, place):
     with pytest.raises(ValidationError) as refused:
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": sync}})
     assert refused.value.errors()[0]["loc"] == ("rollouts", "weight_sync", place)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl", "hccl", "pigeon"])
+def test_a_backend_that_there_is_not_is_refused_with_those_that_there_are(backend):
+    with pytest.raises(ValidationError, match="possible are auto, store, shared_memory, collective, cuda_ipc, delta"):
+        RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": {"backend": backend}}})
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "x" * 65, "a/b/c/d/e"])
+def test_a_profile_stays_in_its_folder(path):
+    with pytest.raises(ValidationError):
+        RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": {"profile_path": path}}})
