@@ -1,6 +1,6 @@
 """`cuda_ipc`: two buffers on the trainer's CUDA device, which samplers of the same machine open by CUDA's handles.
 
-It has never run on a GPU: tests/gpu/test_weight_sync.py is what it has to pass. `auto` does not choose it before.
+It has never run on a GPU, and no test of it exists yet: `auto` does not choose it before that.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,10 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -32,6 +35,7 @@ class Buffers:
         self._maps: list[mmap.mmap] = []
         try:
             if descriptors is None:
+                _check_available(NUM_BUFFERS * num_bytes)
                 for number in range(NUM_BUFFERS):
                     self.descriptors.append(os.memfd_create(f"longshore-weights-{number}", os.MFD_CLOEXEC))
                     os.posix_fallocate(self.descriptors[-1], 0, num_bytes)
@@ -48,6 +52,20 @@ class Buffers:
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
+
+
+def _check_available(num_bytes: int) -> None:
+    """Raise OSError if this machine or container has not so much memory left.
+
+    The kernel does not refuse: it would make room until it ends a process.
+    """
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no such container, or "max"
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - used)
+    if num_bytes > available:
+        raise OSError(f"{available} bytes of memory are left")
 
 
 class SharedMemoryOutbound(LocalOutbound):

@@ -217,6 +217,13 @@ def test_what_is_no_message_does_no_harm(model, tmp_path):
         assert sync(start("megatron", model, "full"), None, [sampler], 1).problems == {}
 
 
+def test_buffers_that_no_memory_is_left_for_are_refused():
+    before = num_open()
+    with pytest.raises(OSError, match=r"no 2 shared buffers of \d+ bytes: \d+ bytes of memory are left"):
+        Buffers(1 << 50)
+    assert num_open() == before
+
+
 @pytest.mark.parametrize("way", ["shared_memory", "collective"])
 def test_nothing_is_left_open(model, tmp_path, way):
     driven = start("megatron", model, "full")
