@@ -59,17 +59,18 @@ class CancelFlag:
 class Turns:
     """Chooses the next pass fairly: of the tenant that has had the least time, the run that has waited longest.
 
-    A tenant that comes (back) counts as having had at least as much time as the tenant that had the least: so it cannot
-    take all the time to catch up, and gains nothing by going away.
+    Time is divided by the tenant's weight: twice the weight, twice the time. A tenant that comes (back) counts as
+    having had at least as much time as the tenant that had the least: so it cannot take all the time to catch up, and
+    gains nothing by going away.
     """
 
     def __init__(self) -> None:
         self._had_by_s: dict[str, float] = {}
         self._least_s = 0.0
 
-    def had(self, tenant: str, seconds: float) -> None:
+    def had(self, tenant: str, seconds: float, weight: float = 1.0) -> None:
         """Count the seconds of a tenant's pass."""
-        self._had_by_s[tenant] = self._had_s(tenant) + seconds
+        self._had_by_s[tenant] = self._had_s(tenant) + seconds / weight
 
     def next(self, waiting: Sequence[tuple[str, str]]) -> str:
         """Return the run to go on with. `waiting`: pairs of run and tenant, those first that have waited longest."""
@@ -207,7 +208,7 @@ class Worker:
             end_job(task.job, outcome, self._warm, task.report, self._ranks, task.archive)
             return outcome
         finally:
-            self._turns.had(task.job.tenant, time.monotonic() - began)
+            self._turns.had(task.job.tenant, time.monotonic() - began, task.job.tenant_weight)
         task.random_state = random_state()
         self._in_hand[run_id] = task
         return None

@@ -42,11 +42,11 @@ AWAY = (
 LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 
-def share_of(tenant: str) -> Priority:
+def share_of(tenant: str, weight: float = 1.0) -> Priority:
     """Return the priority of a tenant's workflows, which their activities inherit: of tasks in a queue, such as
-    leases of GPU hosts, each tenant gets its share, if the server is configured for it (docs/operations.md).
+    leases of GPU hosts, each tenant gets its share by weight, if the server is configured for it (docs/operations.md).
     """
-    return Priority(fairness_key=tenant)
+    return Priority(fairness_key=tenant, fairness_weight=None if weight == 1.0 else weight)
 
 
 class Temporal:
@@ -75,7 +75,7 @@ class Temporal:
             raise
 
     async def start(
-        self, workflow: str, request: Any, workflow_id: str, tenant: str, **options: Any
+        self, workflow: str, request: Any, workflow_id: str, tenant: str, weight: float = 1.0, **options: Any
     ) -> WorkflowHandle[Any, Any]:
         """Start a tenant's workflow on a control host. `options`: of `Client.start_workflow`."""
         async with self.client() as client:
@@ -84,7 +84,7 @@ class Temporal:
                 request,
                 id=workflow_id,
                 task_queue=self._settings.control_queue,
-                priority=share_of(tenant),
+                priority=share_of(tenant, weight),
                 rpc_timeout=PATIENCE,
                 **options,
             )

@@ -144,6 +144,12 @@ class QuotaSettings(BaseModel, extra="forbid"):
         description="whose adapters are trained on one worker: `tenant`, also where absent: this one's; `all`: those "
         "of every tenant of which the same is said; `none`: one run's",
     )
+    worker_weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
+    )
 
 
 class RateLimitSettings(BaseModel):

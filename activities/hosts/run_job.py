@@ -53,6 +53,7 @@ class JobRequest(Frozen):
     cancel_grace_s: float
     passed_over: tuple[str, ...] = ()  # URIs of checkpoints in which a worker found damage
     tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 class JobResult(Frozen):
@@ -153,6 +154,7 @@ class _Attempt:
             commands_dir=str(self.outputs / "commands") if isinstance(request.plan, SessionPlan) else None,
             start=start.artifact if start else None,
             tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
         )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)

@@ -302,7 +302,7 @@ class Inference:
         following: asyncio.Future[None] | None = None
         async with self._temporal.client() as client:
             completion_id = f"completion-{secrets.token_hex(12)}"
-            options = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
+            options: dict[str, Any] = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
             starting = asyncio.ensure_future(
                 self._temporal.start(COMPLETION_WORKFLOW, start, completion_id, start.request.tenant, **options)
             )

@@ -17,7 +17,7 @@ from service.runs.views import RunView
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
 from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
-from shared.settings import WorkerSharing
+from shared.settings import QuotaSettings
 
 _KEPT = 1024
 _STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
@@ -102,9 +102,9 @@ class RunRows:
 
         return await self._database.writing(work)
 
-    async def worker_sharing(self, tenant: str) -> WorkerSharing | None:
-        """Return which other tenants' adapters may be trained on one worker with a tenant's."""
-        return await self._database.reading(lambda session: self._quotas.of(session, tenant).worker_sharing)
+    async def quotas(self, tenant: str) -> QuotaSettings:
+        """Return a tenant's quotas: its own where it has them, else the installation's."""
+        return await self._database.reading(lambda session: self._quotas.of(session, tenant))
 
     async def check_place(self, tenant: str) -> None:
         """Raises QuotaExceeded when a tenant may not have one more run going on."""

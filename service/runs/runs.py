@@ -176,7 +176,9 @@ class Runs:
         name, start = await self.workflow_of(record, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
         try:
-            await self._temporal.start(name, start, record.run_id, record.tenant, id_reuse_policy=policy)
+            await self._temporal.start(
+                name, start, record.run_id, record.tenant, start.tenant_weight, id_reuse_policy=policy
+            )
         except WorkflowAlreadyStartedError:
             if resumed:
                 raise Conflict(f"{record.run_id} is running") from None
@@ -184,10 +186,10 @@ class Runs:
     async def workflow_of(
         self, record: RunRecord, *, start_id: str | None = None, resumed: bool = False, goes_on_from: str | None = None
     ) -> tuple[str, AnyStart]:
-        """Return the name and input of a run's workflow, with the tenant's current rule for sharing workers."""
-        sharing = await self._rows.worker_sharing(record.tenant)
+        """Return the name and input of a run's workflow, with the tenant's current rules for sharing workers."""
+        quotas = await self._rows.quotas(record.tenant)
         return workflow_of(
-            record, self._settings, sharing, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
+            record, self._settings, quotas, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
         )
 
     # Showing.

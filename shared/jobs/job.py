@@ -358,7 +358,8 @@ class Job(Frozen):
         default=None, description="of a session: its commands as <number>.json, results beside them"
     )
     start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
-    tenant: str = Field(default="", description="whose run it is: tenants have a worker's time in equal shares")
+    tenant: str = Field(default="", description="whose run it is: tenants share a worker's time by their weights")
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of it, beside those of others")
 
     @property
     def needs_its_beginning(self) -> bool:

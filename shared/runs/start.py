@@ -26,7 +26,7 @@ from shared.runs.requests import (
 from shared.runs.rollouts import Rollouts
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
-from shared.settings import Settings, WorkerSharing
+from shared.settings import QuotaSettings, Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
@@ -62,6 +62,7 @@ class Start(Frozen):
     shares_with: str | None = Field(
         default=None, description="the group of runs that its adapters may be trained beside, on one worker"
     )
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of a shared worker's time")
 
 
 class RunStart(Start):
@@ -93,7 +94,7 @@ AnyStart = RunStart | RLStart | SessionStart
 def workflow_of(
     record: RunRecord,
     settings: Settings,
-    sharing: WorkerSharing | None,
+    quotas: QuotaSettings,
     *,
     start_id: str | None = None,
     resumed: bool = False,
@@ -102,7 +103,7 @@ def workflow_of(
     """The name and input of the workflow that does a run.
 
     Args:
-        sharing: whose adapters may be trained beside the run's.
+        quotas: the tenant's: whose adapters may be trained beside the run's, and its part of a worker's time.
         start_id: one that nobody has used; a new one if absent.
         goes_on_from: of a resumed run, what `result_sha256` says.
     """
@@ -116,7 +117,8 @@ def workflow_of(
         "resumed": resumed,
         "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",
-        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[sharing or "tenant"],
+        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[quotas.worker_sharing or "tenant"],
+        "tenant_weight": quotas.worker_weight or 1.0,
     }
     match record.run:
         case SFTRun() | DPORun() as run:

@@ -142,6 +142,16 @@ def test_a_single_command_waits_for_no_queue_of_another_tenant_s(seed: int) -> N
             do("many")
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0, 3.0])
+def test_a_tenant_has_time_by_its_weight(weight):
+    turns, had = Turns(), Counter[str]()
+    for _ in range(400):
+        tenant = turns.next([("a1", "a"), ("a2", "a"), ("b1", "b")])[0]
+        turns.had(tenant, 1.0, weight if tenant == "a" else 1.0)
+        had[tenant] += 1
+    assert had["a"] / had["b"] == pytest.approx(weight, rel=0.02)
+
+
 def test_nobody_gains_by_going_away_and_nobody_loses():
     """As a tenant does whose jobs are short, or whose inputs take their time to come."""
     turns, had = Turns(), Counter[str]()

@@ -180,11 +180,13 @@ def test_tenants_have_quotas(cli: Cli) -> None:
             "7.5",
             "--worker-sharing",
             "tenant",
+            "--worker-weight",
+            "2.5",
         ).code
         == 0
     )
     quotas = cli("tenants", "usage", "harbour", "--json").json["quotas"]
-    rest = {"concurrent_runs": None, "worker_sharing": "tenant"}
+    rest = {"concurrent_runs": None, "worker_sharing": "tenant", "worker_weight": 2.5}
     assert quotas == {"gpu_hours": 7.5, "stored_bytes": 3 << 30, **rest}
     assert re.search(r"^stored +0 bytes +3.00 GiB$", cli("tenants", "usage", "harbour").stdout, re.MULTILINE)
     assert cli("tenants", "quotas", "harbour", "--worker-sharing", "nobody").code == 2

@@ -64,7 +64,7 @@ def test_tenants_share_workers_where_it_is_said_of_them(service: Service, api, t
     with service.http(made["key"]["key"]) as apart:
         assert asyncio.run(told(started(api, seed=SUCCEEDS))) == "default"
         assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == ""
-        assert api.put("/tenants/apart/quotas", json={"worker_sharing": "none"}).status_code == 200
+        assert api.put("/tenants/apart/quotas", json={"worker_sharing": "none", "worker_weight": 2}).status_code == 200
         assert asyncio.run(told(started(apart, seed=SUCCEEDS))) is None
         assert api.put("/tenants/apart/quotas", json={}).status_code == 200
         assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == "apart"

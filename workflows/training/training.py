@@ -236,6 +236,7 @@ class Training:
             cancel_grace_s=self.start.timing.cancel_grace_s,
             passed_over=self._passed_over,
             tenant=self.start.tenant,
+            tenant_weight=self.start.tenant_weight,
         )
         cancellation = workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
         async with self.device():

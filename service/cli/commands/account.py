@@ -40,6 +40,11 @@ class SharingName(StrEnum):
 Sharing = Annotated[SharingName | None, typer.Option(help="Whose adapters may be trained beside its own on a worker.")]
 
 
+Weight = Annotated[
+    float | None, typer.Option(min=0.001, max=1000, help="Its part of shared workers and of queues, beside others' 1.")
+]
+
+
 class ScopeName(StrEnum):  # Typer takes no list of a Literal
     read = "read"
     write = "write"
@@ -134,9 +139,10 @@ def create_tenant(
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
+    worker_weight: Weight = None,
 ) -> Answer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
-    quotas = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing)
+    quotas = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing, worker_weight)
     body = {"tenant": tenant, "title": title, "quotas": quotas}
     made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
@@ -172,21 +178,27 @@ def quotas(
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
+    worker_weight: Weight = None,
 ) -> Answer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
-    body = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing)
+    body = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing, worker_weight)
     client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
 def _quotas(
-    concurrent_runs: int | None, gpu_hours: float | None, stored_bytes: int | None, worker_sharing: str | None
+    concurrent_runs: int | None,
+    gpu_hours: float | None,
+    stored_bytes: int | None,
+    worker_sharing: str | None,
+    worker_weight: float | None,
 ) -> dict[str, float | str]:
     given = {
         "concurrent_runs": concurrent_runs,
         "gpu_hours": gpu_hours,
         "stored_bytes": stored_bytes,
         "worker_sharing": worker_sharing,
+        "worker_weight": worker_weight,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -200,8 +212,9 @@ def _usage(found: dict[str, Any]) -> Answer:
             ("stored", "stored_bytes"),
         )
     )
+    weight = ("part of shared workers", "", str(found["quotas"]["worker_weight"] or 1))
     sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "tenant")
-    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), [*rows, sharing]))
+    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), [*rows, sharing, weight]))
 
 
 def _in_units(name: str, value: float | None, nothing: str = "") -> str:
