@@ -99,6 +99,7 @@ def test_every_accepted_step_is_trained_exactly_once(
     run_id, steps = _train(fresh_stack, tiny_model, groups, strike)
     for timer in dying:
         timer.join()
+    wait_until(lambda: fresh_stack.cli("ls", check=False).code == 0, "the service is back, if it was killed last")
     fresh_stack.cli("finish", run_id)
     paths = sorted((fresh_stack.root / "store" / "runs" / run_id / "steps").iterdir())
     records = [json.loads(path.read_text()) for path in paths]
