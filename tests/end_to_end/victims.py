@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -14,8 +15,9 @@ Victim = Callable[[Stack], list[psutil.Process]]
 
 
 def ranks(stack: Stack) -> list[psutil.Process]:
-    found = stack.processes("megatron_worker")
-    return [p for p in found if not {LAUNCHER, SAMPLER} & set(_command(p))]
+    """Ranks of workers that have a lease; of those that are kept warm where none has."""
+    found = [p for p in stack.processes("megatron_worker") if not {LAUNCHER, SAMPLER} & set(_command(p))]
+    return [p for p in found if _is_leased(p)] or found
 
 
 def a_rank(stack: Stack) -> list[psutil.Process]:
@@ -73,6 +75,11 @@ def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
+
+
+def _is_leased(rank: psutil.Process) -> bool:
+    command = _command(rank)
+    return "--root" in command and any(Path(command[command.index("--root") + 1], "leases").glob("*.json"))
 
 
 def _command(process: psutil.Process) -> list[str]:
