@@ -80,6 +80,7 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "sampling": ("web", "control"),
     "sampling__api_key": ("control",),
     "sampling__vllm_command": ("sampler",),
+    "tinker__max_tokens": _SERVICES,  # no secret, though it is named like one
     "sampling__weights_address": ("sampler",),
 }
 """Settings that hold secrets, and the kinds of process that get them; other settings go to all that read settings."""
