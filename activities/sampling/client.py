@@ -194,8 +194,7 @@ class Sampler:
         found = StreamedAnswer(num_choices, tell, self._url)
 
         def take(response: "httpx.Response") -> bytes:
-            nonlocal found
-            found = StreamedAnswer(num_choices, tell, self._url)  # an attempt before this one may have begun
+            found.begin()
             for line in lines(response, max_bytes, self._url):
                 found.line(line)
             return b""

@@ -49,7 +49,7 @@ class Complete:
             InvalidInput: the question cannot be answered; names the field.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        prompt_ids, stream = None, _Stream(request.asked)
+        prompt_ids, stream = None, _Stream(request)
         with beating(lambda: stream.drawn, stream.news), self._samplers.open(request.place) as opened:
             if isinstance(request.asked, ChatRequest):
                 prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
@@ -115,10 +115,9 @@ class Complete:
 class _Stream:
     """What an answer that is to be streamed has so far. The activity's heartbeats carry it to the service."""
 
-    def __init__(self, asked: ChatRequest | CompletionRequest) -> None:
-        # Where ids are asked for, they come first, and with them the whole answer.
-        self._is_wanted = bool(asked.stream and not asked.return_token_ids)
-        self._hides_calls = isinstance(asked, ChatRequest) and bool(asked.offered_tools)
+    def __init__(self, request: CompleteRequest) -> None:
+        self._is_wanted = request.tells_text
+        self._hides_calls = isinstance(request.asked, ChatRequest) and bool(request.asked.offered_tools)
         self._told_at = 0.0
         self.drawn: DrawnSoFar | None = None
         self.news = threading.Event()

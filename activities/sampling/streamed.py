@@ -34,10 +34,15 @@ class StreamedAnswer:
     """
 
     def __init__(self, num_choices: int, tell: Tell, place: str) -> None:
-        self._parts: list[list[Choice]] = [[] for _ in range(num_choices)]
-        self._texts = [""] * num_choices
+        self._num_choices = num_choices
         self._tell = tell
         self._place = place
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an attempt before this one has brought."""
+        self._parts: list[list[Choice]] = [[] for _ in range(self._num_choices)]
+        self._texts = [""] * self._num_choices
         self._head: CompletionChunk | None = None
         self._usage: Usage | None = None
 

@@ -308,7 +308,7 @@ class Inference:
             )
             try:
                 handle = await asyncio.shield(starting)
-                if so_far is not None:
+                if so_far is not None and start.request.tells_text:
                     following = asyncio.ensure_future(so_far.follow(client, handle))
                 answer: Completed = await handle.result()
             except asyncio.CancelledError:

@@ -50,6 +50,11 @@ class CompleteRequest(Frozen):
     asked: ChatRequest | CompletionRequest
     answer_id: str | None = Field(default=None, description="of an answer that is streamed, to messages")
 
+    @property
+    def tells_text(self) -> bool:
+        """True if text is told while it is drawn. Where ids are asked for, the prompt's come first, with the rest."""
+        return bool(self.asked.stream and not self.asked.return_token_ids)
+
 
 class DrawnSoFar(Frozen):
     """The text of each choice of an answer that is still being drawn: a beginning of what the choice will have.

@@ -12,7 +12,7 @@ from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import Sample
 from service.apis.tinker.translation import command_of, policy_loss, told
-from service.apis.tinker.wire import MAX_BODY_BYTES, plain_body, read_batch
+from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
 from service.errors import Conflict
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
@@ -33,7 +33,7 @@ from tests.service.tinker_bodies import (
 
 
 def commanded(message: Any) -> Forward | ForwardBackward:
-    return command_of(read_batch(message.SerializeToString()))
+    return command_of(SentRequest(message.SerializeToString()).batch())
 
 
 def test_targets_that_follow_are_the_sequence_itself() -> None:
@@ -114,7 +114,7 @@ def test_results_have_a_number_for_each_place() -> None:
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_is_wrong_is_said(name: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        command_of(read_batch(spoilt(name, "m", 1)))
+        command_of(SentRequest(spoilt(name, "m", 1)).batch())
     assert caught.value.place and len(str(caught.value)) < 400
 
 
@@ -133,7 +133,7 @@ def test_bodies_are_bounded_and_whole() -> None:
         with pytest.raises(InvalidInput, match=rule):
             plain_body(given, encoding)
     with pytest.raises(InvalidInput, match="no ForwardBackwardRequest"):
-        read_batch(body[:-2])
+        SentRequest(body[:-2]).batch()
 
 
 def test_ids_of_requests_say_what_they_are_of() -> None:

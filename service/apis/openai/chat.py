@@ -1,8 +1,9 @@
 """`/v1/models` and completions in OpenAI's shape, from what the asking tenant has published."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
@@ -80,11 +81,7 @@ async def chat(
     body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response | ChatCompletion:
     """Ask a published adapter or model. `stream` sends the text as it is drawn."""
-    if not body.stream:
-        return await _unless_gone(request, asyncio.ensure_future(backend.inference.chat(asking.tenant, body)))
-    so_far = AnswerSoFar()
-    task = asyncio.ensure_future(backend.inference.chat(asking.tenant, body, so_far))
-    return await _streamed(request, body, task, so_far, ChatChunks(so_far, body.model))
+    return await _answered(request, body, partial(backend.inference.chat, asking.tenant, body), ChatChunks)
 
 
 @router.post("/completions", response_model=CompletionResponse)
@@ -92,25 +89,26 @@ async def complete(
     body: JsonBody[CompletionRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response | CompletionResponse:
     """Continue a text, or token ids, without a chat template. `stream` sends the text as it is drawn."""
-    if not body.stream:
-        return await _unless_gone(request, asyncio.ensure_future(backend.inference.complete(asking.tenant, body)))
-    so_far = AnswerSoFar()
-    task = asyncio.ensure_future(backend.inference.complete(asking.tenant, body, so_far))
-    return await _streamed(request, body, task, so_far, TextChunks(so_far, body.model))
+    return await _answered(request, body, partial(backend.inference.complete, asking.tenant, body), TextChunks)
 
 
-async def _streamed(
+async def _answered(
     request: Request,
     body: ChatRequest | CompletionRequest,
-    task: "asyncio.Future[T]",
-    so_far: AnswerSoFar,
-    chunks: Chunks[T],
-) -> Response:
-    """Return a stream that begins with the first text, so that an early refusal still has a status of its own."""
+    ask: Callable[[AnswerSoFar | None], Coroutine[Any, Any, T]],
+    chunks: Callable[[AnswerSoFar, str], Chunks[T]],
+) -> Response | T:
+    """Return an answer, or a stream of it. The stream begins with the first text, so that an early refusal still has a
+    status of its own.
+    """
+    so_far = AnswerSoFar() if body.stream else None
+    task = asyncio.ensure_future(ask(so_far))
+    if so_far is None:
+        return await _unless_gone(request, task)
     with suppress(TimeoutError):
         await _unless_gone(request, task, _KEEP_ALIVE_S, so_far.changed)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _events(task, so_far, chunks, include_usage)
+    events = _events(task, so_far, chunks(so_far, body.model), include_usage)
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 

@@ -26,7 +26,7 @@ from service.apis.tinker.requests import (
     SaveWeights,
 )
 from service.apis.tinker.translation import command_of
-from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF, batch_address, plain_body, read_batch
+from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF, SentRequest, plain_body
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs import commands
@@ -120,11 +120,12 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
     assert len(body) <= MAX_BODY_BYTES
     encoding = request.headers.get("content-encoding", "").strip().lower()
     plain = await asyncio.to_thread(plain_body, body, encoding)
-    model_id, seq_id = await asyncio.to_thread(batch_address, plain)
-    model = await door.model(model_id)
+    sent = await asyncio.to_thread(SentRequest, plain)
+    seq_id = sent.seq_id
+    model = await door.model(sent.model_id)
     _check_seq(seq_id)
     async with door.numbered(model, seq_id):
-        batch = await asyncio.to_thread(read_batch, plain)
+        batch = await asyncio.to_thread(sent.batch)
         command = await asyncio.to_thread(command_of, batch)
         return await door.command(model, seq_id, command, "passes", loss_detail(batch.loss_fn, batch.config))
 

@@ -202,31 +202,35 @@ def _varint(text: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-def read_batch(body: bytes) -> SentBatch:
-    """Read a ForwardBackwardRequest. Raises InvalidInput that names the part which cannot be read."""
-    message = MESSAGES["ForwardBackwardRequest"]()
-    try:
-        message.ParseFromString(body)
-    except DecodeError:
-        raise InvalidInput("this is no ForwardBackwardRequest of protocol buffers", "body") from None
-    return SentBatch(
-        model_id=message.model_id,
-        seq_id=message.seq_id,
-        data=tuple(_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)),
-        loss_fn=message.loss_fn,
-        config=_config(message),
-        forward_only=message.forward_only,
-    )
+class SentRequest:
+    """A ForwardBackwardRequest, whose model and number are known though other parts may be broken.
 
+    A body that is none has the number 0 of no model.
+    """
 
-def batch_address(body: bytes) -> tuple[str, int]:
-    """Return the model's id and the sequence number of a request whose other parts may be broken."""
-    message = MESSAGES["ForwardBackwardRequest"]()
-    try:
-        message.ParseFromString(body)
-    except DecodeError:
-        return "", 0
-    return message.model_id, message.seq_id
+    def __init__(self, body: bytes) -> None:
+        message = MESSAGES["ForwardBackwardRequest"]()
+        try:
+            message.ParseFromString(body)
+        except DecodeError:
+            message = None
+        self._message = message
+        self.model_id: str = message.model_id if message is not None else ""
+        self.seq_id: int = message.seq_id if message is not None else 0
+
+    def batch(self) -> SentBatch:
+        """Read all of it. Raises InvalidInput that names the part which cannot be read."""
+        message = self._message
+        if message is None:
+            raise InvalidInput("this is no ForwardBackwardRequest of protocol buffers", "body")
+        return SentBatch(
+            model_id=message.model_id,
+            seq_id=message.seq_id,
+            data=tuple(_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)),
+            loss_fn=message.loss_fn,
+            config=_config(message),
+            forward_only=message.forward_only,
+        )
 
 
 def _config(message: Any) -> dict[str, float | str]:
