@@ -1,10 +1,8 @@
 """FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,14 +11,8 @@ from megatron_worker.engine import (
     Batch,
     Facts,
     LossFunction,
-    Memory,
-    Norms,
-    Outgoing,
     Outputs,
-    Part,
-    Places,
     Scores,
-    Where,
 )
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
@@ -30,13 +22,14 @@ from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.slot_engine import SlotEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Dtype, Full, Lora
+from shared.jobs.job import Dtype, Lora
 from shared.jobs.layout import Layout, broken_rule
 
 
-class FsdpEngine:
+class FsdpEngine(SlotEngine[Adapter, Optimizer]):
     """See `megatron_worker.engine.Engine`.
 
     Args:
@@ -87,21 +80,9 @@ class FsdpEngine:
 
     # What is trained.
 
-    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        self._slots.add_adapter(name, lora, seed)
-
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        self._slots.load_adapter(name, folder, lora, trainable)
-
     def drop_adapter(self, name: str) -> None:
         self._forget()
-        self._slots.drop(name)
-
-    def set_adapter(self, name: str | None) -> None:
-        self._slots.activate(name)
-
-    def train_full(self, full: Full) -> None:
-        self._slots.train_base()
+        super().drop_adapter(name)
 
     # A step.
 
@@ -153,19 +134,9 @@ class FsdpEngine:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}
         return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum)
 
-    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
-
-    def reduce_gradients(self, denominator: float) -> float:
-        return self._slots.training.optimizer.reduce(denominator)
-
-    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
-        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
-
     def zero_grad(self) -> None:
         self._forget()
-        if self._slots.is_training:
-            self._slots.training.optimizer.zero_grad()
+        super().zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
         return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
@@ -177,25 +148,6 @@ class FsdpEngine:
 
     # State.
 
-    def save(self, folder: Path) -> None:
-        self._slots.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._slots.load(folder)
-
-    def reset_moments(self) -> None:
-        self._slots.reset_moments()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._slots.named_weights()
-
-    def outgoing(self, slot: str | None) -> Outgoing:
-        return self._slots.outgoing(slot)
-
-    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        return self._slots.adapter_weights(name)
-
     def _forget(self) -> None:
         """Free what a pass has left that an error interrupted on some rank. Collective."""
         if self._ranks.any(self._is_cut_short):
@@ -204,24 +156,7 @@ class FsdpEngine:
 
     def drop_training_state(self) -> None:
         self._forget()
-        self._slots.drop_all()
-
-    def place(
-        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
-    ) -> None:
-        self._slots.residency.place(everything, slots=slots, **parts)
-
-    def training(self) -> AbstractContextManager[None]:
-        return self._slots.residency.training(self._slots.active)
-
-    def scoring(self) -> AbstractContextManager[None]:
-        return self._slots.residency.scoring(self._slots.active)
-
-    def memory(self) -> Memory:
-        return self._slots.residency.memory()
-
-    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        return self._slots.slot_bytes(trainable)
+        super().drop_training_state()
 
 
 def _one_token(empty: Batch) -> Batch:

@@ -1,10 +1,8 @@
 """MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,14 +11,8 @@ from megatron_worker.engine import (
     Batch,
     Facts,
     LossFunction,
-    Memory,
-    Norms,
-    Outgoing,
     Outputs,
-    Part,
-    Places,
     Scores,
-    Where,
 )
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
@@ -36,13 +28,14 @@ from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import Passes
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.slot_engine import SlotEngine
 from megatron_worker.tensors.state_files import read_model
-from shared.jobs.job import Adam, Dtype, Full, Lora
+from shared.jobs.job import Dtype, Lora
 from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape, check_layout
 
 
-class MegatronEngine:
+class MegatronEngine(SlotEngine[Adapter, Optimizer]):
     """See `megatron_worker.engine.Engine`.
 
     Args:
@@ -89,23 +82,6 @@ class MegatronEngine:
             return Optimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
         return Optimizer(self._model.parameters, flat, regions, self._mesh)
 
-    # What is trained.
-
-    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        self._slots.add_adapter(name, lora, seed)
-
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        self._slots.load_adapter(name, folder, lora, trainable)
-
-    def drop_adapter(self, name: str) -> None:
-        self._slots.drop(name)
-
-    def set_adapter(self, name: str | None) -> None:
-        self._slots.activate(name)
-
-    def train_full(self, full: Full) -> None:
-        self._slots.train_base()
-
     # A step.
 
     @property
@@ -142,64 +118,10 @@ class MegatronEngine:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
-    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
-
-    def reduce_gradients(self, denominator: float) -> float:
-        return self._slots.training.optimizer.reduce(denominator)
-
-    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
-        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
-
-    def zero_grad(self) -> None:
-        if self._slots.is_training:
-            self._slots.training.optimizer.zero_grad()
-
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
         return greedy(
             lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
         )
-
-    # State.
-
-    def save(self, folder: Path) -> None:
-        self._slots.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._slots.load(folder)
-
-    def reset_moments(self) -> None:
-        self._slots.reset_moments()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._slots.named_weights()
-
-    def outgoing(self, slot: str | None) -> Outgoing:
-        return self._slots.outgoing(slot)
-
-    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        return self._slots.adapter_weights(name)
-
-    def drop_training_state(self) -> None:
-        self._slots.drop_all()
-
-    def place(
-        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
-    ) -> None:
-        self._slots.residency.place(everything, slots=slots, **parts)
-
-    def training(self) -> AbstractContextManager[None]:
-        return self._slots.residency.training(self._slots.active)
-
-    def scoring(self) -> AbstractContextManager[None]:
-        return self._slots.residency.scoring(self._slots.active)
-
-    def memory(self) -> Memory:
-        return self._slots.residency.memory()
-
-    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        return self._slots.slot_bytes(trainable)
 
 
 def shape_of(architecture: Architecture) -> ModelShape:

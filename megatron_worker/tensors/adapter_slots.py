@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Outgoing, Part
+from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -26,7 +26,7 @@ from megatron_worker.tensors.state_files import (
     write_optimizer,
 )
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Lora
+from shared.jobs.job import Adam, Full, Lora
 from shared.models import peft as peft_format
 
 
@@ -55,6 +55,12 @@ class SlotOptimizer(StatefulOptimizer, Protocol):
     def refresh_working(self) -> None: ...
 
     def zero_grad(self) -> None: ...
+
+    def reduce(self, denominator: float) -> float: ...
+
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms: ...
+
+    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)

@@ -1,0 +1,91 @@
+"""What an engine does by its slots alone, which is the same for all engines."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Generic, Unpack
+
+from torch import Tensor
+
+from megatron_worker.engine import Memory, Norms, Outgoing, Part, Places, Where
+from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
+from shared.jobs.job import Adam, Full, Lora
+
+
+class SlotEngine(Generic[AdapterT, OptimizerT]):
+    """The part of `megatron_worker.engine.Engine` that only the slots do. A subclass sets `_slots`."""
+
+    _slots: Slots[AdapterT, OptimizerT]
+
+    # What is trained.
+
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        self._slots.add_adapter(name, lora, seed)
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        self._slots.load_adapter(name, folder, lora, trainable)
+
+    def drop_adapter(self, name: str) -> None:
+        self._slots.drop(name)
+
+    def set_adapter(self, name: str | None) -> None:
+        self._slots.activate(name)
+
+    def train_full(self, full: Full) -> None:
+        self._slots.train_base()
+
+    # A step.
+
+    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
+
+    def reduce_gradients(self, denominator: float) -> float:
+        return self._slots.training.optimizer.reduce(denominator)
+
+    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
+
+    def zero_grad(self) -> None:
+        if self._slots.is_training:
+            self._slots.training.optimizer.zero_grad()
+
+    # State.
+
+    def save(self, folder: Path) -> None:
+        self._slots.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._slots.load(folder)
+
+    def reset_moments(self) -> None:
+        self._slots.reset_moments()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._slots.named_weights()
+
+    def outgoing(self, slot: str | None) -> Outgoing:
+        return self._slots.outgoing(slot)
+
+    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        return self._slots.adapter_weights(name)
+
+    def drop_training_state(self) -> None:
+        self._slots.drop_all()
+
+    def place(
+        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
+    ) -> None:
+        self._slots.residency.place(everything, slots=slots, **parts)
+
+    def training(self) -> AbstractContextManager[None]:
+        return self._slots.residency.training(self._slots.active)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        return self._slots.residency.scoring(self._slots.active)
+
+    def memory(self) -> Memory:
+        return self._slots.residency.memory()
+
+    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
+        return self._slots.slot_bytes(trainable)
