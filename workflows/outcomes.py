@@ -98,6 +98,11 @@ def is_final(error: ActivityError) -> bool:
     return isinstance(error.cause, ApplicationError) and error.cause.type in FINAL_ERRORS
 
 
+def is_mismatch(error: ActivityError) -> bool:
+    """Return True for a sampler's answer that is not by the trainer's weights."""
+    return isinstance(error.cause, ApplicationError) and error.cause.type == "SamplerMismatch"
+
+
 def was_cancelled(error: BaseException) -> bool:
     return isinstance(error, ActivityError) and isinstance(error.cause, CancelledError)
 

@@ -238,9 +238,12 @@ class Sampler:
             if card is None or card.root != folder:
                 raise
 
-    def load_weights(self, name: str, folder: str) -> None:
-        """Replace the model's weights by a folder's, under a name. Only our own sampler does this."""
-        self._ask("POST", "/v1/load_weights", {"name": name, "path": folder})
+    def load_weights(self, name: str, folder: str, again: bool = False) -> None:
+        """Replace the model's weights by a folder's, under a name. Only samplers that hosts lease do this.
+
+        `again`: also where they are what is served.
+        """
+        self._ask("POST", "/v1/load_weights", {"name": name, "path": folder} | ({"again": True} if again else {}))
 
     def name_weights(self, name: str, digest: str) -> bool:
         """Name weights or an adapter that came by a weight sync. False where the sampler does not have them."""

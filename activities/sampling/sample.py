@@ -1,5 +1,6 @@
 """Sample completions of prompts from a policy, and prove that a sampler serves the adapter that a trainer made."""
 
+import logging
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -21,7 +22,7 @@ from activities.sampling.completions import (
     sample_seed,
 )
 from activities.sampling.parallel_calls import in_parallel
-from activities.sampling.samplers import PolicyWeights, Samplers, refusal
+from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
 from shared.contract import Artifact, Frozen
@@ -36,6 +37,7 @@ from shared.storage.store import ObjectStore
 _VERSION = "sample-1"  # raise it when the same request would give other samples
 _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait
 _MAX_THREADS, _MIN_THREADS = 64, 2
+_log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 
@@ -135,11 +137,13 @@ class ProveRequest(PolicyWeights):
 
 class Proved(Frozen):
     """`max_difference`: of the sampler's logprobs and the trainer's, in nats. `was_sent`: the trainer itself had sent
-    the weights, by a weight sync; else they were loaded from the store.
+    the weights, by a weight sync; else they were loaded from the store. `was_reloaded`: what the sampler had was not
+    the policy, and was replaced from the store.
     """
 
     max_difference: float
     was_sent: bool = False
+    was_reloaded: bool = False
 
 
 class SamplerActivities:
@@ -191,25 +195,21 @@ class SamplerActivities:
     def prove_adapter(self, request: ProveRequest) -> Proved:
         """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler as it is now.
 
+        Where they differ the policy is loaded from the store, whole, and compared once more. A leased sampler that
+        differs then, too, is ended.
+
         Raises:
             SamplerMismatch: a token's logprob differs by more than the bound, so the sampler has other weights.
             InvalidInput: the server refuses the adapter or the probe.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        with (
-            beating(),
-            self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
-        ):
+        with beating():
             try:
-                told, by = opened.client.scored_by(served.name, request.probe)
-            except InvalidInput as error:
-                raise refusal(opened.client, served.name, error, "probe") from error
-        if request.in_place is not None and (by.policy_version or 0) > request.policy_version:
-            return Proved(
-                max_difference=0.0, was_sent=True
-            )  # the trainer has sent a later version, whose proof is to come
-        difference = compare(told, request.logprobs, request.probe, request.bound)
-        return Proved(max_difference=difference, was_sent=served.was_sent)
+                with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
+                    return _proved(opened.client, served, request)
+            except SamplerMismatch:
+                self._samplers.end(request.place)
+                raise
 
     @activity.defn(name="sleep_sampler")
     def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
@@ -248,6 +248,33 @@ class SamplerActivities:
             num_threads = max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // request.group_size))
             for _ in in_parallel(draw, asked, num_threads):
                 pass
+
+
+def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
+    """Prove that a sampler serves a policy; once more from the store where it does not. Raises SamplerMismatch."""
+
+    def difference() -> float | None:
+        """Return None where the trainer has sent a later version, whose proof is to come."""
+        try:
+            told, by = sampler.scored_by(served.name, request.probe)
+        except InvalidInput as error:
+            raise refusal(sampler, served.name, error, "probe") from error
+        if request.in_place is not None and (by.policy_version or 0) > request.policy_version:
+            return None
+        return compare(told, request.logprobs, request.probe, request.bound)
+
+    try:
+        found = difference()
+        return Proved(max_difference=found or 0.0, was_sent=served.was_sent or found is None)
+    except SamplerMismatch as mismatch:
+        if served.reload is None:
+            raise
+        _log.warning("sampler %s: %s; loading the policy from the store", sampler.url, mismatch)
+        served.reload()
+        try:
+            return Proved(max_difference=difference() or 0.0, was_reloaded=True)
+        except SamplerMismatch as again:
+            raise SamplerMismatch(f"{again}, after it was loaded anew from the store") from again
 
 
 def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:

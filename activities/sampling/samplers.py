@@ -71,10 +71,15 @@ class PolicyWeights(Frozen):
 
 
 class Served(NamedTuple):
-    """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there."""
+    """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there.
+
+    `reload`: loads it from the store in the place of what is served; None where it cannot: for the model as it is, for
+    a policy whose samples go on under whatever comes, and for an adapter in a vLLM.
+    """
 
     name: str
     was_sent: bool = False
+    reload: Callable[[], None] | None = None
 
 
 class WeightsInUse:
@@ -159,8 +164,18 @@ class Samplers:
                 return
             name, client = adapter_name(run_id, policy.weights), opened.client
             with self._weights_in_use.hold(client.url, name), client.holding_weights():
-                load = partial(client.load_weights, name)
-                yield opened, _serve(client, name, policy, client.models(), load, host)
+                load, reload = partial(client.load_weights, name), partial(client.load_weights, name, again=True)
+                yield opened, _serve(client, name, policy, client.models(), load, reload, host)
+
+    def end(self, place: SamplerPlace) -> None:
+        """End the process of a leased sampler, which ends its lease, so that it is not kept warm for another one.
+
+        Raises:
+            WorkerLost: it serves this lease no longer.
+        """
+        if isinstance(place, LeasedSampler):
+            with self._leased(place) as worker:
+                worker.end()
 
     @contextmanager
     def _open_leased(self, place: LeasedSampler) -> Iterator[OpenSampler]:
@@ -169,10 +184,7 @@ class Samplers:
 
     @contextmanager
     def _using(self, place: LeasedSampler) -> Iterator[tuple[WorkerProcess, OpenSampler]]:
-        if self._pool is None:
-            raise WorkerLost("this host leases no samplers out")
-        lease = LeaseMark(run_id=place.run_id, fence=place.fence)
-        with self._pool.using(place.worker_id, lease) as worker:
+        with self._leased(place) as worker:
             try:
                 with connected(worker) as opened:
                     yield worker, opened
@@ -180,6 +192,11 @@ class Samplers:
                 if worker.is_alive():
                     raise
                 raise WorkerLost(worker.death_report()) from error
+
+    def _leased(self, place: LeasedSampler) -> AbstractContextManager[WorkerProcess]:
+        if self._pool is None:
+            raise WorkerLost("this host leases no samplers out")
+        return self._pool.using(place.worker_id, LeaseMark(run_id=place.run_id, fence=place.fence))
 
     @contextmanager
     def _open_served(self, place: ServedSampler) -> Iterator[OpenSampler]:
@@ -249,20 +266,27 @@ def _serve(
     policy: PolicyWeights,
     present: Container[str],
     load: Callable[[str], None],
+    reload: Callable[[str], None] | None,
     host: HostContext,
 ) -> Served:
     """Have a policy served by its name: what is present stays, what a trainer has sent is named, the rest is loaded.
 
-    `load` is given the folder where the policy's files are staged.
+    `load` and `reload` are given the folder where the policy's files are staged; `reload`, where something is served by
+    this name.
     """
+
+    def from_store(into: Callable[[str], None]) -> None:
+        folder = policy.staged(host)
+        assert folder is not None
+        into(folder)
+
+    again = partial(from_store, reload) if reload is not None else None
     if name in present:
-        return Served(name)
+        return Served(name, reload=again)
     if policy.synced is not None and client.name_weights(name, policy.synced):
-        return Served(name, was_sent=True)
-    folder = policy.staged(host)
-    assert folder is not None
-    load(folder)
-    return Served(name)
+        return Served(name, was_sent=True, reload=again)
+    from_store(load)
+    return Served(name, reload=again)
 
 
 def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
@@ -285,14 +309,22 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
     """
     sampler, adapter, keep = opened.client, policy.adapter, policy.keep
     wanted = {adapter_name(run_id, one) for one in (adapter, *keep) if one is not None}
-    present = set(sampler.models())
-    for name in sorted(present - wanted):
+    present = sampler.models()
+    for name in sorted(present.keys() - wanted):
         if re.fullmatch(rf"{re.escape(run_id)}-[0-9a-f]{{{_DIGITS}}}", name):
             sampler.unload_adapter(name)
     if adapter is None:
         return Served(opened.model)
     name = adapter_name(run_id, adapter)
-    return _serve(sampler, name, policy, present, partial(sampler.load_adapter, name), host)
+
+    def reload(folder: str) -> None:
+        sampler.unload_adapter(name)
+        sampler.load_adapter(name, folder)
+
+    # A vLLM keeps keys and values by an adapter's name, those of the probe too. Our own sampler says what it serves.
+    is_own = opened.model in present and present[opened.model].weights_sha256 is not None
+    load = partial(sampler.load_adapter, name)
+    return _serve(sampler, name, policy, present, load, reload if is_own else None, host)
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:

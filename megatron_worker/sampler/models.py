@@ -173,11 +173,14 @@ class Models:
     def load_weights(self, body: bytes) -> str:
         """Replace the model's weights by a folder's. Adapters are forgotten: they were another model's."""
         request = parsed(LoadWeightsRequest, body)
-        self._read_weights(request.name, Path(request.path))
+        self._read_weights(request.name, Path(request.path), again=request.again)
         return f"the weights of {request.path} are served as {request.name}"
 
-    def _read_weights(self, name: str, folder: Path, version: int | None = None) -> None:
-        """Read a folder's weights, unless they are those that are served. With a version, samples of the name go on."""
+    def _read_weights(self, name: str, folder: Path, version: int | None = None, again: bool = False) -> None:
+        """Read a folder's weights, unless they are those that are served. With a version, samples of the name go on.
+
+        `again`: read them in any case.
+        """
         if not (folder / "config.json").is_file():
             raise Refused(404, f"no model is at {folder}: it has no config.json", "path")
 
@@ -185,7 +188,7 @@ class Models:
             self._decoder.read_weights(folder)
             return self._whole(name, str(folder), version), None
 
-        if self._rename(name, str(folder), version):
+        if not again and self._rename(name, str(folder), version):
             return
         try:
             self._change(read, None if version is None else name, version)

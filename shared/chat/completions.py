@@ -128,11 +128,13 @@ class UnloadAdapterRequest(Request):
 class LoadWeightsRequest(Request):
     """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
 
-    Only our own sampler takes it, and the one below.
+    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
+    them, take it.
     """
 
     name: str = Field(min_length=1, max_length=512)
     path: str = Field(min_length=1)
+    again: bool = False
 
 
 class NameWeightsRequest(Request):

@@ -6,14 +6,24 @@ Kills at random moments: tests/chaos.
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from activities.records.checkpoints import find_newest
+from activities.sampling.client import Sampler
+from activities.sampling.samplers import adapter_name
+from service.cli.client import Client
+from service.dev.connection import Connection
+from shared.chat.completions import SamplerReady
+from shared.runs.requests import RLRun
+from shared.storage.store import LocalStore
+from tests.activities.sampling.injected import write_weights
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Answer, Stack, wait_until
-from tests.end_to_end.test_rollouts import hashes_of_versions, steps_of
+from tests.end_to_end.test_rollouts import hashes_of_versions, job_on_device, steps_of
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
@@ -26,6 +36,7 @@ from tests.end_to_end.victims import (
     signal_all,
     temporal_server,
 )
+from tests.megatron_worker.sampler_process import write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +228,88 @@ def test_samplers_come_late_and_are_lost_and_change_nothing(
     both = steps[num_before + 2]  # sampled and trained between the second one's coming and the kill
     assert (both["samplers"], both["sync_used"], both["sync_failed"]) == (2, 1, 0)
     assert all(metrics["probe_difference_max"] < 1e-4 for metrics in steps)
+
+
+def test_a_sampler_that_has_not_the_trainers_weights_is_mended_or_replaced(
+    fresh_stack: Stack, rollout_options: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Between training and proof another adapter takes the place of the one that was sent, which the store's replaces;
+    then other weights below it, which nothing replaces in that sampler.
+    """
+    options = [*rollout_options, "--off-policy-steps", "0", "--steps", "6"]
+    alone = fresh_stack.cli(*options, "--wait", "--timeout", "600")
+    for folder in ("packed", "sampled", "graded"):
+        shutil.rmtree(fresh_stack.root / "store" / folder)
+    run_id = fresh_stack.cli(*options).json["run_id"]
+    wrong = write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj"))
+    with _before_a_proof(fresh_stack, run_id) as (client, _, name):
+        client.load_adapter(name, str(wrong))
+    other = write_weights(tmp_path / "weights", tiny_model, 1)
+    with _before_a_proof(fresh_stack, run_id) as (client, model, _):
+        client.load_weights(model, str(other))
+    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    assert answer.json["status"] == "succeeded", answer
+    assert fresh_stack.adapter_sha256(answer) == fresh_stack.adapter_sha256(alone)
+    told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
+    assert [metrics["sync_reloaded"] for metrics in told if metrics["sync_reloaded"]] == [1]
+    assert [metrics["sync_given_up"] for metrics in told if metrics["sync_given_up"]] == [1]
+    assert _num_grants(fresh_stack, run_id) == 2
+
+
+@contextmanager
+def _before_a_proof(stack: Stack, run_id: str) -> Iterator[tuple[Sampler, str, str]]:
+    """Hold a run when a step is trained whose policy no sampler has proved yet.
+
+    Yields a client of its sampler, the model's name there, and the policy's.
+    """
+    held, names = control_host(stack), list[str]()
+    store = LocalStore(stack.root / "store")
+
+    def is_held() -> bool:
+        wait_until(lambda: job_on_device(stack), "a job", every_s=0.01)
+        signal_all(held, signal.SIGSTOP)
+        names[:] = [
+            event.activity_task_scheduled_event_attributes.activity_type.name for event in stack.history(run_id).events
+        ]
+        if names.count("run_job") == names.count("prove_adapter") + 1:
+            return True
+        signal_all(held, signal.SIGCONT)
+        return False
+
+    try:
+        wait_until(is_held, "a step before its proof", every_s=0.01)
+        num_jobs = names.count("run_job")
+        wait_until(lambda: _count(stack, f"runs/{run_id}/logs/*/*/log.jsonl") == num_jobs, "the end of its job")
+        checkpoint = find_newest(store, run_id).checkpoint
+        [path] = (path for path in stack.host_paths.workers.glob("*/ready") if b"api_key" in path.read_bytes())
+        ready = SamplerReady.model_validate_json(path.read_bytes())
+        assert checkpoint is not None
+        with Sampler(ready.url, ready.api_key) as client:
+            yield client, ready.model, adapter_name(run_id, checkpoint.artifact)
+    finally:
+        signal_all(held, signal.SIGCONT)
+
+
+def test_a_run_ends_when_no_sampler_has_the_trainers_weights(fresh_stack: Stack, rollout_options: list[str]) -> None:
+    """Within a bound that no two programs keep, even loaded anew and started anew."""
+    given = dict(zip(rollout_options[3::2], rollout_options[4::2], strict=True))
+    rollouts = {
+        "prompts": {"uri": Path(given["--prompts"]).as_uri()},
+        "grader": LETTERS,
+        "steps": 3,
+        "prompts_per_step": 4,
+    }
+    rollouts |= {"group_size": 4, "max_completion_tokens": 12, "probe_bound": 1e-30}
+    run = {"kind": "rl", "model": given["--model"], "rollouts": rollouts, "max_tokens": 80}
+    connection = Connection.read(fresh_stack.root)
+    assert connection is not None
+    with Client(connection.api_url, connection.api_key) as client:
+        run_id = client.submit(RLRun.model_validate(run), "never proved").run_id
+    ended = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
+    assert ended.json["status"] == "failed" and ended.json["problem"]["kind"] == "sampler_mismatch", ended
+    assert "no sampler is left: 2 were given up; of the last one: token " in ended.json["problem"]["message"]
+    assert "after it was loaded anew from the store" in ended.json["problem"]["message"]
+    assert _num_grants(fresh_stack, run_id) == 2
 
 
 def _num_grants(stack: Stack, run_id: str) -> int:

@@ -111,8 +111,14 @@ def test_weights_that_came_by_a_sync_have_to_come_again(model, tmp_path) -> None
         assert one.models.cards().data == []
         with pytest.raises(Refused, match="not complete"):
             one.models.find(NAME)
-        one.models.load_weights(json.dumps({"name": "again", "path": str(model)}).encode())
+        whole = {"name": "again", "path": str(model)}
+        one.models.load_weights(json.dumps(whole).encode())
         assert one.models.find("again")
+        norm_H = one.decoder.named_weights()["model.norm.weight"].zero_()
+        one.models.load_weights(json.dumps(whole).encode())
+        assert not norm_H.any(), "what is served is not read"
+        one.models.load_weights(json.dumps(whole | {"again": True}).encode())
+        assert norm_H.all(), "but for who asks for it"
 
 
 def test_a_sampler_whose_folder_is_gone_sleeps_on(model, tmp_path) -> None:

@@ -22,7 +22,7 @@ from activities.sampling.sample import compare
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact
-from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
+from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import LeasedSampler
 from shared.settings import Settings
@@ -118,7 +118,7 @@ def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: lis
         stale, newest, wrong = (path_of(adapter) for adapter in adapters)
         others = {"stale": stale, "wrong": wrong, "missing": write_zero_adapter(settings.root_path / "zero", newest)}
         policy = Policy(adapters[1], True, PROMPT, proofs[2])
-        check_that_faults_are_noticed(policy, others, context, samplers, place_of(lease.grant))
+        check_that_faults_are_noticed(policy, others, context, samplers, place_of(lease.grant), is_mended=False)
         with samplers.open(place_of(lease.grant)) as opened, pytest.raises(InvalidInput, match="one for adapters"):
             opened.client.load_weights("w", str(path_of(model)))
         worker_id = lease.grant.worker_id
@@ -129,6 +129,14 @@ def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: lis
         psutil.Process(ready_of(host, lease.grant).pid).kill()
         assert isinstance(lease.ended(), WorkerLost)
     assert processes_of(worker_id) == []
+    with leased(host, settings, key, 3) as lease:
+        policy.prove(context, samplers, place_of(lease.grant))
+        with samplers.open(place_of(lease.grant)) as opened:
+            policy.replace(opened.client, stale)
+        with pytest.raises(SamplerMismatch):
+            policy.prove(context, samplers, place_of(lease.grant))
+        assert isinstance(lease.ended(), WorkerLost), "it is not kept warm for another run"
+    assert processes_of(lease.grant.worker_id) == []
 
 
 def ready_of(host: Host, grant: LeaseGrant) -> SamplerReady:
@@ -169,7 +177,7 @@ def test_whole_weights(host: Host, settings: Settings, model: Artifact, weights:
     how, long = Sampling(max_tokens=6, ignore_eos=True), Sampling(max_tokens=50, ignore_eos=True)
     names = [adapter_name("r1", each) for each in weights]
     proofs = [reference(each) for each in weights]
-    with leased(host, settings, SamplerKey(model=model, sampler="vllm", slots=8, max_model_len=64), 3) as lease:
+    with leased(host, settings, SamplerKey(model=model, sampler="vllm", slots=8, max_model_len=64), 4) as lease:
         place, drawn = place_of(lease.grant), []
         _closed_to_others(host, lease.grant)
         for number in (0, 1, 2, 0):  # and back to earlier ones

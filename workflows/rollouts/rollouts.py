@@ -32,7 +32,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import control
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
-    from workflows.rollouts.sampling import Sampling
+    from workflows.rollouts.sampling import REPLACES_MISMATCHED, Sampling
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
 
@@ -69,7 +69,8 @@ class RolloutSource:
 
     Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which steps to come may be
     sampled from; `end_step` adds one. `_proof` is the last policy to prove, with the trainer's log-probabilities of
-    the probe; `_proved` are the samplers that were asked to prove it, by their leases' epochs: one that fails is lost.
+    the probe; `_proved` are the samplers that were asked to prove it, by their leases' epochs: one that fails is given
+    up. `_proving` are those of them that come late, and have not answered yet.
     """
 
     start: RLStart
@@ -82,6 +83,8 @@ class RolloutSource:
     _grading: set[int] = field(default_factory=set)
     _proof: tuple[Policy, tuple[float, ...]] | None = None
     _proved: set[int] = field(default_factory=set)
+    _proving: set[int] = field(default_factory=set)
+    _faults_told: tuple[int, int] = (0, 0)
 
     async def groups(self, step: int) -> Rolled:
         """Return the groups of a step, counted from 1, and start making those of the steps ahead."""
@@ -209,13 +212,26 @@ class RolloutSource:
         return {
             "probe_difference_max": max(proved.max_difference for proved in proofs),
             "sync_used": float(all(proved.was_sent for proved in proofs)),
-        }
+        } | self._faults()
+
+    def _faults(self) -> dict[str, float]:
+        """Return, as metrics, how many samplers failed a proof since they were last told: mended, and given up."""
+        before, now = self._faults_told, (self.sampling.num_reloaded, self.sampling.num_mismatched)
+        self._faults_told = now
+        return {"sync_reloaded": float(now[0] - before[0]), "sync_given_up": float(now[1] - before[1])}
 
     async def _prove_once(self, grant: LeaseGrant) -> list[Proved]:
         """Let a sampler prove that it serves the policy of the last proof, if it has not been asked to."""
-        if self._proof is None or grant.fence.epoch in self._proved or not workflow.patched(_LATE_PROOF):
+        epoch = grant.fence.epoch
+        if epoch in self._proving and workflow.patched(REPLACES_MISMATCHED):  # it may not have the policy
+            await workflow.wait_condition(lambda: epoch not in self._proving)
+        if self._proof is None or epoch in self._proved or not workflow.patched(_LATE_PROOF):
             return []
-        return [await self.sampling.ask(SamplerActivities.prove_adapter, self._prove_request, grant)]
+        self._proving.add(epoch)
+        try:
+            return [await self.sampling.ask(SamplerActivities.prove_adapter, self._prove_request, grant)]
+        finally:
+            self._proving.discard(epoch)
 
     def _prove_request(self, place: SamplerPlace) -> ProveRequest:
         assert self._proof is not None

@@ -11,7 +11,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.sampling.sample import SamplerActivities
+    from activities.sampling.sample import Proved, SamplerActivities
     from shared.contract import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
@@ -19,16 +19,23 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import Problem
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
-    from workflows.outcomes import RunFailed
+    from workflows.outcomes import RunFailed, is_mismatch, problem_of
     from workflows.rollouts.requests import sampler_key
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
+# Samplers in a row, in one of a run's places for them, that fail the proof with weights from the store: then that place
+# stays empty, since another one would fail, too.
+_MAX_MISMATCHES = 2
 
 
 @dataclass
 class Sampling:
     """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
+
+    A sampler whose weights are not the trainer's, even when it has loaded them from the store, is given up like one
+    that was lost: `num_mismatched` counts those. `num_reloaded` counts the proofs that succeeded only then.
 
     `waits` is called before the run waits for a sampler, so that it can give up an idle worker first. A sampler that
     shares its device with the trainer sleeps while a job has that, and is woken when it is asked something; `_asleep`
@@ -39,7 +46,10 @@ class Sampling:
     waits: Callable[[], None]
     leasings: tuple[Leasing, ...] = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_reloaded: int = 0
+    num_mismatched: int = 0
     _num_failed: Counter[int] = field(default_factory=Counter)
+    _mismatches: Counter[int] = field(default_factory=Counter)  # in a row, by the leasing's number
     _asleep: set[int] = field(default_factory=set)
     _num_at_work: int = 0
     _is_lent: bool = False
@@ -63,6 +73,12 @@ class Sampling:
         """True where trainer and sampler share one device."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.colocate and not self.is_served
+
+    @property
+    def _draws_unproven(self) -> bool:
+        """True where samples go on under new weights before these are proven."""
+        rollouts = self.start.run.rollouts
+        return rollouts is not None and rollouts.weight_sync.in_flight == "continue"
 
     @property
     def is_up(self) -> bool:
@@ -114,7 +130,9 @@ class Sampling:
         assert rollouts is not None
         if self.is_served:
             place = ServedSampler(url=rollouts.sampler_url)
-            return await control.do(activity, request(place), policies.PATIENT)
+            answer = await control.do(activity, request(place), policies.PATIENT)
+            self._take_note(answer)
+            return answer
         losses: list[str] = []
         while True:
             if len(losses) >= self.start.timing.max_losses:
@@ -131,6 +149,8 @@ class Sampling:
             except Lost as loss:
                 losses.append(str(loss))
             except ActivityError as error:
+                if self._is_mismatched(grant, error):
+                    continue
                 losses.append(str(lost(error)))
             self._give_up(grant, losses[-1])
 
@@ -155,10 +175,44 @@ class Sampling:
         ended = await asyncio.gather(*shares, return_exceptions=True)
         for grant, error in zip(grants, ended, strict=True):
             if isinstance(error, ActivityError):
-                self._give_up(grant, str(lost(error)))
+                if not self._is_mismatched(grant, error):
+                    self._give_up(grant, str(lost(error)))
             elif error is not None:
                 raise error
         return len(ended) - ended.count(None)
+
+    def _is_mismatched(self, grant: LeaseGrant | None, error: ActivityError) -> bool:
+        """Give a sampler up that does not get the trainer's weights. Returns False if that is not what went wrong.
+
+        With `in_flight: continue` it may have drawn by those that it has, so that False means the end of the run.
+
+        Raises:
+            RunFailed: no sampler is left.
+        """
+        if grant is None or not is_mismatch(error) or self._draws_unproven:
+            return False
+        if not workflow.patched(REPLACES_MISMATCHED):
+            return False
+        self.num_mismatched += 1
+        self._mismatches.update(number for number, one in enumerate(self.leasings) if one.grant is grant)
+        problem = problem_of(error)
+        if not self._places:
+            message = f"no sampler is left: {self.num_mismatched} were given up; of the last one: {problem.message}"
+            raise RunFailed(problem.model_copy(update={"message": message})) from error
+        self._give_up(grant, problem.message)
+        return True
+
+    def _take_note(self, answer: object, grant: LeaseGrant | None = None) -> None:
+        """Take note of a sampler's proof that it has the trainer's weights."""
+        if isinstance(answer, Proved):
+            self.num_reloaded += answer.was_reloaded
+            for number in [number for number, one in enumerate(self.leasings) if one.grant is grant]:
+                del self._mismatches[number]
+
+    @property
+    def _places(self) -> dict[int, Leasing]:
+        """The leases that are still taken, by number: not those whose samplers fail the proof again and again."""
+        return {n: leasing for n, leasing in enumerate(self.leasings) if self._mismatches[n] < _MAX_MISMATCHES}
 
     def _give_up(self, grant: LeaseGrant | None, why: str) -> None:
         """Give a lost sampler back, so that another one is asked for; without a grant, those that never came."""
@@ -171,7 +225,7 @@ class Sampling:
     def _ask_for_missing(self, model: Artifact) -> None:
         """Ask for all samplers that are not up, without waiting. One that fails again and again is left out."""
         key, grants = sampler_key(self.start, model), self.grants
-        for number, leasing in enumerate(self.leasings):
+        for number, leasing in self._places.items():
             if leasing.is_warm or leasing.is_pending:
                 continue
             self._num_failed[number] += leasing.has_failed
@@ -193,7 +247,7 @@ class Sampling:
             if len(self.leasings) == 1:
                 return await self.leasings[0].wait()
             await workflow.wait_condition(lambda: bool(self.grants) or not any(one.is_pending for one in self.leasings))
-            return self.grants[0] if self.grants else await self.leasings[0].wait()
+            return self.grants[0] if self.grants else await next(iter(self._places.values())).wait()
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
@@ -228,7 +282,9 @@ class Sampling:
             if grant.fence.epoch in self._asleep:
                 await self._execute(SamplerActivities.wake_sampler, self._place(grant), grant)
                 self._asleep.discard(grant.fence.epoch)
-            return await self._execute(activity, request(self._place(grant)), grant)
+            answer = await self._execute(activity, request(self._place(grant)), grant)
+            self._take_note(answer, grant)
+            return answer
         finally:
             self._num_at_work -= 1
 

@@ -10,8 +10,8 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.sampling.client import Sampler
-from activities.sampling.sample import Drawing, Proved, ProveRequest, SamplerActivities, draw_group
-from activities.sampling.samplers import Samplers, adapter_name
+from activities.sampling.sample import Drawing, Proved, ProveRequest, SamplerActivities, compare, draw_group
+from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from activities.tokenizing.render_prompts import PromptRow
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
@@ -38,6 +38,12 @@ class Policy:
         proved: Proved = ActivityEnvironment().run(SamplerActivities(host, samplers).prove_adapter, request)
         return proved
 
+    def score(self, host: HostContext, samplers: Samplers, place: SamplerPlace) -> tuple[float, ...]:
+        """By what the sampler serves as this policy."""
+        policy = PolicyWeights(**{"adapter" if self.is_adapter else "weights": self.artifact})
+        with samplers.serving(place, "r1", policy, host) as (opened, served):
+            return opened.client.score(served.name, self.probe)
+
     def replace(self, client: Sampler, folder: Path) -> None:
         """Put something else in the place of what the sampler serves by this policy's name."""
         name = adapter_name("r1", self.artifact)
@@ -49,17 +55,28 @@ class Policy:
 
 
 def check_that_faults_are_noticed(
-    policy: Policy, others: Mapping[str, Path], host: HostContext, samplers: Samplers, place: SamplerPlace
+    policy: Policy,
+    others: Mapping[str, Path],
+    host: HostContext,
+    samplers: Samplers,
+    place: SamplerPlace,
+    is_mended: bool = True,
 ) -> None:
-    """Each of `others` fails the proof by the policy's name; without what it names, the sampler draws nothing."""
+    """Each of `others` fails the proof by the policy's name; without what it names, the sampler draws nothing.
+
+    `is_mended`: a proof that fails has the policy loaded from the store. It is checked that this was necessary.
+    """
     name = adapter_name("r1", policy.artifact)
     with samplers.open(place) as opened:
         for fault, folder in others.items():
             policy.replace(opened.client, folder)
             assert name in opened.client.models()
             with pytest.raises(SamplerMismatch) as noticed:
-                policy.prove(host, samplers, place)
+                compare(policy.score(host, samplers, place), policy.logprobs, policy.probe, 1e-4)
             print(f"{fault}: {noticed.value}")
+            if is_mended:
+                assert policy.prove(host, samplers, place).was_reloaded
+                assert not policy.prove(host, samplers, place).was_reloaded
         if policy.is_adapter:
             opened.client.unload_adapter(name)
         else:
