@@ -31,6 +31,26 @@ def accelerator() -> dict[str, object] | None:
     }
 
 
+class PeakMemory:
+    """A process's resident memory over a span of time, as Linux counts it: its own and what it shares."""
+
+    def __init__(self, pid: int) -> None:
+        self._of = Path("/proc", str(pid))
+        self._before = 0
+
+    def start(self) -> None:
+        """Begin a span: what is held now, and its peak from now on."""
+        (self._of / "clear_refs").write_text("5")
+        self._before = self._bytes("VmRSS")
+
+    def extra_bytes(self) -> int:
+        """Return how far the span's peak lies above its beginning."""
+        return self._bytes("VmHWM") - self._before
+
+    def _bytes(self, name: str) -> int:
+        return int(field(str(self._of / "status"), name).removesuffix("kB")) * 1024
+
+
 def commit() -> str:
     """The checkout's commit, `none` outside one; `-dirty` where files were changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]

@@ -1,18 +1,29 @@
-"""Weights from a trainer to two samplers: by shared memory and as changes, beside the way through the store.
+"""Weights from a trainer to two samplers: a row for each way that is possible on this machine, beside the store's.
 
-    python -m benchmarks.weight_sync [--gigabytes 0.5] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.weight_sync [--gigabytes 0.5 2] [--backend NAME ...] [--rounds 3] [--out FILE.json]
 
-A Qwen3 model in bfloat16 whose weights have so many bytes is trained in full, one step of AdamW at 1e-6 before each
-sync; two samplers are processes of their own. `blocked_s`: seconds before the trainer can go on with passes (its next
-update waits until the weights have been read). `serving_s`: until both samplers answer from the new weights. Through
-the store the trainer is blocked while it writes its weights, without the optimizer's state; then they are uploaded,
-published (copied within the store) and loaded, without the activities that do this in a run. After every sync both
-samplers must give the same log-probabilities of a text.
+A Qwen3 model in bfloat16 whose weights have so many bytes; two samplers are processes of their own. Before each sync
+comes one step of AdamW at 1e-6. Above 1 GB the optimizer's state, eight times the weights, finds no room beside the
+rest: there a step is drawn at random instead (`drift`), which changes weights as often as late steps of Adam do: twice
+as often as the first ones, whose masters still lie near the weights that they were rounded to.
+
+`blocked_s`: seconds before the trainer can go on with passes. `update_s`: before its next update, which waits until the
+weights have been read. `serving_s`: until both samplers answer from the new weights. `bytes`: that travelled to each
+sampler. Medians over the rounds. Through the store the trainer is blocked while it writes its weights, without the
+optimizer's state; then they are uploaded, published (copied within the store) and loaded, without the activities that
+do this in a run. `collective` is gloo between processes of this machine, over the loopback interface.
+
+`trainer_extra_bytes`, `sampler_extra_bytes`: the peak of a process's resident memory during a sync less what it held
+just before, the most of all rounds and of both samplers. Shared buffers count in every process that has read or written
+them. `buckets`: the larger of the two in buckets; with `delta` less the copy of the weights that the trainer keeps.
+
+After every sync both samplers must give the same log-probabilities of a text.
 """
 
 import argparse
 import json
 import os
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -21,13 +32,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from activities.sampling.client import Sampler
-from benchmarks.machine import provenance
+from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
@@ -35,10 +46,11 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import Entry, write_model
 from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.chat.completions import SamplerReady
 from shared.jobs.job import Adam, CrossEntropy, Full
 from shared.jobs.layout import Layout
-from shared.jobs.weight_sync import SyncTarget
+from shared.jobs.weight_sync import SyncAccess, SyncTarget, secret_of_run
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
 
@@ -46,13 +58,32 @@ SIZES = Sizes(hidden=1024, layers=1, heads=16, kv_heads=8, head_dim=64, ffn=3072
 NUM_SAMPLERS = 2
 TEXT = tuple(range(3, 67))
 BUCKET_BYTES = 64 << 20
+LEARNING_RATE = 1e-6
+MOST_TRAINED = 1e9  # bytes of weights
+RUN = "benchmark"
+KEY = secrets.token_bytes(32)
+BACKENDS = (
+    *("store", "shared_memory", "collective", "delta by shared_memory", "delta by collective"),
+    *("delta by store", "cuda_ipc"),
+)
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A sampler process: a client of it, its socket, its address and what it holds."""
+
+    client: Sampler
+    socket: str
+    address: str
+    memory: PeakMemory
 
 
 @contextmanager
-def sampler(model: Path, folder: Path) -> Iterator[tuple[Sampler, str, str]]:
-    """A sampler process: a client of it, its model's name, and its socket."""
+def sampler(model: Path, folder: Path) -> Iterator[Receiver]:
     folder.mkdir()
+    (folder / "key").write_text(KEY.hex())
     options = ["--weights-socket", str(folder / "weights.sock"), "--ready-file", str(folder / "ready"), "--slots", "1"]
+    options += ["--weights-address", "127.0.0.1", "--weights-key-file", str(folder / "key")]
     command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--dtype", "bfloat16", *options]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -60,44 +91,59 @@ def sampler(model: Path, folder: Path) -> Iterator[tuple[Sampler, str, str]]:
             assert process.poll() is None, "the sampler has ended"
             time.sleep(0.05)
         ready = SamplerReady.model_validate_json((folder / "ready").read_bytes())
+        assert ready.weights_address is not None
         with Sampler(ready.url, ready.api_key) as client:
-            yield client, ready.model, str(folder / "weights.sock")
+            yield Receiver(client, str(folder / "weights.sock"), ready.weights_address, PeakMemory(process.pid))
     finally:
         process.terminate()
         process.wait()
 
 
-def measure(model: Path, folder: Path, rounds: int) -> dict[str, object]:
-    engine = MegatronEngine(model, Layout(), "bfloat16")
-    engine.train_full(Full())
-    step(engine)  # the first makes the optimizer's state
-    found: dict[str, list[dict[str, float]]] = {}
-    sent, version = Sent(), 0
+def why_not_here(backend: str, device: torch.device) -> str | None:
+    if backend == "delta by store":
+        return "there is no such way: what is published is whole, and samplers load it from its folder"
+    transport = next((one for one in TRANSPORTS if one == backend), None)
+    return why_not(transport, device) if transport is not None else None
+
+
+def measure(model: Path, folder: Path, weight_bytes: float, backends: list[str], rounds: int) -> dict[str, object]:
+    engine = Untrained(model, Layout(), "bfloat16")
+    is_trained = weight_bytes <= MOST_TRAINED
+    if is_trained:
+        engine.train_full(Full())
+        step(engine)  # the first makes the optimizer's state
+    found: dict[str, object] = {"step": "AdamW" if is_trained else "drift"}
+    version = 0
     with ExitStack() as stack:
         samplers = [stack.enter_context(sampler(model, folder / f"sampler-{n}")) for n in range(NUM_SAMPLERS)]
-        sockets = tuple(socket for _, _, socket in samplers)
-        for _ in range(rounds + 1):  # the first fills the copies that changes are found against
-            for backend in ("store", "shared_memory", "delta"):
-                step(engine)
+        for backend in backends:
+            if (reason := why_not_here(backend, engine.facts.device)) is not None:
+                found[backend] = f"not possible here: {reason}"
+                continue
+            sent, measured = Sent(), list[dict[str, float]]()
+            for _ in range(rounds + 1):  # the first fills the copies that changes are found against
+                step(engine) if is_trained else engine.drift()
                 version += 1
                 if backend == "store":
-                    measured = by_store(engine, model, samplers, folder, version)
+                    measured.append(by_store(engine, model, samplers, folder, version))
                 else:
-                    target = SyncTarget(
-                        sockets=sockets,
-                        version=version,
-                        backend="delta" if backend == "delta" else "shared_memory",
-                        bucket_bytes=BUCKET_BYTES,
-                    )
-                    measured = by_sync(engine, samplers, target, sent)
-                found.setdefault(backend, []).append(measured)
-                if backend == "shared_memory":  # so that only one step lies between what a delta is found against
-                    target = target.model_copy(update={"backend": "delta"})
-                    by_sync(engine, samplers, target, sent)
-    return {
-        backend: {name: statistics.median(one[name] for one in measured[1:]) for name in measured[0]}
-        for backend, measured in found.items()
+                    measured.append(by_sync(engine, samplers, target_of(samplers, backend, version), sent))
+                print(f"{backend}: {measured[-1]}", file=sys.stderr, flush=True)
+            found[backend] = summary(backend, measured)
+    return found
+
+
+def summary(backend: str, measured: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of all rounds but the first; of memory the most of all."""
+    figures = {
+        name: max(one[name] for one in measured)
+        if name.endswith("_extra_bytes")
+        else statistics.median(one[name] for one in measured[1:])
+        for name in measured[0]
     }
+    copy = figures["weight_bytes"] if backend.startswith("delta") else 0
+    most = max(figures["trainer_extra_bytes"] - copy, figures["sampler_extra_bytes"])
+    return {**figures, "buckets": round(most / BUCKET_BYTES, 2)}
 
 
 def step(engine: MegatronEngine) -> None:
@@ -105,53 +151,97 @@ def step(engine: MegatronEngine) -> None:
     batch = Batch.chain(TEXT, engine.facts.device)
     batch = replace(batch, weight_N=torch.ones_like(batch.weight_N))
     engine.forward_backward(batch, loss_function(CrossEntropy()))
-    norms = engine.optim_step(Adam(clip_norm=0.0), 1e-6, len(TEXT) - 1)
+    norms = engine.optim_step(Adam(clip_norm=0.0), LEARNING_RATE, len(TEXT) - 1)
     assert norms.grad_norm > 0
 
 
-def by_sync(
-    engine: MegatronEngine, samplers: list[tuple[Sampler, str, str]], target: SyncTarget, sent: Sent
-) -> dict[str, float]:
+class Untrained(MegatronEngine):
+    """One whose weights change without gradients or an optimizer's state."""
+
+    @torch.no_grad()
+    def drift(self) -> None:
+        """Change weights as a step of Adam does that moves each float32 master by the learning rate.
+
+        After many steps a master lies anywhere in the interval that is rounded to its bfloat16 weight; where the move
+        leaves the interval the weight becomes its neighbour.
+        """
+        for part in self._model.flat.buffer.split(1 << 22):
+            exact = part.float()
+            spacing = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8)
+            master = exact + (torch.rand_like(exact) - 0.5) * spacing
+            part.copy_(master + LEARNING_RATE * torch.randn_like(exact).sign_())
+
+
+def target_of(samplers: list[Receiver], backend: str, version: int) -> SyncTarget:
+    """`delta` takes the collective where no sampler's socket is on this machine."""
+    elsewhere = "-elsewhere" if backend == "delta by collective" else ""
+    return SyncTarget(
+        sockets=tuple(one.socket + elsewhere for one in samplers),
+        addresses=tuple(one.address for one in samplers),
+        version=version,
+        backend=backend.partition(" ")[0],
+        bucket_bytes=BUCKET_BYTES,
+    )
+
+
+def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: Sent) -> dict[str, float]:
+    access = SyncAccess(secret=secret_of_run(KEY, RUN).hex())
+    own = PeakMemory(os.getpid())
+    for memory in (own, *(one.memory for one in samplers)):
+        memory.start()
     began = time.perf_counter()
-    sending = send(engine.outgoing(None), target, "benchmark", 0, 1, sent)
+    sending = send(engine.outgoing(None), target, RUN, 0, 1, sent, access)
     assert sending is not None
     blocked = time.perf_counter() - began
     done = sending.wait()
+    update = time.perf_counter() - began
     assert not done.problems, done.problems
     assert done.digest is not None
-    for client, _, _ in samplers:
-        assert client.name_weights(f"v{target.version}", done.digest)
+    for one in samplers:
+        assert one.client.name_weights(f"v{target.version}", done.digest)
     serving = time.perf_counter() - began
+    extra = {"trainer_extra_bytes": own.extra_bytes(), "sampler_extra_bytes": extra_of(samplers)}
     check(samplers, f"v{target.version}")
-    return {"blocked_s": blocked, "serving_s": serving, "bytes": done.num_bytes, "weight_bytes": done.weight_bytes}
+    times = {"blocked_s": blocked, "update_s": update, "serving_s": serving}
+    return {**times, "bytes": done.num_bytes, "weight_bytes": done.weight_bytes, **extra}
 
 
 def by_store(
-    engine: MegatronEngine, model: Path, samplers: list[tuple[Sampler, str, str]], folder: Path, version: int
+    engine: MegatronEngine, model: Path, samplers: list[Receiver], folder: Path, version: int
 ) -> dict[str, float]:
     store, saved = LocalStore(folder / "store"), folder / "checkpoint"
+    own = PeakMemory(os.getpid())
+    for memory in (own, *(one.memory for one in samplers)):
+        memory.start()
     began = time.perf_counter()
     save_weights(engine, model, saved)
     blocked = time.perf_counter() - began
+    trainer_extra = own.extra_bytes()  # what follows is a host's, in a run
     upload(store, f"checkpoints/{version}", saved)
     published = shutil.copytree(saved, folder / "published")
     artifact = upload(store, f"models/{version}", published)
     path = Path(artifact.uri.removeprefix("file://"))
-    for client, _, _ in samplers:
-        client.load_weights(f"v{version}", str(path))
+    for one in samplers:
+        one.client.load_weights(f"v{version}", str(path))
     serving = time.perf_counter() - began
+    extra = {"trainer_extra_bytes": trainer_extra, "sampler_extra_bytes": extra_of(samplers)}
     check(samplers, f"v{version}")
-    num_bytes = sum(one.stat().st_size for one in saved.rglob("*.safetensors"))
+    num_bytes = float(sum(one.stat().st_size for one in saved.rglob("*.safetensors")))
     for used in (saved, published, folder / "store"):
         shutil.rmtree(used)
-    return {"blocked_s": blocked, "serving_s": serving, "bytes": float(num_bytes), "weight_bytes": float(num_bytes)}
+    times = {"blocked_s": blocked, "update_s": blocked, "serving_s": serving}
+    return {**times, "bytes": num_bytes, "weight_bytes": num_bytes, **extra}
+
+
+def extra_of(samplers: list[Receiver]) -> int:
+    return max(one.memory.extra_bytes() for one in samplers)
 
 
 def save_weights(engine: MegatronEngine, model: Path, folder: Path) -> None:
     """Write what a checkpoint has of weights, durably, as a checkpoint does."""
     folder.mkdir()
     for path in model.iterdir():
-        if path.suffix != ".safetensors":
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     outgoing = engine.outgoing(None)
     entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
@@ -159,18 +249,13 @@ def save_weights(engine: MegatronEngine, model: Path, folder: Path) -> None:
     seal(folder)
 
 
-def check(samplers: list[tuple[Sampler, str, str]], name: str) -> None:
-    told = [client.score(name, TEXT) for client, _, _ in samplers]
+def check(samplers: list[Receiver], name: str) -> None:
+    told = [one.client.score(name, TEXT) for one in samplers]
     assert all(one == told[0] for one in told), "the samplers differ"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=0.5, help="of weights")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    sizes = SIZES.with_weights(int(options.gigabytes * 1e9 / 2))
+def measured_with(gigabytes: float, backends: list[str], rounds: int) -> dict[str, object]:
+    sizes = SIZES.with_weights(int(gigabytes * 1e9 / 2))
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         make_tiny_model(
@@ -183,8 +268,23 @@ def main() -> None:
             num_kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
         )
-        figures = measure(model, Path(name), options.rounds)
-    result = {"benchmark": "weight_sync", **provenance(), "torch": torch.__version__, "figures": figures}
+        return measure(model, Path(name), gigabytes * 1e9, backends, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 2.0], help="of weights, one after another")
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="this one alone; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    started = provenance()
+    figures = {
+        f"{gigabytes:g} GB": measured_with(gigabytes, options.backend or list(BACKENDS), options.rounds)
+        for gigabytes in options.gigabytes
+    }
+    settings = {"bucket_bytes": BUCKET_BYTES, "samplers": NUM_SAMPLERS, "rounds": options.rounds}
+    result = {"benchmark": "weight_sync", **started, "torch": torch.__version__, **settings, "figures": figures}
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

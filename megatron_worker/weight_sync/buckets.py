@@ -4,8 +4,8 @@ A tensor larger than what is left of a bucket is divided by rows (slices of its 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self
 
 import torch
@@ -93,58 +93,69 @@ def weights_sha256(tensors: Named) -> Sha256:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a tensor that go into one bucket."""
-
-    part: Part
-    tensor: Tensor
-
-
-def cut(tensors: Named, bucket_bytes: int) -> Iterator[list[Rows]]:
-    """Divide tensors into buckets' rows; no row is larger than a bucket.
-
-    A tensor is only asked for when the buckets before it have been taken.
+def cut(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[Part, ...]]:
+    """Divide tensors into buckets' parts; no row is larger than a bucket.
 
     Raises:
-        InvalidInput: a tensor has a dtype that does not travel.
+        InvalidInput: tensors of this dtype do not travel.
     """
-    rows: list[Rows] = []
+    if dtype not in _NAMES:
+        raise InvalidInput(f"weights are {dtype}: only {' and '.join(DTYPES)} travel", "weight_sync")
+    parts: list[Part] = []
     end = 0
-    for name, tensor in tensors:
-        if tensor.dtype not in _NAMES:
-            raise InvalidInput(f"{name} is {tensor.dtype}: only {' and '.join(DTYPES)} travel", "weight_sync")
-        first, num_rows = 0, tensor.shape[0] if tensor.dim() else 1
-        row_bytes = tensor.numel() // max(1, num_rows) * tensor.element_size()
+    for name, shape in shapes.items():
+        first, num_rows = 0, shape[0] if shape else 1
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
         assert row_bytes <= bucket_bytes, (name, row_bytes)
         while first < num_rows:
             taken = min(num_rows - first, (bucket_bytes - end) // max(1, row_bytes))
             if taken:
                 part = Part(
                     name=name,
-                    dtype=_NAMES[tensor.dtype],
-                    shape=tuple(tensor.shape),
+                    dtype=_NAMES[dtype],
+                    shape=tuple(shape),
                     first_row=first,
                     num_rows=taken,
                     start=end,
                 )
-                rows.append(Rows(part, tensor.detach()[first : first + taken] if tensor.dim() else tensor.detach()))
+                parts.append(part)
                 end = min(bucket_bytes, aligned(end + part.num_bytes))
                 first += taken
             if first < num_rows or end == bucket_bytes:
-                yield rows
-                rows, end = [], 0
-    if rows:
-        yield rows
+                yield tuple(parts)
+                parts, end = [], 0
+    if parts:
+        yield tuple(parts)
 
 
-def fill(buffer: Tensor, number: int, rows: list[Rows]) -> Bucket:
-    """Copy rows into a buffer of bytes, uint8 [bucket_bytes]. Returns the description."""
-    for one in rows:
-        view_of(buffer, one.part).copy_(one.tensor)
-    parts = tuple(one.part for one in rows)
+class Drawn:
+    """Tensors that are drawn one at a time: the next one when its first rows are asked for, and the last one is freed.
+
+    Gathering a tensor makes a copy of it, and buffers are all that a sync should take beside the weights.
+    """
+
+    def __init__(self, tensors: Named) -> None:
+        self._tensors = iter(tensors)
+        self._name = ""
+        self._tensor: Tensor | None = None
+
+    def rows(self, part: Part) -> Tensor:
+        """Return a part's rows. Parts are asked for in the tensors' order."""
+        while self._name != part.name:
+            self._tensor = None
+            self._name, self._tensor = next(self._tensors)
+        assert self._tensor is not None and self._tensor.dtype == DTYPES[part.dtype]
+        whole = self._tensor.detach()
+        return whole[part.first_row : part.first_row + part.num_rows] if whole.dim() else whole
+
+
+def fill(buffer: Tensor, number: int, parts: Sequence[Part], drawn: Drawn) -> Bucket:
+    """Copy parts' rows into a buffer of bytes, uint8 [bucket_bytes]. Returns the description."""
+    for part in parts:
+        view_of(buffer, part).copy_(drawn.rows(part))
     used = parts[-1].start + parts[-1].num_bytes
-    return Bucket(number=number, parts=parts, num_bytes=used, checksum=checksum(view_of(buffer, p) for p in parts))
+    found = checksum(view_of(buffer, part) for part in parts)
+    return Bucket(number=number, parts=tuple(parts), num_bytes=used, checksum=found)
 
 
 def view_of(buffer: Tensor, part: Part) -> Tensor:
@@ -152,13 +163,12 @@ def view_of(buffer: Tensor, part: Part) -> Tensor:
     return buffer[part.start : part.start + part.num_bytes].view(DTYPES[part.dtype]).view(part.rows_shape)
 
 
-def checksum(tensors: Iterable[Tensor]) -> int:
+def checksum(tensors: Iterable[Tensor], found: int = 0) -> int:
     """Return a sum of the tensors' bits that notices changed, missing and exchanged elements; for faults, not attacks.
 
     Of 8-byte words x_i in chunks: h ← 1099511628211 h + Σ (2 i + 1) x_i modulo 2^64, then the same for the bytes that
-    are left. The same on every device.
+    are left. The same on every device. `found`: h of the tensors before.
     """
-    found = 0
     for tensor in tensors:
         for chunk in tensor.detach().view(-1).view(torch.uint8).split(_CHUNK):
             whole = len(chunk) // 8 * 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _BYTES = 3  # of a change
-_CHUNK = 1 << 24  # words that are compared at a time
+_CHUNK = 1 << 16  # words, or changes, at a time: on the way they take some 80 bytes each
 
 
 def num_bytes(num_changes: int) -> int:
@@ -27,34 +27,35 @@ def find(new: Tensor, old: Tensor, out: Tensor) -> int | None:
         The number of changes.
     """
     most = len(out) // _BYTES
-    found: list[tuple[Tensor, Tensor]] = []
+    if not most:
+        return 0 if torch.equal(_words(new), _words(old)) else None
+    gap_M, value_M = _split(out, most)  # values have their place when it is known how many there are
     total, unchanged = 0, 0  # words since the last change, at the end of the last chunk
     for new_W, old_W in zip(_words(new).split(_CHUNK), _words(old).split(_CHUNK), strict=True):
         bits_W = new_W ^ old_W
-        if total + int(bits_W.count_nonzero()) > most:
-            return None
         place_C = bits_W.nonzero().flatten()
-        if len(place_C):
-            gap_C = place_C.diff(prepend=place_C.new_full((1,), -1 - unchanged)) - 1
-            count_C = gap_C // 256 + 1
-            last_C = count_C.cumsum(0) - 1
-            num = int(last_C[-1]) + 1
-            gap_X = torch.full((num,), 255, dtype=torch.uint8, device=gap_C.device)
-            value_X = torch.zeros(num, dtype=torch.int16, device=gap_C.device)
-            gap_X[last_C] = (gap_C % 256).to(torch.uint8)
-            value_X[last_C] = bits_W[place_C]
-            found.append((gap_X, value_X))
-            total += num
-            unchanged = len(bits_W) - 1 - int(place_C[-1])
-        else:
+        if total + len(place_C) > most:
+            return None
+        if not len(place_C):
             unchanged += len(bits_W)
-    if num_bytes(total) > len(out):
-        return None
-    if total:
-        gap, value = _split(out, total)
-        gap.copy_(torch.cat([g for g, _ in found]))
-        value.copy_(torch.cat([v for _, v in found]))
+            continue
+        gap_C = place_C.diff(prepend=place_C.new_full((1,), -1 - unchanged)) - 1
+        last_C = (gap_C // 256 + 1).cumsum(0) - 1
+        end = total + int(last_C[-1]) + 1
+        if end > most:
+            return None
+        gap_M[total:end], value_M[total:end] = 255, 0
+        gap_M[total:end][last_C] = (gap_C % 256).to(torch.uint8)
+        value_M[total:end][last_C] = bits_W[place_C]
+        total, unchanged = end, len(bits_W) - 1 - int(place_C[-1])
+    _move(value_M[:total], _split(out, total)[1])
     return total
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Copy to a place that does not lie behind the source, with which it may overlap."""
+    for first in range(0, len(source), _CHUNK):
+        target[first : first + _CHUNK].copy_(source[first : first + _CHUNK].clone())
 
 
 def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
@@ -66,11 +67,15 @@ def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
     if not num_changes:
         return
     gap_X, value_X = _split(changes, num_changes)
-    place_X = (gap_X.long() + 1).cumsum(0) - 1
     words = _words(target)
-    if int(place_X[-1]) >= len(words):
-        raise ValueError(f"a change of word {int(place_X[-1])} of {len(words)}")
-    words[place_X.to(words.device)] ^= value_X.to(words.device)
+    place = sum(int(gap_Y.sum()) + len(gap_Y) for gap_Y in gap_X.split(_CHUNK)) - 1
+    if place >= len(words):
+        raise ValueError(f"a change of word {place} of {len(words)}")
+    place = -1
+    for gap_Y, value_Y in zip(gap_X.split(_CHUNK), value_X.split(_CHUNK), strict=True):
+        place_Y = (gap_Y.long() + 1).cumsum(0).add_(place)
+        words[place_Y.to(words.device)] ^= value_Y.to(words.device)
+        place = int(place_Y[-1])
 
 
 def _words(tensor: Tensor) -> Tensor:

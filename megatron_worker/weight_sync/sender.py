@@ -14,10 +14,11 @@ from megatron_worker.tensors.safetensors_files import all_drawn
 from megatron_worker.weight_sync import changes
 from megatron_worker.weight_sync.buckets import (
     ALIGNMENT,
+    DTYPES,
     Bucket,
     Digest,
+    Drawn,
     Part,
-    Rows,
     aligned,
     checksum,
     cut,
@@ -42,10 +43,10 @@ class Sent:
         self.digest: Sha256 | None = None
         self._copies: dict[str, Tensor] = {}
 
-    def rows(self, part: Part, like: Tensor) -> Tensor:
+    def rows(self, part: Part) -> Tensor:
         """Return the copy of a part's rows; a new one is of zeros."""
         if part.name not in self._copies:
-            self._copies[part.name] = torch.zeros(part.shape, dtype=like.dtype)
+            self._copies[part.name] = torch.zeros(part.shape, dtype=DTYPES[part.dtype])
         whole = self._copies[part.name]
         return whole[part.first_row : part.first_row + part.num_rows] if whole.dim() else whole
 
@@ -228,39 +229,38 @@ class Sending:
 
     def _buckets(self, outbound: Outbound, is_all: bool) -> Iterator[Bucket]:
         """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
-        buffers = outbound.buffers
-        for number, rows in enumerate(cut(self._outgoing.tensors, self._announcement.buffer_bytes)):
+        buffers, outgoing = outbound.buffers, self._outgoing
+        drawn = Drawn(outgoing.tensors)
+        for number, parts in enumerate(cut(outgoing.shapes, outgoing.dtype, self._announcement.buffer_bytes)):
             with self._phases(f"settle {number}"):
                 outbound.settle(len(buffers) - 1)
             if not self._receivers.living:
                 return
             with self._phases(f"fill {number}"):
-                bucket = self._fill(buffers[number % len(buffers)], number, rows, is_all)
+                bucket = self._fill(buffers[number % len(buffers)], number, parts, drawn, is_all)
             yield bucket
 
-    def _fill(self, buffer: Tensor, number: int, rows: list[Rows], is_all: bool) -> Bucket:
-        if is_all or self._sent is None:
-            bucket = fill(buffer, number, rows)
-        else:
-            bucket = self._fill_with_changes(buffer, number, rows)
+    def _fill(self, buffer: Tensor, number: int, parts: tuple[Part, ...], drawn: Drawn, is_all: bool) -> Bucket:
+        if self._sent is not None and not is_all:
+            return _fill_with_changes(buffer, number, parts, drawn, self._sent)
+        bucket = fill(buffer, number, parts, drawn)
         if self._sent is not None:
-            for one in rows:
-                self._sent.rows(one.part, one.tensor).copy_(one.tensor)
+            for part in parts:
+                self._sent.rows(part).copy_(view_of(buffer, part))
         return bucket
 
-    def _fill_with_changes(self, buffer: Tensor, number: int, rows: list[Rows]) -> Bucket:
-        """Write the changes of each part where they are shorter than its rows."""
-        assert self._sent is not None
-        parts, end = [], 0
-        for one in rows:
-            start = aligned(end)
-            room = buffer[start : start + one.part.num_bytes]
-            tensor = one.tensor.contiguous()
-            num = changes.find(tensor.cpu(), self._sent.rows(one.part, tensor), room)
-            part = one.part.model_copy(update={"start": start, "num_changes": num})
-            if num is None:
-                view_of(buffer, part).copy_(tensor)
-            end = start + (part.num_bytes if num is None else changes.num_bytes(num))
-            parts.append(part)
-        found = checksum(one.tensor.contiguous() for one in rows)
-        return Bucket(number=number, parts=tuple(parts), num_bytes=end, checksum=found)
+
+def _fill_with_changes(buffer: Tensor, number: int, parts: tuple[Part, ...], drawn: Drawn, sent: Sent) -> Bucket:
+    """Write the changes of each part where they are shorter than its rows, and keep the rows as sent."""
+    written, end, found = list[Part](), 0, 0
+    for part in parts:
+        start, tensor = aligned(end), drawn.rows(part).contiguous()
+        num = changes.find(tensor.cpu(), sent.rows(part), buffer[start : start + part.num_bytes])
+        written.append(part.model_copy(update={"start": start, "num_changes": num}))
+        if num is None:
+            view_of(buffer, written[-1]).copy_(tensor)
+        end = start + (part.num_bytes if num is None else changes.num_bytes(num))
+        found = checksum([tensor], found)
+        sent.rows(part).copy_(tensor)
+        del tensor  # before the next one is drawn
+    return Bucket(number=number, parts=tuple(written), num_bytes=end, checksum=found)

@@ -125,7 +125,7 @@ class Mesh:
         return self.tp if expert is None else self.etp
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Gather a whole tensor on every rank from those that hold it. Collective.
+        """Gather a whole tensor on every rank from those that hold it; a view where that is this rank. Collective.
 
         Args:
             parameters: this rank's, all of one dtype.
@@ -145,7 +145,8 @@ class Mesh:
         local, split = tensor_slice.read(parameter, share), tensor_slice.split
         if split is None:
             return local
-        return torch.cat(group.gather(local), dim=split).narrow(split, 0, tensor_slice.shape[split])
+        whole = local if group.size == 1 else torch.cat(group.gather(local), dim=split)
+        return whole.narrow(split, 0, tensor_slice.shape[split])
 
     def counts(self, placement: Placement) -> bool:
         """Return True if a norm counts this rank's tensors. Of ranks with the same gradient only one counts it."""

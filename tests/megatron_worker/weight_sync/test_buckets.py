@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_worker.weight_sync import changes
-from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut, fill
+from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, Drawn, checksum, cut, fill
 from shared.errors import InvalidInput
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -23,9 +23,8 @@ def test_what_is_divided_is_put_together_again(shapes, dtype, bucket_bytes):
     tensors, digest = some_tensors(shapes, dtype), Digest()
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assembly = Assembly(found)
-    for number, rows in enumerate(cut(tensors.items(), bucket_bytes)):
-        buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-        bucket = Bucket.model_validate_json(fill(buffer, number, rows).model_dump_json())
+    for filled, buffer in divided(tensors, bucket_bytes):
+        bucket = Bucket.model_validate_json(filled.model_dump_json())
         digest.add(bucket)
         assembly.put(bucket, buffer)
     assert assembly.finish() == digest.value
@@ -33,9 +32,10 @@ def test_what_is_divided_is_put_together_again(shapes, dtype, bucket_bytes):
 
 
 def divided(tensors, bucket_bytes=512):
-    for number, rows in enumerate(cut(tensors.items(), bucket_bytes)):
+    shapes, drawn = {name: tensor.shape for name, tensor in tensors.items()}, Drawn(tensors.items())
+    for number, parts in enumerate(cut(shapes, next(iter(tensors.values())).dtype, bucket_bytes)):
         buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-        yield fill(buffer, number, rows), buffer
+        yield fill(buffer, number, parts, drawn), buffer
 
 
 def test_damaged_foreign_missing_and_repeated_rows_are_noticed():
