@@ -5,13 +5,13 @@ A row is one line of JSONL, one record of Parquet, or one non-blank line of a `.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.examples import Example, Question
+from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
@@ -57,7 +57,8 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
     if source.format == "auto":
         tell = partial(_as_named, spec) if source.prompt_field is not None else partial(_format_of, pairs=pairs)
         spec = _detect(_rows(folder, files), tell, source)
-    return Dataset(folder, files, spec, spec.example, spec.columns)
+    parse = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
+    return Dataset(folder, files, spec, parse, spec.columns)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
@@ -106,6 +107,20 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     if found is None:
         raise InvalidInput("the dataset is empty: no file holds a row", source.uri)
     return found[0]
+
+
+def _last_answer(spec: FormatSpec, row: Row) -> Example:
+    """Return the example of a row, of which the last answer alone is trained. Raises InvalidInput if none ends it."""
+    example = spec.example(row)
+    match example:
+        case Chat(messages=messages, weights=weights):
+            if messages[-1]["role"] != "assistant":
+                rule = f"assistant_turns is last, and the last message is the {messages[-1]['role']}'s"
+                raise InvalidInput(rule, row.place)
+            return replace(example, weights=[0.0] * (len(weights) - 1) + weights[-1:])
+        case PromptCompletion():
+            return example
+    raise InvalidInput(f"assistant_turns is of conversations: rows of the format {spec.name} are none", "format")
 
 
 def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:

@@ -38,7 +38,10 @@ _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
 # Fields of a DatasetSource that its validators refuse in a kind of run.
-_NOT_READ = {"dpo": ("prompt_field", "completion_field"), "rl": ("completion_field",)}
+_NOT_READ = {
+    "dpo": ("prompt_field", "completion_field", "assistant_turns"),
+    "rl": ("completion_field", "assistant_turns"),
+}
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
 # kind: one of a union's kinds, or JSON; grader: JSON, or a file of it; layout: a label; variant: a flag for a kind.
 Form = Literal["value", "names", "source", "reading", "kind", "grader", "layout", "variant"]

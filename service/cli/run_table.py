@@ -11,8 +11,9 @@ _HEAD = """# The fields of a run
 
 A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo` or `/rl` ([api.md](api.md)), and the options of
 `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` is `{"layout": {"tp": 2}}`. A dataset is
-a URI on the command line, and an object in JSON: `uri`, `format`, `prompt_field`, `completion_field`. `trainable` has a
-`kind`, `lora` or `full`. This page is printed by `python -m service.cli.run_table`.
+a URI on the command line, and an object in JSON: `uri`, `format`, `prompt_field`, `completion_field`,
+`assistant_turns`. `trainable` has a `kind`, `lora` or `full`. This page is printed by
+`python -m service.cli.run_table`.
 
 | field | option | runs | type | default | meaning |
 |---|---|---|---|---|---|

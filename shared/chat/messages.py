@@ -261,13 +261,14 @@ class ChatCompletion(Answer):
 
 
 class ChunkChoice(Answer):
-    """A piece of a choice. Only the last one has a finish_reason."""
+    """A piece of a choice. Only the last one has a finish_reason. `answer_id`: as a ChatChoice has it."""
 
     index: int
     delta: dict[str, Any]
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    answer_id: str | None = None
 
 
 class ChatChunk(Answer):

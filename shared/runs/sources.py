@@ -21,6 +21,9 @@ class DatasetSource(Frozen):
     format: Format = Field(default="auto", description="how rows are written; auto: told by the first rows")
     prompt_field: str | None = Field(default=None, description="the field that holds the prompt; else rows are chats")
     completion_field: str | None = Field(default=None, description="the field that holds the answer")
+    assistant_turns: Literal["all", "last"] = Field(
+        default="all", description="which answers of a conversation are trained; last: it has to end with one"
+    )
 
 
 def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
@@ -36,6 +39,8 @@ def _prompts_alone(source: DatasetSource) -> DatasetSource:
         )
     if source.completion_field is not None:
         raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
+    if source.assistant_turns != "all":
+        raise ValueError("assistant_turns has no meaning here: the model answers")
     return source
 
 
@@ -50,6 +55,8 @@ def _pairs_alone(source: DatasetSource) -> DatasetSource:
         raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
     if source.prompt_field is not None or source.completion_field is not None:
         raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
+    if source.assistant_turns != "all":
+        raise ValueError("assistant_turns has no meaning here: of a pair both answers are learned from")
     return source
 
 

@@ -1,6 +1,8 @@
 """A session with OpenPipe ART's own client: register, ask, learn from chats, then from groups of answers. Tells JSON.
 
-python -m tests.end_to_end.art_session URL KEY MODEL DATASET FOLDER
+python -m tests.end_to_end.art_session URL KEY MODEL DATASET FOLDER TAUGHT
+
+MODEL was never trained, TAUGHT answers as the dataset does.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ from art.serverless.client import Client
 TEMPERATURE = 1.0
 SETTINGS = {"rank": 4, "max_tokens": 256, "temperature": TEMPERATURE}
 QUAYS = (3, 11)
+LEARNING_STEPS, LEARNING_RATE = 6, 0.01
 
 
 async def refused(call: Awaitable[Any]) -> dict[str, Any]:
@@ -80,6 +83,52 @@ async def gathered(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
     )
 
 
+async def streamed(model: Any, question: Any, **asked: Any) -> list[Any]:
+    """Choices as OpenAI's own client puts them together of a stream, before it refuses those that were cut off."""
+    async with model.openai_client().chat.completions.stream(
+        model=model.get_inference_name(), messages=[question], **asked
+    ) as events:
+        async for _ in events:
+            pass
+        return list(events.current_completion_snapshot.choices)
+
+
+async def asked_once(model: Any, question: Any, **asked: Any) -> list[Any]:
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=[question], **asked
+    )
+    return list(completion.choices)
+
+
+async def learned(backend: Any, base: str, folder: str) -> list[dict[str, float]]:
+    """Metrics of train steps that reward small numbers. Of each step's two questions one is answered in a stream."""
+    model: Any = art.TrainableModel(name="Learner", project="harbour", base_model=base, base_path=folder)
+    await model.register(backend)
+    told = []
+    for step in range(LEARNING_STEPS):
+        groups = []
+        for ask, quay in zip((asked_once, streamed), QUAYS, strict=True):
+            question: Any = {"role": "user", "content": f"How many crates are on quay {quay}?"}
+            plain = {"logprobs": False, "extra_body": {"return_token_ids": False}}
+            seed = 100 * step + quay
+            choices = await ask(model, question, n=16, max_tokens=12, temperature=TEMPERATURE, seed=seed, **plain)
+            groups.append(
+                art.TrajectoryGroup(
+                    art.Trajectory(messages_and_choices=[question, choice], reward=is_small(choice))
+                    for choice in choices
+                )
+            )
+        told.append((await backend.train(model, groups, learning_rate=LEARNING_RATE)).metrics)
+    await backend.delete(model)
+    return told
+
+
+def is_small(choice: Any) -> float:
+    """1 for an answer that names a number below 20, as two of five of the dataset do."""
+    number = (choice.message.content or "").split(" ")[0]
+    return float(number.isdecimal() and int(number) < 20)
+
+
 async def answer(model: art.TrainableModel, step: int | None = None) -> dict[str, Any]:
     completion = await model.openai_client().chat.completions.create(
         model=model.get_inference_name(step),
@@ -90,7 +139,7 @@ async def answer(model: art.TrainableModel, step: int | None = None) -> dict[str
     return completion.choices[0].model_dump()
 
 
-async def session(url: str, key: str, base: str, rows: bytes, folder: str) -> dict[str, Any]:
+async def session(url: str, key: str, base: str, rows: bytes, folder: str, taught: str) -> dict[str, Any]:
     native = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"authorization": f"Bearer {key}"}, timeout=300)
     foreign = {"base_url": f"{url}/v1", "headers": native.headers, "timeout": 60}
     backend = art.ServerlessBackend(api_key=key, base_url=f"{url}/v1")
@@ -144,6 +193,7 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str) -> di
             )
         ),
     }
+    told["learned"] = await learned(backend, taught, folder)
     await backend.delete(model)
     told["deleted"] = await refused(anext(aiter(client.models.checkpoints.list(model_id=model.id))))
     return told
@@ -191,8 +241,8 @@ async def failed(backend: Any, model: Any) -> str:
 
 
 def main() -> None:
-    url, key, base, dataset, folder = sys.argv[1:]
-    told = asyncio.run(session(url, key, base, Path(dataset).read_bytes(), folder))
+    url, key, base, dataset, folder, taught = sys.argv[1:]
+    told = asyncio.run(session(url, key, base, Path(dataset).read_bytes(), folder, taught))
     print(json.dumps(told, default=str))
 
 

@@ -24,7 +24,12 @@ def told(
     connection = Connection.read(stack.root)
     assert connection is not None
     folder = tmp_path_factory.mktemp("art")
-    address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder)]
+    taught = stack.cli(
+        *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset), "--full"),
+        *("--steps", "24", "--batch-size", "32", "--learning-rate", "0.01", "--schedule", "constant"),
+        *("--max-tokens", "128", "--wait", "--timeout", "600"),
+    ).json["adapter"]
+    address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder), taught]
     done = run_with_art("0.5.18", ["-m", "tests.end_to_end.art_session", *address], folder, timeout_s=500)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -74,6 +79,16 @@ def test_no_trajectory_is_lost_for_its_tokens_and_none_is_stale(told: dict[str, 
         assert (metrics["broken_trajectories"], metrics["dropped_trajectories"]) == (0, 0), metrics
         assert (metrics["trained_trajectories"], metrics["remembered_turns"]) == (12, 18)
         assert metrics["staleness_mean"] == metrics["staleness_max"] == 0
+
+
+def test_the_reward_of_what_can_be_learned_rises(told: dict[str, Any]) -> None:
+    """Half of the answers are streamed: openai's client keeps their ids. None has logprobs, so that ids alone count."""
+    steps = told["learned"]
+    print("reward by step", [round(metrics["reward"], 3) for metrics in steps])
+    for metrics in steps:
+        assert (metrics["broken_trajectories"], metrics["remembered_turns"]) == (0, 32), metrics
+        assert metrics["staleness_mean"] == metrics["staleness_max"] == 0
+    assert min(metrics["reward"] for metrics in steps[-2:]) > steps[0]["reward"] + 0.2
 
 
 def test_what_is_trained_is_what_was_drawn_to_the_bit(told: dict[str, Any], stack: Stack) -> None:

@@ -90,6 +90,8 @@ def test_keys_are_honoured_by_their_value() -> None:
     for max_tokens, sizes in ((None, (4096, 4096)), (512, (512, 4096))):
         run = rl_run(model(max_tokens=max_tokens), packed, None)
         assert (run.max_tokens, run.bin_tokens) == sizes
+    last = sft_run(clerk, "https://example.com/a.jsonl", SftConfig(assistant_turns="last"), None)
+    assert last.dataset.assistant_turns == "last"
     logged = {"metric_logging": {"enabled": True, "target_training_step": 4}, "assistant_turns": "all"}
     assert sft_run(clerk, "https://example.com/a.jsonl", SftConfig(**logged), None) == sft_run(
         clerk, "https://example.com/a.jsonl", SftConfig(), None
@@ -125,7 +127,7 @@ def test_what_excludes_each_other_is_refused() -> None:
     with pytest.raises(ValidationError, match="loss_fn"):
         ExperimentalConfig(loss_fn="ppo", ppo=False)
     with pytest.raises(ValidationError, match="assistant_turns"):
-        SftConfig.model_validate({"assistant_turns": "last"})
+        SftConfig.model_validate({"assistant_turns": "first"})
 
 
 def test_a_list_of_rates_is_a_step_for_each() -> None:

@@ -148,4 +148,4 @@ class SftConfig(Sent):
     batch_size: int | None = None
     learning_rate: float | tuple[float, ...] | None = None
     metric_logging: MetricLogging | None = None
-    assistant_turns: Literal["all"] | None = Field(default=None, description="all: those of weight 0 are not trained")
+    assistant_turns: Literal["all", "last"] | None = None

@@ -98,7 +98,7 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
         return SFTRun.model_validate(
             _common(model, adapter)
             | {
-                "dataset": {"uri": url},
+                "dataset": {"uri": url, "assistant_turns": config.assistant_turns or "all"},
                 "batch_size": _SFT_BATCH if config.batch_size is None else config.batch_size,
                 "schedule": "constant",
             }

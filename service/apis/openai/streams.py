@@ -36,7 +36,11 @@ class _Sent:
 
 
 class ChatChunks:
-    """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended."""
+    """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended.
+
+    `answer_id` stands in a choice's first chunk, from which openai's client takes what it keeps of a choice beside the
+    message, and in the last one, if the answer is remembered.
+    """
 
     def __init__(self, so_far: AnswerSoFar, model: str) -> None:
         self._head = ChatChunk(id=so_far.answer_id, created=so_far.created, model=model, choices=[])
@@ -69,10 +73,12 @@ class ChatChunks:
         if calls := choice.message.tool_calls:
             deltas = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
             yield self._chunk(ChunkChoice(index=choice.index, delta={"tool_calls": deltas}))
-        yield self._chunk(ChunkChoice(index=choice.index, delta={}, finish_reason=choice.finish_reason))
+        ended = {"finish_reason": choice.finish_reason, "answer_id": choice.answer_id}
+        yield self._chunk(ChunkChoice.model_validate({"index": choice.index, "delta": {}, **ended}))
 
     def _opening(self, index: int) -> ChatChunk:
-        return self._chunk(ChunkChoice(index=index, delta={"role": "assistant", "content": ""}))
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(ChunkChoice(index=index, delta=delta, answer_id=self._head.id))
 
     def _chunk(self, *choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
         return self._head.model_copy(update={"choices": [*choices], "usage": usage})

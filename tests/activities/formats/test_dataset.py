@@ -42,6 +42,18 @@ def test_chat_with_tools_parts_and_weights(tmp_path: Path) -> None:
     assert chat.messages[1] == ASSISTANT and chat.messages[3]["content"] == parts
 
 
+def test_of_a_conversation_the_last_answer_alone_can_be_trained(tmp_path: Path) -> None:
+    lines(tmp_path, {"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0.5}]})
+    [chat] = read(tmp_path, assistant_turns="last")
+    assert isinstance(chat, Chat) and chat.weights == [0, 0, 0, 0.5]
+    lines(tmp_path, {"messages": [USER, ASSISTANT, USER]})
+    assert "rows.jsonl:1" in (told := refusal(tmp_path, assistant_turns="last")) and "the user's" in told
+    lines(tmp_path, {"prompt": "p", "completion": "c"})
+    assert read(tmp_path, assistant_turns="last") == read(tmp_path)
+    lines(tmp_path, {"text": "t"})
+    assert "assistant_turns is of conversations" in refusal(tmp_path, assistant_turns="last")
+
+
 def test_prompt_and_completion_by_default_and_by_any_name(tmp_path: Path) -> None:
     lines(tmp_path, {"prompt": "p", "completion": "c", "question": "q", "answer": "a"})
     assert read(tmp_path) == [PromptCompletion("rows.jsonl:1", "p", "c")]
