@@ -9,11 +9,13 @@ from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Signals
+from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, tail
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
+from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -29,6 +31,7 @@ class LeaseRequest(Frozen):
     """A run's request for a worker.
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
+    `sync_backend`: how the worker's weights are to come to samplers.
     """
 
     run_id: RunId
@@ -36,6 +39,7 @@ class LeaseRequest(Frozen):
     key: WorkerKey
     ready_timeout_s: float
     join_queue: str | None = None
+    sync_backend: SyncBackend = "auto"
 
 
 class LeaseRecord(Frozen):
@@ -147,9 +151,11 @@ class Lease:
 
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
+            InvalidInput: weights do not travel that way from here.
         """
         mark = mark_of(request.run_id, request.epoch)
         with beating(), ExitStack() as after:
+            check_backend(request.sync_backend, "gpu")
             if not self._record(mark):
                 if request.join_queue is not None:
                     return

@@ -12,6 +12,7 @@ from temporalio.exceptions import CancelledError
 from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
 from activities.hosts.lease import ProcessLease, mark_of
 from activities.hosts.progress import Signals
+from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
@@ -19,7 +20,7 @@ from shared.chat.completions import SamplerReady
 from shared.contract import Frozen
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
-from shared.jobs.weight_sync import write_privately
+from shared.jobs.weight_sync import SyncBackend, write_privately
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
 
@@ -28,12 +29,16 @@ _ANSWER_S = 20.0
 
 
 class SamplerLeaseRequest(Frozen):
-    """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant."""
+    """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant.
+
+    `sync_backend`: how a trainer's weights are to come to it.
+    """
 
     run_id: RunId
     epoch: int
     key: SamplerKey
     ready_timeout_s: float
+    sync_backend: SyncBackend = "auto"
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,24 @@ class LeaseSampler:
 
         Raises:
             WorkerLost: the process ended or did not come up, or this host leaves.
-            InvalidInput: the model cannot be used, or its files are not what they were; or the host has no vLLM.
+            InvalidInput: the model cannot be used, or its files are not what they were; or the host has no vLLM; or
+                weights do not travel that way to here.
             StoreUnavailable: the model's files cannot be reached.
         """
         try:
             with beating():
+                check_backend(request.sync_backend, "sampler", self._problems())
                 self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
                 with activity.shield_thread_cancel_exception():
                     self._hold(request)
         except CancelledError as error:
             if host_is_leaving():
                 raise HostLeft(HOST_LEAVES) from error
+
+    def _problems(self) -> dict[str, str]:
+        if self._host.settings.sampling.weights_address is not None:
+            return {}
+        return {"collective": "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"}
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         mark = mark_of(request.run_id, request.epoch)

@@ -163,6 +163,10 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             if rollouts.weight_sync.in_flight == "continue" and settings.sampling.url is not None:
                 rule = "this installation's sampler is a server behind a URL: samples end on the weights they began on"
                 raise InvalidInput(rule, f"{below}rollouts.weight_sync.in_flight")
+            backend, is_served = rollouts.weight_sync.backend, rollouts.sampler_url or settings.sampling.url
+            if backend not in ("auto", "store") and is_served is not None:
+                rule = f"a sampler behind a URL loads weights from the store: {backend} needs one that a host leases"
+                raise InvalidInput(f"{rule}; possible are auto and store", f"{below}rollouts.weight_sync.backend")
             if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
                 raise InvalidInput(reason, f"{below}rollouts.sampler")
             examples = rollouts.prompts_per_step * rollouts.group_size

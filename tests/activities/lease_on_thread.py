@@ -16,6 +16,7 @@ from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
 from shared.contract import Frozen
 from shared.jobs.job import JobPlan
 from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerKey
+from shared.jobs.weight_sync import SyncBackend
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore, ObjectStore
@@ -107,20 +108,39 @@ class Held:
 class HeldLease(Held):
     """A worker's."""
 
-    def __init__(self, host: Host, plan: JobPlan, epoch: int, ready_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: Host,
+        plan: JobPlan,
+        epoch: int,
+        ready_timeout_s: float = 30.0,
+        sync_backend: SyncBackend = "auto",
+    ) -> None:
         notebook = Notebook()
         lease = Lease(host.pool, host.store, notebook, "host-queue")
         key = WorkerKey.of(plan)
-        request = LeaseRequest(run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s)
+        request = LeaseRequest(
+            run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s, sync_backend=sync_backend
+        )
         super().__init__(notebook, "leased", lease.lease, request)
 
 
 class HeldSampler(Held):
     """A sampler's."""
 
-    def __init__(self, host: Host, settings: Settings, key: SamplerKey, epoch: int, patience_s: float = 150.0) -> None:
+    def __init__(
+        self,
+        host: Host,
+        settings: Settings,
+        key: SamplerKey,
+        epoch: int,
+        patience_s: float = 150.0,
+        sync_backend: SyncBackend = "auto",
+    ) -> None:
         self.patience_s = patience_s
         notebook = Notebook()
         lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue")
-        request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=patience_s)
+        request = SamplerLeaseRequest(
+            run_id="r1", epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
+        )
         super().__init__(notebook, "sampler_leased", lease.lease_sampler, request)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from pydantic import ValidationError
 from temporalio.api.history.v1 import HistoryEvent
 
@@ -247,6 +248,20 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         events = json.loads(profile.rstrip(",\n") + "]")
         assert [e["args"]["version"] for e in events if e["name"] == "commit"] == [*range(1, ROLLOUT_STEPS + 1)]
         assert {event["args"]["transport"] for event in events} == {transport}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and this is about having none")
+def test_a_sync_that_the_hosts_cannot_do_ends_the_run_before_a_sampler_starts(
+    stack: Stack, rollout_options: list[str]
+) -> None:
+    options = [*rollout_options, "--sync-backend", "cuda_ipc", "--wait", "--timeout", "600"]
+    ended = stack.cli(*options, check=False).json
+    assert ended["status"] == "failed" and ended["problem"]["kind"] == "invalid_input"
+    assert "cuda_ipc is not possible on this sampler host: cuda_ipc needs cuda" in ended["problem"]["message"]
+    assert "possible are auto, store, delta, shared_memory, collective" in ended["problem"]["message"]
+    events = stack.history(ended["run_id"]).events
+    assert stack.most_attempts(ended["run_id"]) == 1
+    assert not any(event.HasField("workflow_execution_signaled_event_attributes") for event in events), "no grant"
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])

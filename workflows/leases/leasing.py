@@ -13,6 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
     from shared.jobs.leases import LeaseGrant, SamplerKey
+    from shared.jobs.weight_sync import SyncBackend
     from shared.runs.start import RunTiming
     from workflows import policies
     from workflows.outcomes import RunFailed, is_final, problem_of, was_cancelled
@@ -120,10 +121,12 @@ class Leasing:
             retry_policy=policies.ONCE,
         )
 
-    def take_sampler(self, run_id: str, key: SamplerKey, epoch: int) -> None:
+    def take_sampler(self, run_id: str, key: SamplerKey, epoch: int, sync_backend: SyncBackend = "auto") -> None:
         """Ask for a sampler. The one that was held before is given back."""
         patience_s = policies.sampler_ready_timeout_s(key)
-        request = SamplerLeaseRequest(run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s)
+        request = SamplerLeaseRequest(
+            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
+        )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
     async def wait(self) -> LeaseGrant:

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunFailed, is_mismatch, problem_of
-    from workflows.rollouts.requests import sampler_key
+    from workflows.rollouts.requests import rollouts_of, sampler_key
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -230,7 +230,8 @@ class Sampling:
                 continue
             self._num_failed[number] += leasing.has_failed
             if not grants or self._num_failed[number] < self.start.timing.max_losses:
-                leasing.take_sampler(self.start.run_id, key, 1 + max(one.epoch for one in self.leasings))
+                epoch = 1 + max(one.epoch for one in self.leasings)
+                leasing.take_sampler(self.start.run_id, key, epoch, rollouts_of(self.start.run).weight_sync.backend)
 
     async def _first(self, model: Artifact) -> LeaseGrant:
         """Return a sampler that is up; if there is none, wait for the first that comes.

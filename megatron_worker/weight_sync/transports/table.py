@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
 from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound, CudaOutbound
@@ -45,10 +46,18 @@ def choose(target: SyncTarget) -> Transport:
 
 
 def why_not(name: Transport, device: torch.device) -> str | None:
-    """Return why a transport does not work on a device, and which do."""
-    if device.type in TRANSPORTS[name].devices:
-        return None
-    possible = ", ".join(other for other, ends in TRANSPORTS.items() if device.type in ends.devices)
-    return (
-        f"{name} needs {' or '.join(TRANSPORTS[name].devices)}, and this is {device.type}: possible here are {possible}"
-    )
+    """Return why a transport does not work on a device."""
+    if device.type not in TRANSPORTS[name].devices:
+        return f"{name} needs {' or '.join(TRANSPORTS[name].devices)}, and this is {device.type}{_without_cuda()}"
+    if name == "collective" and not (dist.is_nccl_available() if device.type == "cuda" else dist.is_gloo_available()):
+        return f"this torch was built without {'NCCL' if device.type == 'cuda' else 'gloo'}"
+    return None
+
+
+def _without_cuda() -> str:
+    """Return what torch says of CUDA where there is none."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return f" ({str(error).splitlines()[0]})"
+    return ""

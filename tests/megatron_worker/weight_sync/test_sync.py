@@ -55,7 +55,7 @@ def test_a_backend_that_cannot_be_and_a_profile_that_cannot_be_written_are_said(
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         refused = sync(driven, None, [sampler], 1, "cuda_ipc")
-        assert "possible here are shared_memory, collective" in refused.problems[sampler.path]
+        assert "cuda_ipc needs cuda, and this is cpu (" in refused.problems[sampler.path]
         target = target_of([sampler], 1, "shared_memory", BUCKET)
         profile = SyncAccess(profile=str(tmp_path / "none" / "trace.json"))
         done = send(driven.outgoing(None), target, "run", 0, 1, None, profile).wait()

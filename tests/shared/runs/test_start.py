@@ -39,6 +39,17 @@ def test_several_samplers_are_leased_ones():
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"samplers": 2, "sampler_url": "http://localhost:8000"}})
 
 
+def test_nobody_sends_weights_to_a_server_behind_a_url():
+    sync = {"weight_sync": {"backend": "shared_memory"}}
+    run = RLRun.model_validate(FULL | {"trainable": {"kind": "lora"}, "rollouts": ROLLOUTS | sync})
+    check_startable(run, settings(None))
+    named = RLRun.model_validate(run.model_dump() | {"rollouts": ROLLOUTS | sync | {"sampler_url": "http://a:1"}})
+    for asked, url in ((run, "http://localhost:8000"), (named, None)):
+        with pytest.raises(InvalidInput, match=r"shared_memory needs one that a host leases; .* auto and store") as no:
+            check_startable(asked, settings(url), "run.")
+        assert no.value.place == "run.rollouts.weight_sync.backend"
+
+
 def test_a_vllm_that_nobody_can_start_is_refused():
     vllm = ROLLOUTS | {"sampler": "vllm"}
     run = RLRun.model_validate(FULL | {"rollouts": vllm, "trainable": {"kind": "lora"}})

@@ -1,0 +1,53 @@
+"""What weights can travel by on a host, asked before a worker or sampler is started for a run that names one way."""
+
+import functools
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from shared.child_environment import child_environment
+from shared.errors import InvalidInput
+from shared.jobs.weight_sync import SyncBackend
+
+_TIMEOUT_S = 120.0
+_log = logging.getLogger(__name__)
+
+
+def check_backend(backend: SyncBackend, host: str, problems: Mapping[str, str] | None = None) -> None:
+    """Refuse a weight sync that this host cannot take part in. What chooses for itself is never refused.
+
+    Args:
+        host: what kind of host this is, for the message.
+        problems: by transport, what else stands against it here.
+
+    Raises:
+        InvalidInput: it names what is possible here, and why the rest is not.
+    """
+    if backend in ("auto", "store", "delta"):
+        return
+    found = {name: why for name, why in reasons_here().items() if why is not None} | dict(problems or {})
+    if backend not in found:
+        return
+    possible = ", ".join(["auto", "store", "delta", *(name for name in reasons_here() if name not in found)])
+    others = "".join(f"; {name} is not: {why}" for name, why in found.items() if name != backend)
+    message = f"{backend} is not possible on this {host} host: {found[backend]}; possible are {possible}{others}"
+    raise InvalidInput(message, "rollouts.weight_sync.backend")
+
+
+@functools.cache
+def reasons_here() -> dict[str, str | None]:
+    """Return every transport with the reason why it does not work here, or None. A child process finds out, once.
+
+    Empty where that process fails: then a worker would, too, and says more.
+    """
+    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync"]
+    try:
+        done = subprocess.run(
+            command, env=child_environment("worker"), capture_output=True, timeout=_TIMEOUT_S, check=True
+        )
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _log.warning("what weights can travel by is not known: %s", error)
+        return {}
