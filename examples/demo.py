@@ -191,7 +191,11 @@ def show_places(base: dict[str, Any], radio: dict[str, Any], exact: dict[str, An
         ("Temporal UI", stack["temporal_ui"]),
     ):
         console.print(f"{what:12}{where}", highlight=False, soft_wrap=True)
-    console.print(f"\nTo look around: export LONGSHORE_ROOT={ROOT}; .venv/bin/longshore ls", highlight=False)
+    console.print(
+        f"\nTo look around: export LONGSHORE_ROOT={ROOT.resolve()}; .venv/bin/longshore ls",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print("To stop the stack: make demo-stop", highlight=False)
 
 

@@ -27,6 +27,7 @@ from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.listening import config
 from service.apis.native import automation as automation_api
 from service.apis.native import data as data_api
+from service.apis.native import models as models_api
 from service.apis.native import run_files as run_files_api
 from service.apis.native import runs as native_api
 from service.apis.native import sessions as sessions_api
@@ -80,7 +81,13 @@ TINKER_ROUTERS = (
     tinker_rest.router,
     tinker_downloads.router,
 )
-NATIVE_ROUTERS = (data_api.router, sessions_api.router, run_files_api.router, automation_api.router)
+NATIVE_ROUTERS = (
+    data_api.router,
+    models_api.router,
+    sessions_api.router,
+    run_files_api.router,
+    automation_api.router,
+)
 """Parts of the native API without a prefix of their own."""
 
 
@@ -187,6 +194,7 @@ def _chores(
         ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty)),
         ("the list of runs is not refreshed", _WATCH_EVERY_S, backend.watch.refresh),
         ("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict),
+        ("spending limits are not held", _SWEEP_EVERY_S, backend.spending.enforce),
         ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
         ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),

@@ -17,14 +17,17 @@ from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
+from service.inference.named_models import NamedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
 from service.runs.checks import Checks
+from service.runs.estimates import Estimates
 from service.runs.files import RunFiles
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.sessions import TrainingSessions
+from service.runs.spending import SpendingLimits
 from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
 from service.runs.views import Histories, RunReader
@@ -42,7 +45,7 @@ class Backend:
         self.temporal = temporal
         self.store = store
         self.database = database
-        self.quotas = Quotas(settings.quotas, store, database)
+        self.quotas = Quotas(settings.quotas, store, database, settings.prices)
         rows = RunRows(database, self.quotas)
         states = RunStates(store, rows, temporal)
         access = self.access = Access(settings, store)
@@ -51,6 +54,7 @@ class Backend:
         questions = FairShare("questions", limits.questions, limits.patience_s)
         self.runs = Runs(settings, store, rows, states, temporal, access)
         self.watch = Watch(rows, states, temporal)
+        self.spending = SpendingLimits(self.runs, rows)
         self.steps = TrainSteps(self.runs, store, temporal)
         self.training_sessions = TrainingSessions(
             self.runs, rows, store, temporal, self.quotas, settings.session_results_days
@@ -61,7 +65,9 @@ class Backend:
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
         self.checks = Checks(self.runs, temporal, checks)
+        self.estimates = Estimates(self.checks, rows, self.histories, settings.prices)
         self.published = PublishedModels(store)
+        self.names = NamedModels(self.published)
         self.untrained = UntrainedModels(settings, temporal)
         self.art_models = ArtModels(store, self.published, self.untrained)
         self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
@@ -74,7 +80,7 @@ class Backend:
         self.audit = Audit(database, settings.audit_days)
         self.webhooks = Webhooks(settings, store, temporal)
         self.schedules = Schedules(settings, store, temporal, access)
-        self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published)
+        self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
 
 
 async def _backend(request: Request) -> Backend:

@@ -1,11 +1,15 @@
 """The connection to Temporal: address, namespace, TLS and key as in the settings, every payload sealed."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import (
     Client,
     Interceptor,
@@ -28,6 +32,7 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
+_POLL_S = 70.0  # a request of a host waits a minute at Temporal
 # Listing a thousand runs takes a tenth of a second, or half a minute while all are starting. The server goes on with a
 # listing that timed out, so a short timeout with retries would only add load.
 LIST_PATIENCE = timedelta(seconds=60)
@@ -119,6 +124,21 @@ class Temporal:
         """Raises TemporalUnavailable when the server does not answer."""
         async with self.client() as client:
             await client.service_client.check_health(timeout=QUERY_PATIENCE)
+
+    async def num_polling(self, queue: str) -> int:
+        """Count the processes that have asked for activities of a queue within the last minute.
+
+        A host that does as many as it may at once does not ask.
+        """
+        request = DescribeTaskQueueRequest(
+            namespace=self._settings.temporal_namespace,
+            task_queue=TaskQueue(name=queue),
+            task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
+        )
+        async with self.client() as client:
+            found = await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
+        since = time.time() - _POLL_S
+        return len({each.identity for each in found.pollers if each.last_access_time.seconds > since})
 
     async def _connect(self) -> Client:
         try:

@@ -136,6 +136,11 @@ class QuotaSettings(BaseModel, extra="forbid"):
 
     concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
     gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
+    spending: float | None = Field(
+        default=None,
+        ge=0,
+        description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
+    )
     stored_bytes: int | None = Field(
         default=None, ge=0, description="uploads, what was published, and the data that runs have brought"
     )
@@ -150,6 +155,13 @@ class QuotaSettings(BaseModel, extra="forbid"):
         le=1000,
         description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
     )
+
+
+class PriceSettings(BaseModel):
+    """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
+
+    gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
+    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
 
 
 class RateLimitSettings(BaseModel):
@@ -217,6 +229,7 @@ class Settings(BaseSettings):
         default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
+    prices: PriceSettings = PriceSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()
     tenant_limits: TenantLimits = TenantLimits()
     trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(

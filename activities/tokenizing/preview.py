@@ -5,26 +5,28 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from temporalio import activity
 
-from activities.formats.dataset import open_dataset
-from activities.formats.examples import Example
+from activities.formats.dataset import open_dataset, open_prompts
 from activities.host_context import HostContext, beating
 from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
+from activities.tokenizing.render_prompts import rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import Block, KeptRows, Pair, Tally, keep_pairs, keep_rows
 from shared.errors import InvalidInput
-from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Span
+from shared.runs.previews import LostRow, Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
 from shared.runs.start import ModelRequest
 from shared.storage.paths import RunKeys, content_key
 from shared.storage.stored_bytes import Ledger
 
+R = TypeVar("R")
+_MAX_LISTED = 20
 _MAX_CHARACTERS = 30_000  # of all rows together, since a preview is a Temporal payload
 
 
@@ -58,6 +60,8 @@ def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewReque
 
 def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
     """Tokenize a dataset's first rows, and show some of them."""
+    if request.are_prompts:
+        return _preview_of_prompts(dataset, tokenizer, request)
     opened = open_dataset(dataset, request.source)
     examples = _Counted(iter(opened), request.max_rows)
     tally, shown = Tally(opened.format.name, request.max_tokens), list[PreviewRow]()
@@ -82,15 +86,66 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     return Preview(report=tally.report(), is_complete=examples.is_at_end, problem=problem, rows=tuple(shown))
 
 
-@dataclass
-class _Counted:
-    """The first examples of a stream. `is_at_end`: there were no more."""
+def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
+    """Render the first prompts as rollouts do, and count their tokens. None of them is trained."""
+    opened = open_prompts(dataset, request.source)
+    questions = _Counted(iter(opened), request.max_rows)
+    lengths, places, shown = list[int](), list[str](), list[PreviewRow]()
+    for question, token_ids in rendered(questions.first(), tokenizer):
+        lengths.append(len(token_ids))
+        if len(token_ids) > request.max_tokens and len(places) < _MAX_LISTED:
+            places.append(question.place)
+        if len(shown) < request.num_rows:
+            shown.append(_prompt_row(question.place, token_ids, request.max_tokens, tokenizer, _budget(shown)))
+    num_tokens_R = np.array(lengths, dtype=np.int64)
+    kept_R = num_tokens_R <= request.max_tokens
+    report = Report(
+        format=opened.format.name,
+        num_rows=len(lengths),
+        num_kept=int(kept_R.sum()),
+        num_tokens=int(num_tokens_R[kept_R].sum()),
+        num_targets=0,
+        trained_fraction=0.0,
+        max_tokens=request.max_tokens,
+        longest_tokens=int(num_tokens_R.max(initial=0)),
+        num_truncated=0,
+        num_too_long=int((~kept_R).sum()),
+        num_fully_masked=0,
+        lengths=(),
+        lost=tuple(LostRow(place=place, reason="its prompt leaves no room for an answer") for place in places),
+    )
+    problem = None
+    if report.num_too_long > request.max_lost_fraction * report.num_rows or not report.num_kept:
+        problem = (
+            f"{report.num_too_long} of {report.num_rows} prompts have more than {request.max_tokens} tokens, and leave "
+            "no room for an answer"
+        )
+    return Preview(report=report, is_complete=questions.is_at_end, problem=problem, rows=tuple(shown))
 
-    examples: Iterator[Example]
+
+def _prompt_row(
+    place: str, token_ids: list[int], max_tokens: int, tokenizer: ModelTokenizer, budget: int
+) -> PreviewRow:
+    text = tokenizer.decode(token_ids[: max(0, budget)])[: max(0, budget)]
+    return PreviewRow(
+        place=place,
+        fate="kept" if len(token_ids) <= max_tokens else "too_long",
+        num_tokens=len(token_ids),
+        num_targets=0,
+        spans=(Span(text=text, trained=False),) if text else (),
+        is_cut=len(text) < len(tokenizer.decode(token_ids)),
+    )
+
+
+@dataclass
+class _Counted(Generic[R]):
+    """The first rows of a stream. `is_at_end`: there were no more."""
+
+    examples: Iterator[R]
     limit: int
     is_at_end: bool = field(default=False, init=False)
 
-    def first(self) -> Iterator[Example]:
+    def first(self) -> Iterator[R]:
         yield from islice(self.examples, self.limit)
         self.is_at_end = next(self.examples, None) is None
 

@@ -17,9 +17,9 @@ from service.database.locks import KeyedLocks
 from service.database.tables import RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.contract import Frozen
-from shared.errors import NotFound
+from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
-from shared.settings import QuotaSettings
+from shared.settings import PriceSettings, QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
@@ -106,20 +106,28 @@ def _json(record: TenantRecord) -> bytes:
 
 
 class TenantUsage(Frozen):
-    """A tenant's usage beside its quotas; a quota of None is no limit."""
+    """A tenant's usage beside its quotas; a quota of None is no limit.
+
+    `cost`: of its GPU hours; None where they have no price.
+    """
 
     tenant: Tenant
     concurrent_runs: int
     gpu_hours: float
     stored_bytes: int
+    cost: float | None = None
+    currency: str = "USD"
     quotas: QuotaSettings
 
 
 class Quotas:
     """Checks the quotas of tenants: on runs, which are counted in the database, and bytes, counted in the store."""
 
-    def __init__(self, settings: QuotaSettings, store: ObjectStore, database: Database) -> None:
+    def __init__(
+        self, settings: QuotaSettings, store: ObjectStore, database: Database, prices: PriceSettings | None = None
+    ) -> None:
         self._settings = settings
+        self._prices = prices or PriceSettings()
         self._store = store
         self._database = database
         self._counted: dict[str, tuple[float, StoredCount]] = {}
@@ -129,10 +137,13 @@ class Quotas:
         """Return a tenant's usage and quotas. Its count of bytes may be a minute old."""
 
         def look(session: Session) -> TenantUsage:
+            hours = _gpu_hours(session, tenant)
             return TenantUsage(
                 tenant=tenant,
                 concurrent_runs=_concurrent_runs(session, tenant),
-                gpu_hours=_gpu_hours(session, tenant),
+                gpu_hours=hours,
+                cost=None if self._prices.gpu_hour is None else hours * self._prices.gpu_hour,
+                currency=self._prices.currency,
                 stored_bytes=stored,
                 quotas=self.of(session, tenant),
             )
@@ -160,6 +171,27 @@ class Quotas:
         if quotas.gpu_hours is not None and (used := _gpu_hours(session, tenant)) >= quotas.gpu_hours:
             text = f"{tenant}'s runs of the last 30 days took {used:.2f} GPU hours of {quotas.gpu_hours:g}"
             raise QuotaExceeded("gpu_hours", text)
+        if (overspent := self._overspent(session, tenant)) is not None:
+            raise QuotaExceeded("spending", overspent)
+
+    def overspent(self, session: Session) -> dict[str, str]:
+        """Return the tenants whose runs cost what they may, or more, each with that in words."""
+        tenants = session.scalars(select(TenantRow.tenant)).all()
+        found = ((tenant, self._overspent(session, tenant)) for tenant in tenants)
+        return {tenant: text for tenant, text in found if text is not None}
+
+    def check_priced(self, quotas: QuotaSettings) -> None:
+        """Raise InvalidInput for a limit of spending where nothing has a price."""
+        if quotas.spending is not None and self._prices.gpu_hour is None:
+            rule = "a GPU hour has no price in this installation: set LONGSHORE_PRICES__GPU_HOUR, or limit gpu_hours"
+            raise InvalidInput(rule, "spending")
+
+    def _overspent(self, session: Session, tenant: str) -> str | None:
+        most, price = self.of(session, tenant).spending, self._prices.gpu_hour
+        if most is None or price is None or (spent := _gpu_hours(session, tenant) * price) < most:
+            return None
+        money = self._prices.currency
+        return f"{tenant}'s runs of the last 30 days cost {spent:.2f} {money}, and may cost {most:g} {money}"
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
         """Raise QuotaExceeded if so many bytes more would exceed the quota. Nothing is reserved (see `reservation`)."""

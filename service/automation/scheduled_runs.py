@@ -12,11 +12,12 @@ from temporalio import activity
 from temporalio.worker import Worker
 
 from service.errors import QuotaExceeded
+from service.inference.named_models import NamedModels
 from service.inference.published_models import PublishedModels
 from service.runs.runs import Runs
 from service.runs.states import RunStates
 from service.temporal import Temporal
-from shared.errors import NotFound
+from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, Source
 from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
 from shared.settings import Settings
@@ -36,6 +37,7 @@ class ScheduledRuns:
     _runs: Runs
     _states: RunStates
     _published: PublishedModels
+    _names: NamedModels
 
     async def serve(self) -> None:
         """Answer the workflows of schedules, until cancelled.
@@ -58,7 +60,7 @@ class ScheduledRuns:
             reason = await self._unchanged(request)
             try:
                 record = None if reason else await self._accept(request)
-            except QuotaExceeded as error:
+            except (QuotaExceeded, InvalidInput) as error:  # a name may stand for nothing any more
                 reason = str(error)
             # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
             record = record or await self._record(request.run_id)
@@ -76,7 +78,8 @@ class ScheduledRuns:
 
     async def _accept(self, request: AcceptRequest) -> RunRecord:
         action = request.action
-        run, source = action.scheduled.run, Source(schedule=action.scheduled.name)
+        run = await asyncio.to_thread(self._names.resolved, action.tenant, action.scheduled.run)
+        source = Source(schedule=action.scheduled.name)
         if action.scheduled.continues and run.name is not None:
             newest = await asyncio.to_thread(self._published.newest_adapter, action.tenant, run.name)
             run = run.model_copy(update={"initial_adapter": newest.uri}) if newest is not None else run

@@ -1,5 +1,6 @@
 """A typed client of the native API."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from shared.runs.requests import Run
 from shared.runs.status import StepStatus
 
 if TYPE_CHECKING:
+    from service.runs.estimates import Estimate
     from shared.grading.graders import Grader
     from shared.runs.previews import Preview, PreviewRequest
 
@@ -78,7 +80,7 @@ class Client:
     def submit(self, run: Run, idempotency_key: str) -> RunView:
         """Start a run of any kind. The same key makes one run."""
         headers = {"idempotency-key": idempotency_key}
-        return self.post(f"/runs/{run.kind}", RunView, is_repeatable=True, json=run.model_dump(), headers=headers)
+        return self.post(f"/runs/{run.kind}", RunView, is_repeatable=True, json=_body_of(run), headers=headers)
 
     def train_step(self, run_id: str, key: str, groups: str) -> StepStatus:
         """Hand a step to an RL run. The same key is the same step."""
@@ -139,9 +141,25 @@ class Client:
 
     def save(self, path: str, target: Path) -> None:
         """Write an answer's body to a file."""
-        with self._stream("GET", path) as answer, target.open("wb") as file:
-            for chunk in answer.iter_bytes(_CHUNK_BYTES):
+        with self.body(path) as chunks, target.open("wb") as file:
+            for chunk in chunks:
                 file.write(chunk)
+
+    @contextmanager
+    def body(self, path: str) -> Iterator[Iterator[bytes]]:
+        """Yield an answer's body in pieces, as they arrive."""
+        with self._stream("GET", f"/api/v1{path}") as answer:
+            yield answer.iter_bytes(_CHUNK_BYTES)
+
+    def chat(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Ask a model, and yield the chunks of its answer as they are drawn."""
+        with self._stream("POST", "/v1/chat/completions", json=request | {"stream": True}, timeout=None) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    if error := chunk.get("error"):
+                        raise Stop(str(error["message"]))
+                    yield chunk
 
     def upload_file(self, path: Path) -> dict[str, Any]:
         """Stream a file into the store. Returns its record; `is_new` is false if the store had it before."""
@@ -157,6 +175,13 @@ class Client:
         from shared.runs.previews import Preview
 
         return self.post(path, Preview, json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
+
+    def estimate(self, run: Run) -> "Estimate":
+        """Count and measure what a run would be. Its model may be a published name."""
+        from service.runs.estimates import Estimate
+
+        body = _body_of(run)
+        return self.post("/estimate", Estimate, is_repeatable=True, json=body, timeout=_PREVIEW_TIMEOUT_S)
 
     def grade(self, grader: "Grader", sample: dict[str, Any] | None) -> dict[str, Any]:
         """Grade a sample, or say why it has no grade; without a sample, check that the grader can be used."""
@@ -198,7 +223,7 @@ class Client:
 
     @contextmanager
     def _stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        with self._translated(), self._http.stream(method, f"/api/v1{path}", **options) as answer:
+        with self._translated(), self._http.stream(method, path, **options) as answer:
             if answer.is_error:
                 answer.read()
                 raise _problem(answer)
@@ -218,10 +243,16 @@ class Client:
             raise Stop(f"{self.api_url} is no Longshore service: its answer is no JSON") from None
 
 
+def _body_of(run: Run) -> dict[str, Any]:
+    """Return the request of a run. Without a `trainable`, an adapter that `model` names says of what shape it is."""
+    return run.model_dump(exclude={"trainable"} - run.model_fields_set)
+
+
 def _problem(answer: httpx.Response) -> Stop:
     """Turn the body of an error into the error that ends the command."""
     try:
-        rule, place = (answer.json()["error"][name] for name in ("message", "place"))
+        error = answer.json()["error"]
+        rule, place = error["message"], error.get("place") or error.get("param")
     except (ValueError, KeyError, TypeError):
         rule, place = f"{answer.url} answered {answer.status_code}", None
     message = f"{place}: {rule}" if place else rule
@@ -254,7 +285,8 @@ def _problem(answer: httpx.Response) -> Stop:
 def _where_to_look(path: str) -> str:
     """Name the command that lists the resources of a kind."""
     kinds = {"files": "files", "keys": "keys", "tenants": "tenants", "schedules": "schedule", "webhooks": "webhook"}
-    kind = path.removeprefix("/api/v1/").partition("/")[0]
+    kinds |= {"models": "models", "chat": "models"}
+    kind = path.removeprefix("/api").removeprefix("/v1/").partition("/")[0]
     command = f"longshore {kinds[kind]} ls" if kind in kinds else "longshore ls"
     return f"`{command}` shows what there is"
 

@@ -38,6 +38,7 @@ def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Ch
         lambda: _packages("worker packages", _WORKER_PACKAGES),
         _temporal_program,
         lambda: _service(api_url, api_key),
+        lambda: _hosts(api_url, api_key),
         lambda: _store(settings),
         lambda: _disk(settings.root_path),
         _isolation,
@@ -94,6 +95,24 @@ def _service(api_url: str, api_key: str | None) -> Check:
     except Stop as stop:
         return Check("service", "fail", stop.message, stop.advice)
     return Check("service", "ok", f"{api_url} answers, and so do Temporal and the store behind it")
+
+
+def _hosts(api_url: str, api_key: str | None) -> Check:
+    from service.cli.client import Client
+    from service.cli.exits import Stop
+
+    try:
+        with Client(api_url, api_key) as client:
+            found = client.ask("GET", "/hosts")
+    except Stop as stop:
+        return Check("hosts", "warn", f"not known: {stop.message}")
+    text = ", ".join(f"{each['num_polling']} {each['role']} ({each['queue']})" for each in found)
+    missing = [each["role"] for each in found if not each["num_polling"]]
+    if not missing:
+        return Check("hosts", "ok", f"poll: {text}")
+    advice = "; ".join(f"start one with `python -m service.host --role {role}`" for role in missing)
+    busy = "" if "control" in missing else " (a host that is leased does not poll)"
+    return Check("hosts", "fail" if "control" in missing else "warn", f"poll: {text}{busy}", advice)
 
 
 def _store(settings: Settings) -> Check:

@@ -18,17 +18,18 @@ HEADINGS = {
     "Before a run": {
         "validate": "data",
         "preview": "data",
-        "estimate": "estimate",
+        "estimate": "data",
         "grader": "graders",
         "files": "files",
     },
     "Start runs": {"submit": "submit", "step": "runs", "finish": "runs", "schedule": "schedules"},
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
-        "session": "session",
+        "session": "runs",
         "webhook": "webhooks",
     },
-    "Change runs, fetch what they published": dict.fromkeys(("pause", "cancel", "resume", "retry", "download"), "runs"),
+    "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry"), "runs"),
+    "Use what they published": dict.fromkeys(("models", "chat", "download", "export"), "models"),
     "Services, keys, tenants": {
         **{"login": "sign_in", "logout": "sign_in"},
         **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit"), "account"),

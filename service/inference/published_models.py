@@ -10,18 +10,22 @@ from typing import Literal
 from pydantic import BaseModel
 
 from shared.chat.messages import ServedModel
-from shared.contract import Artifact
+from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Dtype, Job
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find, read_manifest, refer
-from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
+from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
 from shared.storage.store import ObjectStore, uri_of
 
 Kind = Literal["adapters", "models", "checkpoints"]
 _KINDS: tuple[Kind, ...] = ("adapters", "models")  # if an adapter and a model have the same name, it means the adapter
-_ID = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
+_SINGULAR: dict[Kind, Literal["adapter", "model", "checkpoint"]] = {
+    "adapters": "adapter",
+    "models": "model",
+    "checkpoints": "checkpoint",
+}
 _WEIGHTS = "weights/"
 _VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MANIFEST)}")
 
@@ -46,6 +50,24 @@ class Published:
         if self.kind == "checkpoints":
             return str(CheckpointName(self.name, self.version))
         return f"{self.name}:v{self.version}"
+
+
+class ModelView(Frozen):
+    """Something published. `id`: its newest version's, or that of the version that was asked for.
+
+    `base`: the model that an adapter was trained on, as its run named it. `versions`: those in the store, in order.
+    `num_bytes`: of all files of this version.
+    """
+
+    id: str
+    name: str
+    kind: Literal["adapter", "model", "checkpoint"]
+    version: int
+    versions: tuple[int, ...] = ()
+    base: str | None = None
+    run_id: str
+    created_at: float
+    num_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +125,47 @@ class PublishedModels:
                 listed.append(self.describe(tenant, found, name))
         return listed
 
+    def views(self, tenant: str) -> builtins.list[ModelView]:
+        """Return each name once, with its newest version, in alphabetical order."""
+        versions: dict[tuple[str, Kind], builtins.list[int]] = {}
+        for kind in _KINDS:
+            for found in self._versions(tenant, kind):
+                versions.setdefault((found.name, kind), []).append(found.version)
+        names: dict[str, Kind] = dict(reversed(versions))  # a model hides behind an adapter
+        listed = []
+        for name, kind in sorted(names.items()):
+            with suppress(NotFound):
+                listed.append(self._view(tenant, Published(kind, name, versions[name, kind][-1]), versions[name, kind]))
+        return listed
+
+    def view(self, tenant: str, model_id: str) -> ModelView:
+        """Return what a name stands for, with its size. Raises NotFound."""
+        found = self.find(tenant, model_id)
+        versions: builtins.list[int] = []
+        if found.kind != "checkpoints":
+            versions = [each.version for each in self._versions(tenant, found.kind, found.name)]
+        view = self._view(tenant, found, versions)
+        files = self.manifest(tenant, found).files
+        return view.model_copy(update={"num_bytes": sum(entry.size for entry in files)})
+
+    def _view(self, tenant: str, found: Published, versions: builtins.list[int]) -> ModelView:
+        record = self.record(tenant, found)
+        return ModelView(
+            id=found.id,
+            name=found.name,
+            kind=_SINGULAR[found.kind],
+            version=found.version,
+            versions=tuple(versions),
+            base=None if found.kind == "models" else record.run.model,
+            run_id=record.run_id,
+            created_at=record.created_at,
+        )
+
+    def manifest(self, tenant: str, found: Published) -> Manifest:
+        """Return the list of a version's files. Raises NotFound when they were deleted."""
+        artifact = self.artifact(tenant, found)
+        return read_manifest(self._store, artifact.uri.removeprefix(f"{self._store.uri}/"), artifact.sha256)
+
     def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[Published]:
         """Versions in the store, of one name or of all, in order."""
         prefix = published(tenant, kind)
@@ -114,7 +177,7 @@ class PublishedModels:
         """Find a version by its id. Raises NotFound if the id is malformed, or not of a version of this tenant."""
         if name := CheckpointName.parse(model_id):
             return self._checkpoint(tenant, name)
-        match = _ID.fullmatch(model_id)
+        match = PUBLISHED_NAME.fullmatch(model_id)
         found = None
         if match is not None and match["version"] is not None:
             found = self._exact(tenant, match["name"], int(match["version"]))

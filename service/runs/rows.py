@@ -20,6 +20,7 @@ from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 from shared.settings import QuotaSettings
 
 _KEPT = 1024
+_BY_LIMIT = '"paused_by":"'  # within a text of JSON the quotes would be escaped
 _STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
 # OpenAI's names of events, for runs that were sent through its API.
 _OPENAI: dict[State, NoticeType] = {
@@ -173,6 +174,22 @@ class RunRows:
         """The phases of the runs that have not ended, those first that were changed longest ago."""
         query = select(RunRow.run_id, RunRow.phase).where(RunRow.state == "running").order_by(RunRow.updated_at)
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
+
+    async def overspending(self) -> tuple[dict[str, str], list[IndexedRun], list[IndexedRun]]:
+        """Return the tenants that have spent what they may, each with that in words; their runs that go on and that no
+        limit pauses yet; and the paused runs of other tenants that a limit has paused.
+        """
+
+        def work(session: Session) -> tuple[dict[str, str], Sequence[RunRow], Sequence[RunRow]]:
+            over = self._quotas.overspent(session)
+            by_limit = RunRow.status.contains(_BY_LIMIT)
+            going_on = select(RunRow).where(RunRow.state == "running", RunRow.tenant.in_(over), ~by_limit)
+            held = select(RunRow).where(RunRow.state == "paused", RunRow.tenant.not_in(over), by_limit)
+            open_runs = session.scalars(going_on).all() if over else []
+            return over, open_runs, session.scalars(held.order_by(RunRow.created_at)).all()
+
+        over, going_on, held = await self._database.reading(work)
+        return over, [_indexed(row) for row in going_on], [_indexed(row) for row in held]
 
     async def ended_sessions(self, begin: float, end: float) -> list[tuple[str, str]]:
         """The ids of sessions that ended between two times, in seconds since 1970, and their tenants."""

@@ -28,7 +28,7 @@ from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
-from service.runs.views import RunPage, RunView
+from service.runs.views import RunPage, RunView, with_cost
 from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
@@ -200,7 +200,7 @@ class Runs:
 
     async def view(self, tenant: str, run_id: str) -> RunView:
         """Return a run's current view: from its workflow while it runs, from its row afterwards."""
-        return (await self._current(tenant, run_id)).view
+        return with_cost((await self._current(tenant, run_id)).view, self._settings.prices)
 
     async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
         """The runs of these ids that the tenant has, from the index, in no order."""
@@ -231,7 +231,7 @@ class Runs:
             wanted: which of them.
         """
         found = await self._rows.page(tenant, limit + 1, after, **wanted)
-        runs = tuple(run.view for run in found[:limit])
+        runs = tuple(with_cost(run.view, self._settings.prices) for run in found[:limit])
         has_more = len(found) > limit
         return RunPage(runs=runs, has_more=has_more, next=runs[-1].run_id if has_more else None)
 
@@ -251,10 +251,17 @@ class Runs:
             await client.get_workflow_handle(run_id).cancel(rpc_timeout=PATIENCE)
         return await self.view(tenant, run_id)
 
-    async def pause(self, tenant: str, run_id: str) -> RunView:
-        """Ask a run to end at its next step boundary, to be resumed later. Raises Conflict when it has ended."""
+    async def pause(self, tenant: str, run_id: str, limit: str | None = None) -> RunView:
+        """Ask a run to end at its next step boundary, to be resumed later. Raises Conflict when it has ended.
+
+        `limit`: the limit that pauses it, in words; None where a user does.
+        """
         async with self._ending(tenant, run_id) as client:
-            await client.get_workflow_handle(run_id).signal("pause", rpc_timeout=PATIENCE)
+            handle = client.get_workflow_handle(run_id)
+            if limit is None:
+                await handle.signal("pause", rpc_timeout=PATIENCE)
+            else:
+                await handle.signal("pause_for_limit", limit, rpc_timeout=PATIENCE)
         return await self.view(tenant, run_id)
 
     @asynccontextmanager
@@ -373,7 +380,7 @@ def new_run_id(kind: str) -> str:
 
 
 def _reopened(run: IndexedRun) -> RunStatus:
-    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None}
+    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None, "paused_by": None}
     return run.status.model_copy(update=changes)
 
 

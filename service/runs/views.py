@@ -24,6 +24,7 @@ from shared.jobs.events import (
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.requests import FIRST_TENANT, Run, Source, Tenant
 from shared.runs.status import CheckpointRef, Phase, RunStatus, StepStatus
+from shared.settings import PriceSettings
 from shared.storage.artifacts import find
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
@@ -39,14 +40,48 @@ _AT_ONCE = 5000
 _ALL_STEPS = 1_000_000
 
 
+class Cost(Frozen):
+    """What a run costs, by the price of a GPU hour.
+
+    `estimated`: at its end, at the pace of its steps so far; None while nobody can say.
+    """
+
+    currency: str
+    so_far: float
+    estimated: float | None = None
+
+
 class RunView(RunStatus):
-    """A run in the API: its status, its request, and when it was submitted."""
+    """A run in the API: its status, its request, when it was submitted, and its cost where GPU hours have a price."""
 
     created_at: float
     tenant: Tenant = FIRST_TENANT
     owner: str | None = None
     source: Source = Source()
     run: Run
+    cost: Cost | None = None
+
+
+def with_cost(view: RunView, prices: PriceSettings) -> RunView:
+    """Return a view with the cost of the run so far, and at its end by its own estimate."""
+    if prices.gpu_hour is None:
+        return view
+    so_far, estimated = view.gpu_seconds, None
+    if view.state in ("succeeded", "failed", "cancelled"):
+        estimated = so_far
+    elif (left_s := seconds_left(view, time.time())) is not None:
+        estimated = so_far + left_s * devices_of(view.run)
+    price = prices.gpu_hour / 3600
+    total = None if estimated is None else estimated * price
+    return view.model_copy(update={"cost": Cost(currency=prices.currency, so_far=so_far * price, estimated=total)})
+
+
+def devices_of(run: Run) -> int:
+    """Return the devices that a run has while it works: a worker's ranks, and the samplers that it leases."""
+    samplers = 0
+    if run.kind == "rl" and run.rollouts is not None and run.rollouts.sampler_url is None:
+        samplers = 0 if run.rollouts.colocate else run.rollouts.samplers
+    return run.layout.world_size + samplers
 
 
 def seconds_left(view: RunStatus, now: float) -> float | None:
@@ -166,7 +201,7 @@ def last_lines(view: RunView) -> list[str]:
         case "running":
             return []
         case "cancelled" | "paused":
-            return [f"the run was {view.state}"]
+            return [f"the run was {view.state}" + (f": {view.paused_by}" if view.paused_by else "")]
         case _:
             return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
 

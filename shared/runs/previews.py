@@ -58,6 +58,7 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
 
 
 class PreviewStart(Frozen):

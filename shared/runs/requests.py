@@ -42,11 +42,13 @@ class _DatasetRun(Frozen):
     kind: str
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
-    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    model: str = Field(
+        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
+    )
     dataset: DatasetSource
     eval_dataset: DatasetSource | None = None
     trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the data")
     steps: int | None = Field(default=None, ge=1, le=10_000_000, description="optimizer steps, instead of epochs")
     batch_size: int | None = Field(default=None, ge=1, description="examples a step")
@@ -162,9 +164,11 @@ class RLRun(Frozen):
     kind: Literal["rl"] = "rl"
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
-    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    model: str = Field(
+        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
+    )
     trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
     temperature: float = Field(
         default=1.0,
@@ -280,9 +284,11 @@ class SessionRun(Frozen):
     kind: Literal["session"] = "session"
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
-    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    model: str = Field(
+        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
+    )
     trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")

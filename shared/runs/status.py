@@ -86,6 +86,9 @@ class RunStatus(Frozen):
         default=None, description="when its last step is done at the pace of those so far; None while nobody can say"
     )
     timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
+    paused_by: str | None = Field(
+        default=None, description="the limit that pauses it, in words: it goes on by itself when that is raised"
+    )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
 

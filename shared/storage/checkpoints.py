@@ -1,4 +1,7 @@
-"""Checkpoints of runs by name: `<run>:step-<n>`, the state of a run after step n, or of a session after command n."""
+"""Names of what runs leave behind: `<name>` and `<name>:v<n>` of what they published, `<run>:step-<n>` of checkpoints.
+
+A checkpoint is the state of a run after step n, or of a session after command n.
+"""
 
 import re
 from dataclasses import dataclass
@@ -9,6 +12,12 @@ from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
 CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
+PUBLISHED_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
+
+
+def is_name(text: str) -> bool:
+    """True for what can only be a name of something published or of a checkpoint: hub ids, paths and URIs have a /."""
+    return PUBLISHED_NAME.fullmatch(text) is not None or CheckpointName.parse(text) is not None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,35 @@ def test_the_adapter_loads_in_peft(stack: Stack, undisturbed: Answer, tiny_model
     assert not torch.allclose(before, after)
 
 
+def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
+    stack: Stack, undisturbed: Answer, options: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run_id = undisturbed.json["run_id"]
+    for asked, folder in ((run_id, "run"), (f"{run_id}:v1", "adapter")):
+        assert stack.cli("download", asked, "--into", str(tmp_path / folder)).code == 0
+    assert stack.cli("export", f"{run_id}:v1", "--merged", "--into", str(tmp_path / "merged")).code == 0
+    assert stack.cli("download", run_id, "--checkpoint", "60", "--into", str(tmp_path / "checkpoint")).code == 0
+    assert (tmp_path / "checkpoint" / "weights" / "adapter_config.json").exists()
+    missing = stack.cli("download", run_id, "--checkpoint", "7", check=False)
+    assert missing.code == 102 and "of step 7; it has: 50, 60" in missing.stderr, missing
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_model, tmp_path / "merged"))
+    ids = torch.tensor([[5, 80, 33, 7]])
+    with torch.no_grad():
+        before, ours = base(ids).logits, merged(ids).logits
+        theirs = [PeftModel.from_pretrained(base, tmp_path / name)(ids).logits for name in ("run", "adapter")]
+    assert torch.allclose(ours, theirs[0], atol=1e-4) and torch.equal(*theirs) and not torch.allclose(ours, before)
+    said = stack.cli("chat", run_id, "How many crates are on quay 3?", "--temperature", "0", "--max-tokens", "8")
+    assert said.code == 0 and said.stdout.strip(), said
+    place = options.index("--model") + 1
+    named = [*options[:place], f"{run_id}:v1", *options[place + 1 :], "--steps", "1"]
+    again = stack.cli(*named, "--wait", "--timeout", "600").json
+    assert stack.cli("get", again["run_id"], "--json").json["run"]["initial_adapter"] == undisturbed.json["adapter"]
+
+
 def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(
     stack: Stack, undisturbed: Answer, sft_options: list[str]
 ) -> None:

@@ -136,7 +136,7 @@ RICH: dict[str, Any] = {
     "/api/v1/runs/sft": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
     "/api/v1/runs/dpo": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", reference="file:///r"),
     "/api/v1/runs/rl": {
-        "model": "tiny",
+        "model": "org/tiny",
         "initial_adapter": "file:///a",
         "rollouts": ROLLOUTS
         | {"sampler_url": "https://example.com/v1"}

@@ -67,6 +67,11 @@ class StandIn:
     def pause(self) -> None:
         self._is_pausing = True
 
+    @workflow.signal
+    def pause_for_limit(self, limit: str) -> None:
+        self._is_pausing = True
+        self._show(paused_by=limit)
+
     @workflow.query
     def status(self) -> RunStatus:
         if self._is_mute:

@@ -15,6 +15,7 @@ from service.cli.help_groups import HEADINGS
 from service.cli.main import app
 from shared.contract import Fence
 from shared.jobs.events import Cancelled, Evaluated, Event, Step
+from shared.runs.status import StepStatus
 from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started, wait_until
 from tests.service.stand_in import FAILS, QUEUES, WAITS
@@ -186,7 +187,7 @@ def test_tenants_have_quotas(cli: Cli) -> None:
         == 0
     )
     quotas = cli("tenants", "usage", "harbour", "--json").json["quotas"]
-    rest = {"concurrent_runs": None, "worker_sharing": "tenant", "worker_weight": 2.5}
+    rest = {"concurrent_runs": None, "spending": None, "worker_sharing": "tenant", "worker_weight": 2.5}
     assert quotas == {"gpu_hours": 7.5, "stored_bytes": 3 << 30, **rest}
     assert re.search(r"^stored +0 bytes +3.00 GiB$", cli("tenants", "usage", "harbour").stdout, re.MULTILINE)
     assert cli("tenants", "quotas", "harbour", "--worker-sharing", "nobody").code == 2
@@ -278,12 +279,38 @@ def test_an_estimate_counts_and_measures(
     refused = cli(*sft, "--max-tokens", "8")
     assert refused.code == 100 and "a run would refuse this dataset" in refused.stdout
     for arguments, said in (
-        (("rl", "-m", "org/tiny"), "estimate knows runs on a dataset"),
+        (("rl", "-m", "org/tiny"), "as long as its client makes it"),
+        (("session", "-m", "org/tiny"), "estimate knows sft, dpo and rl"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--wait"), "--wait"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--lora-rank", "0"), "--lora-rank"),
     ):
         wrong = cli("estimate", *arguments)
         assert wrong.code == 2 and said in wrong.stderr, wrong
+
+
+def test_an_estimate_of_rl_counts_prompts_and_samples(
+    service: Service, cli: Cli, api: httpx.Client, tiny_model: Path, dataset: Path
+) -> None:
+    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
+    rl = ("estimate", "rl", "-m", str(tiny_model), "--prompts", str(dataset), "--grader", json.dumps(grader))
+    rl += ("--steps", "6", "--prompts-per-step", "4", "--group-size", "3", "--max-completion-tokens", "10")
+    before = cli(*rl, "--json").json
+    assert (before["examples"], before["steps"], before["samples"], before["epochs"]) == (12, 6, 72, 2)
+    sft = cli("estimate", "sft", "-m", str(tiny_model), "-d", str(dataset), "--json").json
+    assert 0 < before["dataset_tokens"] < sft["dataset_tokens"]  # without the answers
+    assert before["tokens"] == 2 * before["dataset_tokens"] + 720 and before["seconds"] is None
+    run = {"prompts": {"uri": "file:///p"}, "grader": grader, "steps": 2, "prompts_per_step": 2, "group_size": 2}
+    asked = {"model": tiny_model.as_uri(), "rollouts": run}
+    run_id = api.post("/runs/rl", json=asked).json()["run_id"]
+    for step in (1, 2):
+        metrics = {"sampling_seconds": 3.0, "training_seconds": float(step)}
+        status = StepStatus(step=step, key=str(step), groups="", state="done", metrics=metrics)
+        service.store.put_bytes(RunKeys(run_id).step(step), status.model_dump_json().encode())
+    after = cli(*rl, "--json").json
+    assert after["measured_on"] == [run_id] and after["seconds"] == pytest.approx(6 * 12 * 4.5 / 4)
+    assert re.search(r"^training +about 1m 21s$", cli(*rl).stdout, re.MULTILINE)
+    refused = cli(*rl, "--max-tokens", "12")
+    assert refused.code == 100 and "leave no room for an answer" in refused.stdout, refused
 
 
 def test_a_run_is_paused_resumed_and_tried_again(cli: Cli, api: httpx.Client) -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from activities.packing.pack import PackRequest, write_plan
-from service.cli.commands.estimate import length_of
 from service.cli.exits import Stop
 from service.cli.output.follow import Bar
 from service.cli.output.render import seconds_of, span
 from service.cli.output.runs import phases, summary, took
+from service.runs.estimates import length_of
 from service.runs.views import RunView, seconds_left
 from shared.contract import Artifact, Fence
 from shared.jobs.events import Step

@@ -75,13 +75,13 @@ def test_an_uri_of_another_tenant_is_refused_wherever_it_stands(api, theirs) -> 
     uri = theirs.post("/files", params={"name": "rows.jsonl"}, content=b'{"text": "ours"}\n').json()["uri"]
     assert "/tenants/acme/" in uri
     source = {"uri": uri}
-    rl = api.post("/runs/rl", json={"model": "tiny"}).json()["run_id"]
+    rl = api.post("/runs/rl", json={"model": "org/tiny"}).json()["run_id"]
     for answer, place in (
         (api.post("/runs/sft", json=sft(dataset=source)), "dataset.uri"),
         (api.post("/runs/sft", json=sft(eval_dataset=source)), "eval_dataset.uri"),
         (api.post("/runs/dpo", json=sft(reference=uri)), "reference"),
         (api.post("/runs/sft", json=sft(model=uri.removeprefix("file://"))), "model"),
-        (api.post("/validate", json={"source": source, "model_uri": "tiny"}), "source.uri"),
+        (api.post("/validate", json={"source": source, "model_uri": "org/tiny"}), "source.uri"),
         (api.post("/preview", json={"source": source, "model_uri": uri}), "source.uri"),
         (api.post(f"/runs/{rl}/steps", json={"key": "k", "groups": uri}), "groups"),
     ):

@@ -65,7 +65,7 @@ def test_a_key_is_not_taken_for_another_request(api) -> None:
 
 
 def test_an_rl_run_is_taken_whole_or_refused_with_field_and_rule(api) -> None:
-    run = {"model": "tiny", "loss": {"kind": "ppo"}}
+    run = {"model": "org/tiny", "loss": {"kind": "ppo"}}
     for changes, place, word in (
         ({"loss": {"kind": "cross_entropy"}}, "loss", "cross_entropy"),
         ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "loss", "would be ignored"),
@@ -84,7 +84,7 @@ def test_an_rl_run_is_taken_whole_or_refused_with_field_and_rule(api) -> None:
 
 
 def test_an_algorithm_is_a_loss_and_advantages(api) -> None:
-    view = api.post("/runs/rl", json={"model": "tiny", "algorithm": "dapo", "loss": {"clip_high": 0.3}}).json()
+    view = api.post("/runs/rl", json={"model": "org/tiny", "algorithm": "dapo", "loss": {"clip_high": 0.3}}).json()
     run = view["run"]
     assert (run["algorithm"], run["advantages"]) == ("dapo", "group_normalized")
     assert (run["loss"]["kind"], run["loss"]["clip_low"], run["loss"]["clip_high"]) == ("ppo", 0.2, 0.3)

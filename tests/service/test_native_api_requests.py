@@ -118,7 +118,12 @@ def test_a_whole_number_is_a_number_and_a_list_of_names_is_taken(api) -> None:
 
 def test_an_rl_run_takes_lists_and_refuses_text_for_numbers(api) -> None:
     """Its preset is filled in before its fields are looked at."""
-    body = {"model": "tiny", "algorithm": "gspo", "trainable": {"kind": "lora", "targets": ["q_proj"]}, "epochs": 2.0}
+    body = {
+        "model": "org/tiny",
+        "algorithm": "gspo",
+        "trainable": {"kind": "lora", "targets": ["q_proj"]},
+        "epochs": 2.0,
+    }
     made = api.post("/runs/rl", json=body)
     assert made.status_code == 201 and made.json()["run"]["trainable"]["targets"] == ["q_proj"], made.text
     api.post(f"/runs/{made.json()['run_id']}/finish")

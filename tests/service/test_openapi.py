@@ -26,7 +26,9 @@ allow-x00 = true
 # follow. Of these alone it is not asked that whatever fits the schema is taken; all other checks are made of them too.
 HAS_MORE_RULES = {
     r"POST /api/v1/runs/(sft|dpo|rl)": "numbers that must fit each other: layout and ranks, epochs or steps, losses",
+    r"POST /api/v1/estimate": "the same; and a model and data that can be brought",
     r"POST /api/v1/(validate|preview)": "a model and data that can be brought",
+    r"POST /api/v1/sessions": "a published name, where the model is one",
     r"POST /api/v1/keys": "a moment that lies ahead",
     r"POST /api/v1/graders/run": "regular expressions, templates and expressions that can be compiled; a server",
     r"POST /v1/fine_tuning/alpha/graders/.*": "the same",

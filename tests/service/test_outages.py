@@ -162,7 +162,7 @@ def test_a_step_that_temporal_lost_is_sent_again(
 ) -> None:
     settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
     with serving(settings) as service, service.http() as api, ThreadPoolExecutor(1) as threads:
-        run_id = api.post("/runs/rl", json={"model": "tiny"}).json()["run_id"]
+        run_id = api.post("/runs/rl", json={"model": "org/tiny"}).json()["run_id"]
         step = {"key": "once", "groups": "file:///groups/1.jsonl"}
         sent = threads.submit(api.post, f"/runs/{run_id}/steps", json=step, timeout=300)
         asyncio.run(asyncio.wait_for(_overhear(settings, num_lost), 120))
@@ -194,7 +194,7 @@ async def _fail_tasks(settings: Settings, seconds: float) -> None:
 def test_a_run_that_does_not_answer_for_a_step_is_503(temporal_address: str, tmp_path: Path, fails: str) -> None:
     settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
     with serving(settings) as service, service.http() as api:
-        run_id = api.post("/runs/rl", json={"model": "tiny"}).json()["run_id"]
+        run_id = api.post("/runs/rl", json={"model": "org/tiny"}).json()["run_id"]
         if fails == "its code":
             with polling(settings):
                 answer = api.get(f"/runs/{run_id}/steps/{UNANSWERED_STEP}")
@@ -293,7 +293,7 @@ def test_who_still_waits_when_the_service_leaves_is_told_so(temporal_address: st
     settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
     grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
     waits = {
-        "/api/v1/preview": {"source": {"uri": "file:///rows.jsonl"}, "model_uri": "tiny"},
+        "/api/v1/preview": {"source": {"uri": "file:///rows.jsonl"}, "model_uri": "org/tiny"},
         "/v1/fine_tuning/alpha/graders/run": {"grader": grader, "model_sample": "a", "item": {}},
     }
     with ThreadPoolExecutor(len(waits)) as threads:

@@ -24,7 +24,7 @@ FENCE = Fence(epoch=1)
 @pytest.fixture
 def run_id(api: httpx.Client) -> Iterator[str]:
     """An RL run that waits. It is finished afterwards, if it was not."""
-    answer = api.post("/runs/rl", json={"model": "tiny"})
+    answer = api.post("/runs/rl", json={"model": "org/tiny"})
     assert answer.status_code == 201, answer.text
     found = answer.json()["run_id"]
     wait_until(lambda: api.get(f"/runs/{found}").json()["phase"] == "waiting_for_groups", "the run waits")

@@ -170,8 +170,9 @@ async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_b
         await handle.cancel()
         assert isinstance(await failure_of(handle), CancelledError)
     else:
-        await handle.signal(SFTWorkflow.pause)
-        assert (await handle.result()).state == "paused"
+        await handle.signal(SFTWorkflow.pause_for_limit, "quota spending: enough")
+        result = await handle.result()
+        assert (result.state, result.paused_by) == ("paused", "quota spending: enough")
     ended = (await handle.describe()).status
     assert ended == {"cancelled": WorkflowExecutionStatus.CANCELED, "paused": WorkflowExecutionStatus.COMPLETED}[way]
     result = await stack.result(handle.id)

@@ -45,6 +45,7 @@ class StatusChanges(TypedDict, total=False):
     skipped_steps: int
     notices: tuple[str, ...]
     estimated_end: float | None
+    paused_by: str | None
     gpu_seconds: float
     ended_at: float
 
@@ -123,9 +124,10 @@ class ActiveRun:
             self._task.cancel()
         return await self._task
 
-    def pause(self) -> None:
-        """Interrupt the run's work."""
+    def pause(self, limit: str | None = None) -> None:
+        """Interrupt the run's work. `limit`: the one that pauses it, in words; None where a user does."""
         self.is_pausing = True
+        self.status = changed(self.status, paused_by=limit)
         if self._task is not None:
             self._task.cancel()
 
@@ -208,6 +210,11 @@ class RunHandlers:
     def pause(self) -> None:
         """End at the next step boundary, with a checkpoint, until somebody resumes the run."""
         self._run.pause()
+
+    @workflow.signal
+    def pause_for_limit(self, limit: str) -> None:
+        """Pause for a limit, named in words: the service resumes the run when that is raised."""
+        self._run.pause(limit)
 
     @workflow.signal
     def progress(self, report: ProgressReport) -> None:

@@ -1,5 +1,6 @@
 """The native API's webhooks, `/api/v1/webhooks`, and schedules, `/api/v1/schedules`."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -72,6 +73,9 @@ async def ping_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -
 @router.post("/schedules", status_code=201)
 async def create_schedule(scheduled: JsonBody[ScheduledRun], backend: Backed, asking: Asking) -> ScheduleView:
     """Start runs at times. The same request once more is the same schedule; 409 for another under its name."""
+    await asyncio.to_thread(
+        backend.names.resolved, asking.tenant, scheduled.run, "run."
+    )  # what it means is seen each time
     return await backend.schedules.create(asking.tenant, asking.key_id, scheduled)
 
 

@@ -1,5 +1,6 @@
 """The native API's data: uploaded files, checks of a dataset before a run, and graders tried on a sample."""
 
+import asyncio
 import time
 from typing import Annotated, Any
 
@@ -81,13 +82,15 @@ async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileReco
 @router.post("/validate")
 async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
-    return await backend.checks.preview(asking.tenant, request.model_copy(update={"num_rows": 0}))
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
+    return await backend.checks.preview(asking.tenant, named.model_copy(update={"num_rows": 0}))
 
 
 @router.post("/preview")
 async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
-    return await backend.checks.preview(asking.tenant, request)
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
+    return await backend.checks.preview(asking.tenant, named)
 
 
 @router.post("/graders/run")

@@ -7,18 +7,19 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import Field
+from pydantic import Field, RootModel
 
-from service.accounts.principals import BEARER, Asking, reads_or_writes
+from service.accounts.principals import BEARER, Asking, Principal, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
+from service.runs.estimates import Estimate
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
-from shared.runs.requests import DPORun, Kind, RLRun, RunId, SFTRun
+from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
@@ -73,6 +74,18 @@ async def _check_store(backend: Backend) -> str:
         return "away"
 
 
+class Asked(RootModel[SFTRun | DPORun | RLRun]):
+    """A run, by its `kind`."""
+
+    root: SFTRun | DPORun | RLRun = Field(discriminator="kind")
+
+
+async def _submitted(backend: Backend, asking: Principal, run: Run, idempotency_key: str | None) -> RunView:
+    """Start a run. A repeated key means the same run, whatever a name in it stands for by then."""
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
+    return await backend.runs.submit(asking, named, idempotency_key, asked=run)
+
+
 @router.post("/runs/sft", status_code=201)
 async def submit_sft(
     run: JsonBody[SFTRun],
@@ -81,7 +94,7 @@ async def submit_sft(
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
-    return await backend.runs.submit(asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key)
 
 
 @router.post("/runs/dpo", status_code=201)
@@ -92,7 +105,7 @@ async def submit_dpo(
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
-    return await backend.runs.submit(asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key)
 
 
 @router.post("/runs/rl", status_code=201)
@@ -103,7 +116,15 @@ async def submit_rl(
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
-    return await backend.runs.submit(asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key)
+
+
+@router.post("/estimate")
+async def estimate_run(run: JsonBody[Asked], backend: Backed, asking: Asking) -> Estimate:
+    """What a run would be: steps and tokens, counted; time and cost, where earlier runs of its model tell. Starts
+    nothing."""
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run.root)
+    return await backend.estimates.of(asking.tenant, named)
 
 
 class StepSubmission(Frozen):

@@ -1,5 +1,6 @@
 """The native API's sessions: a client trains a slot command by command."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
@@ -30,7 +31,8 @@ async def open_session(
     session: JsonBody[SessionRun], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
 ) -> RunView:
     """Open a session. The same Idempotency-Key gives the same session. It is a run: /runs has its events and end."""
-    return await backend.runs.submit(asking, session, idempotency_key)
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, session)
+    return await backend.runs.submit(asking, named, idempotency_key, asked=session)
 
 
 @router.get("/sessions")

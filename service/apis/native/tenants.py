@@ -100,6 +100,7 @@ _operators = [Depends(_operator)]
 @router.post("/tenants", status_code=201, dependencies=_operators)
 async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, asking: Asking) -> NewTenant:
     """Make a tenant and its first key. 409 when the name is taken."""
+    backend.quotas.check_priced(request.quotas)
     try:
         tenant = await backend.tenants.create(request.tenant, request.title, request.quotas)
     except Conflict:
@@ -141,6 +142,7 @@ async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
 @router.put("/tenants/{tenant}/quotas", dependencies=_operators)
 async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
     """Give a tenant quotas of its own; fields that are not given are the installation's again."""
+    backend.quotas.check_priced(quotas)
     return await backend.tenants.set_quotas(tenant, quotas)
 
 

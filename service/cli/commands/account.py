@@ -28,6 +28,9 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case le
 Title = Annotated[str, typer.Option(help="A description.")]
 ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
 GpuHours = Annotated[float | None, typer.Option(min=0, help="GPU hours of the last 30 days.")]
+Spending = Annotated[
+    float | None, typer.Option(min=0, help="Cost of the runs of the last 30 days: at it they are paused.")
+]
 StoredBytes = Annotated[int | None, typer.Option(min=0, help="Bytes of uploads and published artifacts.")]
 
 
@@ -137,12 +140,13 @@ def create_tenant(
     title: Title = "",
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
+    spending: Spending = None,
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
     worker_weight: Weight = None,
 ) -> Answer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
-    quotas = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing, worker_weight)
+    quotas = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     body = {"tenant": tenant, "title": title, "quotas": quotas}
     made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
@@ -176,12 +180,13 @@ def quotas(
     tenant: TenantName,
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
+    spending: Spending = None,
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
     worker_weight: Weight = None,
 ) -> Answer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
-    body = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing, worker_weight)
+    body = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
@@ -189,6 +194,7 @@ def quotas(
 def _quotas(
     concurrent_runs: int | None,
     gpu_hours: float | None,
+    spending: float | None,
     stored_bytes: int | None,
     worker_sharing: str | None,
     worker_weight: float | None,
@@ -196,6 +202,7 @@ def _quotas(
     given = {
         "concurrent_runs": concurrent_runs,
         "gpu_hours": gpu_hours,
+        "spending": spending,
         "stored_bytes": stored_bytes,
         "worker_sharing": worker_sharing,
         "worker_weight": worker_weight,
@@ -212,9 +219,19 @@ def _usage(found: dict[str, Any]) -> Answer:
             ("stored", "stored_bytes"),
         )
     )
+    money, most = found["currency"], found["quotas"]["spending"]
+    cost = "" if found["cost"] is None else f"{found['cost']:,.2f} {money}"
+    spending = ("cost of 30 days", cost, "no limit" if most is None else f"{most:,.2f} {money}")
     weight = ("part of shared workers", "", str(found["quotas"]["worker_weight"] or 1))
     sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "tenant")
-    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), [*rows, sharing, weight]))
+    return Answer(
+        found,
+        partial(
+            print_table,
+            (found["tenant"], "used", "quota"),
+            [*rows, *([spending] if cost or most is not None else []), sharing, weight],
+        ),
+    )
 
 
 def _in_units(name: str, value: float | None, nothing: str = "") -> str:

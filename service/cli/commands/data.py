@@ -1,4 +1,4 @@
-"""`validate` and `preview`: a dataset as a model will see it, before any training."""
+"""`validate`, `preview` and `estimate`: what a model will see of a dataset, and what a run would be."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.command import Answer, answering
-from service.cli.commands.submit import checked, model_uri, naming_options, uploaded
-from service.cli.exits import DONE, FAILED
-from service.cli.output.render import console, print_table
+from service.cli.command import Answer, answering, command
+from service.cli.commands.submit import checked, model_uri, naming_options, run_of, uploaded
+from service.cli.exits import DONE, FAILED, USAGE, Stop
+from service.cli.output.render import console, plain, print_table, say, span
 from service.cli.run_options import fields_of, given, options_of, run_command, run_model
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from service.cli.client import Client
+    from service.runs.estimates import Estimate
     from shared.runs.previews import Preview, PreviewRequest, Span
+    from shared.runs.requests import Run
 
 app = typer.Typer(rich_markup_mode=None)
+_EXAMPLES = """\b
+Examples:
+  longshore estimate sft -m org/model -d train.jsonl --epochs 3
+  longshore estimate dpo -m org/model -d pairs.jsonl --batch-tokens 65536
+  longshore estimate rl -m org/model --prompts prompts.jsonl --grader grader.json --steps 100
+"""
+_UNITS = {"sft": "examples", "dpo": "pairs", "rl": "prompts"}
 # The options of `submit sft` that say how a dataset is read.
 _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
 
@@ -103,11 +112,11 @@ def _coloured(spans: "Sequence[Span]", in_colour: bool, colour: str = "green") -
     from rich.text import Text
 
     text = Text()
-    for span in spans:
+    for each in spans:
         if in_colour:
-            text.append(span.text, style=colour if span.trained else "dim")
+            text.append(each.text, style=colour if each.trained else "dim")
         else:
-            text.append(f"⟦{span.text}⟧" if span.trained else span.text)
+            text.append(f"⟦{each.text}⟧" if each.trained else each.text)
     return text
 
 
@@ -140,3 +149,74 @@ def _counts(found: "Preview") -> list[tuple[str, str]]:
         ("trained", f"{report.num_targets} ({report.trained_fraction:.1%})"),
         ("longest", f"{report.longest_tokens} tokens of at most {report.max_tokens}"),
     ]
+
+
+@command(
+    app,
+    patience_s=20,
+    epilog=_EXAMPLES,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
+)
+def estimate(
+    context: typer.Context,
+    client: "Client",
+    words: Annotated[
+        list[str], typer.Argument(metavar="sft|dpo|rl", help="As after `longshore submit`; nothing is started.")
+    ],
+) -> Answer:
+    """Estimate tokens, steps, time and cost of a run, without starting it.
+
+    A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
+    """
+    if words[0] not in _UNITS:
+        raise Stop("estimate knows sft, dpo and rl, with the options of longshore submit", USAGE)
+    run = run_of(context, words, "longshore estimate")
+    if run.kind == "rl" and run.rollouts is None:
+        advice = "`longshore estimate rl --prompts ...` estimates a run of its own rollouts"
+        raise Stop("an RL run without --prompts is as long as its client makes it", USAGE, advice)
+    with naming_options(run.model, options_of(type(run))):
+        found = client.estimate(run)
+
+    def show() -> None:
+        _print_estimate(run, found)
+
+    return Answer(found, show, FAILED if found.problem else DONE)
+
+
+def _print_estimate(run: "Run", found: "Estimate") -> None:
+    about = "" if found.is_exact else "about "
+    rows = [(_UNITS[run.kind], f"{found.examples:,} of {found.rows:,} rows")]
+    if run.kind == "rl":
+        rows += [
+            ("tokens of the prompts", f"{found.dataset_tokens:,}"),
+            ("passes", f"{found.epochs:.3g}"),
+            ("steps", f"{found.steps:,}"),
+            ("samples", f"{found.samples:,}"),
+            ("tokens", f"at most {found.tokens:,}"),
+        ]
+    else:
+        rows += [
+            ("tokens a pass", f"{found.dataset_tokens:,}, {found.trained_fraction or 0:.1%} trained"),
+            ("passes", f"{found.epochs:g}" if found.is_exact else f"{about}{found.epochs:.3g}"),
+            ("steps", f"{about}{found.steps:,}"),
+            ("tokens", f"{found.tokens:,}"),
+        ]
+    on = f", measured on {', '.join(found.measured_on)}"
+    if found.tokens_per_s is not None:
+        rows.append(("tokens a second", f"{found.tokens_per_s:,.0f}{on}"))
+    if found.seconds_per_step is not None:
+        rows.append(("a step", f"{span(found.seconds_per_step)}{on}"))
+    if found.seconds is not None:
+        rows.append(("training", f"about {span(found.seconds)}"))
+    if found.cost is not None:
+        rows.append(("cost", f"about {found.cost:,.2f} {found.currency}"))
+    print_table(("", ""), [(name, plain(text)) for name, text in rows])
+    if found.same_layout is False:
+        say("those runs had another layout, engine or precision: the time may be far off")
+    if not found.is_complete:
+        say(f"only the first {found.rows:,} rows were counted: the whole is more")
+    if found.problem:
+        print(f"a run would refuse this dataset: {found.problem}")
+    if found.not_measured is not None:
+        advice = "submit a short run (--steps 5), then estimate again"
+        say(f"how long: not measured yet, because {found.not_measured}: {advice}")

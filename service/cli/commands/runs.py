@@ -3,13 +3,12 @@
 import secrets
 import time
 from functools import partial
-from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from service.cli.command import Answer, command
+from service.cli.command import Answer, command, group
 from service.cli.connection import connect, run_ids
 from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from service.cli.client import Client
     from service.runs.views import Metrics, RunView
     from shared.runs.status import StepStatus
-    from shared.storage.artifacts import Manifest
 
 _LONGEST_REASON = 72
 _LONG_POLL_S = 10.0
@@ -32,6 +30,8 @@ RunId = Annotated[
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
 app = typer.Typer(rich_markup_mode=None)
+session = group(help="Sessions, which a client trains command by command (longshore.client opens them).")
+app.add_typer(session, name="session")
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
@@ -199,53 +199,6 @@ def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout 
     return finish(client, client.change(run_id, "retry"), wait=wait, timeout_s=timeout)
 
 
-@command(app)
-def download(
-    client: "Client",
-    run_id: RunId,
-    into: Annotated[Path | None, typer.Option(help="The folder to make; ./RUN if absent.")] = None,
-) -> Answer:
-    """Download what a run published, and check the hash of every file."""
-    target = into or Path(run_id)
-    if target.exists():
-        raise Stop(f"{target} is there already", USAGE, "name another folder with --into")
-    files = _fetch(client, run_id, target).model_dump()["files"]
-    return Answer({"run_id": run_id, "folder": str(target.resolve()), "files": files}, partial(print, target))
-
-
-def _fetch(client: "Client", run_id: str, target: Path) -> "Manifest":
-    """Unpack what a run published beside `target`, check it against its manifest, and rename it.
-
-    Raises:
-        Stop: the run published nothing, or a file has another hash than in the manifest. Nothing is left behind.
-    """
-    import shutil
-    import tarfile
-    import tempfile
-
-    from shared.storage.artifacts import Manifest, sha256_file
-    from shared.storage.paths import MANIFEST
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        tar = temporary / "download.tar"
-        client.save(f"/runs/{run_id}/download", tar)
-        with tarfile.open(tar) as archive:
-            archive.extractall(temporary, filter="data")
-        folder = temporary / run_id
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-        for entry in manifest.files:
-            if sha256_file(folder / entry.path) != entry.sha256:
-                raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try the download again")
-        folder.rename(target)
-        return manifest
-    except (tarfile.TarError, FileNotFoundError) as error:
-        raise Stop(f"the download is incomplete: {error}", advice="try it again") from None
-    finally:
-        shutil.rmtree(temporary)
-
-
 def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the list. `place`: its position in the queue for workers."""
     from service.runs.views import seconds_left
@@ -332,3 +285,25 @@ def _words(step: "StepStatus") -> str:
     if lost := dropped(step.metrics):
         words += f"; {lost}"
     return words
+
+
+@command(session, "ls")
+def ls_sessions(
+    client: "Client",
+    state: Annotated[State | None, typer.Option(help="Sessions in this state only.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+) -> Answer | None:
+    """List sessions, newest first."""
+    return ls(client, state, "session", None, limit)
+
+
+@command(session, "get")
+def get_session(client: "Client", run_id: RunId) -> Answer | None:
+    """Show a session: its state, its last step's metrics, what it has published."""
+    return get(client, run_id)
+
+
+@command(session)
+def close(client: "Client", run_id: RunId) -> Answer:
+    """Close a session: it ends after the commands that were sent, and its state stays."""
+    return Answer(outcome(client.close_session(run_id)), partial(say, f"{run_id} ends when its commands are done"))

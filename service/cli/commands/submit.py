@@ -189,14 +189,18 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
 
 
 def model_uri(model: str) -> str:
-    """Return the file:// URI of a local folder; URIs and hub ids as they are."""
+    """Return the file:// URI of a local folder; URIs, hub ids and published names as they are."""
+    from shared.storage.checkpoints import is_name
+
     path = Path(model).expanduser()
     if "://" in model:
         return model
     if path.is_dir():
         return path.resolve().as_uri()
+    if is_name(model):
+        return model
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        advice = "give a folder, a file:// or s3:// URI, or a hub id such as org/name"
+        advice = "give a folder, a file:// or s3:// URI, a hub id such as org/name, or a published name"
         raise Stop(f"--model: there is no folder {model}", USAGE, advice)
     return model
 

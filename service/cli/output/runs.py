@@ -51,6 +51,8 @@ def summary(view: "RunView", place: int | None = None) -> str:
     lines[0] = ", ".join([lines[0], *glance(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
+    if view.paused_by and view.state in ("running", "paused"):
+        lines.append(f"paused by a limit: {view.paused_by}; it goes on by itself when that is raised")
     lines += [f"notice: {notice}" for notice in view.notices]
     if lost := dropped(view.metrics):
         lines.append(f"its newest step: {lost}")
@@ -82,6 +84,7 @@ def print_details(view: "RunView") -> None:
         ("submitted", f"{ago(view.created_at)}{owner}"),
         ("took", took(view)),
         ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
+        ("cost", cost_in_words(view)),
         ("checkpoint", f"of step {view.checkpoint.step}" if view.checkpoint else None),
         ("workers lost", str(view.workers_lost) if view.workers_lost else None),
     ]
@@ -90,6 +93,14 @@ def print_details(view: "RunView") -> None:
         end = view.ended_at or time.time()
         spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
         print_table(("phase", "took", "began"), spans)
+
+
+def cost_in_words(view: "RunView") -> str | None:
+    """Return what a run has cost, and will at its end; None where GPU hours have no price."""
+    if (cost := view.cost) is None:
+        return None
+    whole = "" if cost.estimated is None or view.state != "running" else f", about {cost.estimated:,.2f} at its end"
+    return f"{cost.so_far:,.2f} {cost.currency}{whole}"
 
 
 def took(view: "RunView") -> str | None:

@@ -34,7 +34,7 @@ DOORS = [
     ("/api/v1/runs/sft", sft(layout=HUGE), "layout", "ranks; a layout has up to 4,096"),
     ("/api/v1/runs/sft", sft(batch_size=2, layout={"dp": 3}), "layout.dp", "dp may be 2 at most"),
     ("/api/v1/runs/dpo", sft(layout=MANY), "layout.dp", "1,000 ranks"),
-    ("/api/v1/runs/rl", {"model": "tiny", "rollouts": ROLLOUTS, "layout": MANY}, "layout.dp", "1,000 ranks"),
+    ("/api/v1/runs/rl", {"model": "org/tiny", "rollouts": ROLLOUTS, "layout": MANY}, "layout.dp", "1,000 ranks"),
     ("/api/v1/schedules", scheduled(sft(layout=MANY)), "run.layout.dp", "1,000 ranks"),
     ("/v1/fine_tuning/jobs", openai_job(layout=MANY, batch_tokens=4096), "longshore.layout.dp", "1,000 ranks"),
     ("/v1/fine_tuning/jobs", openai_job(layout=HUGE), "longshore.layout", "a layout has up to"),

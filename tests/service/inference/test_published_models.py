@@ -6,12 +6,17 @@ import httpx
 import pytest
 
 from service.inference.published_models import PublishedModels
+from shared.contract import Artifact
 from shared.errors import InvalidInput, NotFound
+from shared.models.peft import WEIGHTS
 from shared.storage.paths import version_claim
 from shared.storage.store import LocalStore, ObjectStore
-from tests.service.conftest import KEY, Service, put_versions
+from tests.service.conftest import KEY, Cli, Service, put_versions, sft
+from tests.workflows.published import BASE
+from tests.workflows.published import publish as made
 
 NAMES = {"harbour": 3, "harbour-2": 1}
+NOWHERE = Artifact(uri="file:///models/tiny", sha256="0" * 64)
 
 
 @pytest.fixture
@@ -82,3 +87,66 @@ def test_a_request_sent_again_is_the_same_though_a_newer_version_came(service: S
     publish_models(2)
     assert sent().json()["id"] == first["id"]
     assert sent(seed=2).json()["error"]["param"] == "Idempotency-Key", "another request"
+
+
+def test_names_are_listed_shown_and_deleted(service: Service, cli: Cli, tmp_path: Path) -> None:
+    name = "pier.9"
+    for kind, file in (("models", "model.safetensors"), ("adapters", WEIGHTS)):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / file).write_bytes(b"weights")
+        made(service.store, tmp_path / kind, name, NOWHERE, kind=kind)
+    assert "pier.9:v1 " in cli("models", "ls").stdout
+    [listed] = [view for view in cli("models", "ls", "--json").json if view["name"] == name]
+    assert (listed["kind"], listed["version"], listed["versions"], listed["base"]) == ("adapter", 1, [1], BASE)
+    shown = cli("models", "show", f"{name}:v1", "--json").json
+    assert [file["path"] for file in shown["files"]] == [WEIGHTS] and shown["num_bytes"] == 7
+    assert WEIGHTS in cli("models", "show", name).stdout
+    assert cli("models", "rm", name).code == 0
+    assert cli("models", "show", name, "--json").json["kind"] == "model", "it was behind the adapter of its name"
+    assert cli("models", "rm", name).code == 0
+    gone = cli("models", "show", name)
+    assert gone.code == 102 and "longshore models ls" in gone.stderr, gone
+    assert cli("download", name, "--into", str(tmp_path / "nothing")).code == 102
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_name_stands_for_what_was_published(service: Service, api: httpx.Client, theirs, tmp_path: Path) -> None:
+    """In every field of a run that takes a model or an adapter, to the tenant that published it and to nobody else."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / WEIGHTS).write_bytes(b"weights")
+    for _ in range(2):
+        made(service.store, tmp_path / "adapter", "quay", NOWHERE)
+    (tmp_path / "model").mkdir()
+    made(service.store, tmp_path / "model", "whole", NOWHERE, kind="models")
+    uri = f"{service.store.uri}/tenants/default/adapters/quay"
+    whole = f"{service.store.uri}/tenants/default/models/whole/v000001"
+
+    def run_of(kind: str = "sft", client: httpx.Client = api, **fields: object) -> dict:
+        answer = client.post(f"/runs/{kind}", json=(sft() if kind != "rl" else {}) | fields).json()
+        return answer.get("run") or answer["error"]
+
+    run = run_of(model="quay")
+    assert (run["model"], run["initial_adapter"], run["trainable"]["rank"]) == (BASE, f"{uri}/v000002", 16)
+    assert run_of(model="quay:v1")["initial_adapter"] == f"{uri}/v000001"
+    assert (run_of(model="whole")["model"], run_of(model="whole")["initial_adapter"]) == (whole, None)
+    assert run_of(initial_adapter="quay")["initial_adapter"] == f"{uri}/v000002"
+    assert run_of("dpo", reference="quay:v1")["reference"] == f"{uri}/v000001"
+    assert run_of("dpo", reference="base")["reference"] == "base"
+    kl = {"kind": "ppo", "kl": {"coefficient": 0.1, "reference": "quay"}}
+    assert run_of("rl", model="org/tiny", loss=kl)["loss"]["kl"]["reference"] == f"{uri}/v000002"
+    session = api.post("/sessions", json={"model": "quay"}).json()
+    assert session["run"]["initial_adapter"] == f"{uri}/v000002"
+    scheduled = {"name": "by-name", "run": sft(kind="sft", model="quay"), "cron": "0 2 1 1 *"}
+    assert api.post("/schedules", json=scheduled).json()["scheduled"]["run"]["model"] == "quay"
+    for place, refused in (
+        ("model", run_of(model="nobodys")),
+        ("model", run_of(model="sft-0123456789abcdef0:step-3")),
+        ("model", run_of(model="quay", client=theirs)),
+        ("model", run_of(model="quay", trainable={"kind": "full"})),
+        ("initial_adapter", run_of(model="quay", initial_adapter="quay")),
+        ("initial_adapter", run_of(initial_adapter="whole")),
+        ("reference", run_of("dpo", reference="quay:v9")),
+        ("model_uri", api.post("/validate", json={"source": {"uri": "file:///d"}, "model_uri": "no"}).json()["error"]),
+        ("run.model", api.post("/schedules", json=scheduled | {"run": sft(kind="sft", model="no")}).json()["error"]),
+    ):
+        assert refused["place"].endswith(place), refused

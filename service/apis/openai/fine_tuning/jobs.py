@@ -18,16 +18,14 @@ from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.results import FILE_ID
-from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, run_of, source_of
+from service.apis.openai.fine_tuning.runs import Examples, run_of, source_of
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
 from service.runs.views import RunView
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.job import Lora
 from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths
-from shared.storage.checkpoints import CheckpointName
 from shared.storage.store import ObjectStore
 
 router = APIRouter(
@@ -168,7 +166,7 @@ async def submit_job(
     validation = None
     if request.validation_file is not None:
         validation = await _examples(backend, asking.tenant, request.validation_file, "validation_file")
-    start = await asyncio.to_thread(_starting_point, backend, asking.tenant, request.model)
+    start = await asyncio.to_thread(backend.names.starting_point, asking.tenant, request.model)
     run, hyperparameters = run_of(request, start, training, validation)
     key = given_key or await idempotency_key(backend.store, asking, request, retry_count)
     return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters), asked=request)
@@ -187,24 +185,6 @@ async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Ex
     if record.purpose != _TRAINING_PURPOSE:
         raise InvalidInput(f"{given} has the purpose {record.purpose}: jobs read files of {_TRAINING_PURPOSE}", place)
     return Examples(record.uri, await asyncio.to_thread(count_examples, backend.files.content(record), record.size))
-
-
-def _starting_point(backend: Backend, tenant: str, model: str) -> StartingPoint:
-    """Resolve a job's model: a published name of the tenant's, or else a model as runs name it."""
-    try:
-        found = backend.published.find(tenant, model)
-    except NotFound as error:
-        if CheckpointName.parse(model):
-            raise InvalidInput(str(error), "model") from None
-        if "/" not in model:
-            rule = "you have published nothing of this name, and it is no folder, URI or hub id (organisation/name)"
-            raise InvalidInput(rule, "model") from None
-        return StartingPoint(model)
-    artifact = backend.published.artifact(tenant, found)
-    if found.kind == "models":
-        return StartingPoint(artifact.uri)
-    run = backend.published.record(tenant, found).run
-    return StartingPoint(run.model, artifact.uri, run.trainable if isinstance(run.trainable, Lora) else None)
 
 
 class _Sent(Frozen):

@@ -17,8 +17,8 @@ from service.apis.openai.fine_tuning.request import (
     ReinforcementHyperparameters,
     Supervised,
 )
+from service.inference.named_models import StartingPoint
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun, Source
 from shared.runs.rollouts import Rollouts
 
@@ -47,15 +47,6 @@ class Examples:
 
     uri: str
     count: int | None = None
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """The model and adapter that a job's `model` names. `lora`: the shape of that adapter, which is kept."""
-
-    model: str
-    initial_adapter: str | None = None
-    lora: Lora | None = None
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Stack:
         run = {
             "kind": "sft",
             "name": name,
-            "model": "m",
+            "model": "org/m",
             "dataset": {"uri": self.data(name)},
             "steps": 4,
             "batch_size": 2,
@@ -143,4 +143,4 @@ async def accepting(backend: Backend) -> AsyncIterator[None]:
 
 
 def stack_run(uri: str) -> dict[str, object]:
-    return {"kind": "sft", "model": "m", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}
+    return {"kind": "sft", "model": "org/m", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}

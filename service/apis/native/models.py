@@ -1,0 +1,122 @@
+"""The native API's published models, `/api/v1/models`: what there is, and its files; and the hosts that poll."""
+
+import asyncio
+from typing import Annotated, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Path, Response
+from fastapi.responses import StreamingResponse
+
+from service.accounts import audit
+from service.accounts.principals import Asking
+from service.backend import Backed, Backend
+from service.files.files import PublishedFiles
+from service.inference.published_models import ModelView
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.storage.artifacts import FileEntry
+
+router = APIRouter()
+ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
+
+
+class QueueHosts(Frozen):
+    """The hosts of a role that ask for work now; those that are busy with all they take do not ask."""
+
+    role: Literal["control", "gpu", "sampler"]
+    queue: str
+    num_polling: int
+
+
+class DeletedVersions(Frozen):
+    """What was deleted: one version, or a name with all of them."""
+
+    id: str
+    deleted: bool = True
+
+
+@router.get("/hosts")
+async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
+    """How many hosts of each role poll their queue."""
+    settings = backend.settings
+    queues: tuple[tuple[Literal["control", "gpu", "sampler"], str], ...] = (
+        ("control", settings.control_queue),
+        ("gpu", settings.lease_queue),
+        ("sampler", settings.sampler_queue),
+    )
+    counts = await asyncio.gather(*(backend.temporal.num_polling(queue) for _, queue in queues))
+    return tuple(
+        QueueHosts(role=role, queue=queue, num_polling=count)
+        for (role, queue), count in zip(queues, counts, strict=True)
+    )
+
+
+@router.get("/models")
+async def list_models(backend: Backed, asking: Asking) -> tuple[ModelView, ...]:
+    """What the tenant has published: each name once, with its newest version."""
+    return tuple(await asyncio.to_thread(backend.published.views, asking.tenant))
+
+
+@router.get("/models/{model_id}")
+async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> ModelView:
+    """What a name stands for, with its size."""
+    return await asyncio.to_thread(backend.published.view, asking.tenant, model_id)
+
+
+@router.delete("/models/{model_id}")
+async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> DeletedVersions:
+    """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
+    audit.touched(model_id)
+    await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
+    return DeletedVersions(id=model_id)
+
+
+@router.get("/models/{model_id}/files")
+async def model_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+    """The files of an adapter, in PEFT's format, or of a model: paths, sizes, hashes."""
+    return (await asyncio.to_thread(_files, backend, asking.tenant, model_id)).entries
+
+
+@router.get("/models/{model_id}/files/{path:path}", response_class=Response)
+async def model_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """One file of an adapter or a model."""
+    return _content(await asyncio.to_thread(_files, backend, asking.tenant, model_id), path)
+
+
+@router.get("/models/{model_id}/download", response_class=Response)
+async def download_model(model_id: ModelId, backend: Backed, asking: Asking) -> StreamingResponse:
+    """All files of an adapter or a model, as a tar."""
+    files = await asyncio.to_thread(_files, backend, asking.tenant, model_id)
+    folder = model_id.replace(":", "-")
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(folder)}.tar"}
+    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)
+
+
+@router.get("/models/{model_id}/base")
+async def base_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+    """The files of the model that an adapter was trained on: with them an adapter can be merged."""
+    return (await asyncio.to_thread(_base, backend, asking.tenant, model_id)).entries
+
+
+@router.get("/models/{model_id}/base/{path:path}", response_class=Response)
+async def base_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """One file of the model that an adapter was trained on."""
+    return _content(await asyncio.to_thread(_base, backend, asking.tenant, model_id), path)
+
+
+def _files(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
+    artifact = backend.published.artifact(tenant, backend.published.find(tenant, model_id))
+    return PublishedFiles.of_artifact(artifact, backend.settings.s3)
+
+
+def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
+    target = backend.published.target_of(tenant, model_id)
+    if target.adapter is None:
+        raise InvalidInput("this is a whole model, and no adapter on one", "model_id")
+    return PublishedFiles.of_artifact(target.model, backend.settings.s3)
+
+
+def _content(files: PublishedFiles, path: str) -> StreamingResponse:
+    entry = files.entry(path)
+    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
+    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)

@@ -1,0 +1,107 @@
+"""Published names in requests, where a model or an adapter is wanted: replaced by what they stand for."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from service.inference.published_models import Published, PublishedModels
+from shared.contract import Frozen
+from shared.errors import InvalidInput, NotFound
+from shared.jobs.job import Lora
+from shared.runs.previews import PreviewRequest
+from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
+from shared.storage.checkpoints import CheckpointName, is_name
+
+R = TypeVar("R", bound=Frozen)
+_UNKNOWN = "you have published nothing of this name, and it is no folder, URI or hub id (organisation/name)"
+_TWICE = "model names an adapter, which the run goes on from: leave out initial_adapter, or name the base model"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """The model and adapter that a name stands for. `lora`: the shape of that adapter."""
+
+    model: str
+    initial_adapter: str | None = None
+    lora: Lora | None = None
+
+
+class NamedModels:
+    """Looks up names among what a tenant has published. Blocking."""
+
+    def __init__(self, published: PublishedModels) -> None:
+        self._published = published
+
+    def starting_point(self, tenant: str, model: str, place: str = "model") -> StartingPoint:
+        """Return what a run on this model starts from; paths, URIs and hub ids as they are.
+
+        Raises:
+            InvalidInput: nothing is published under this name.
+        """
+        if not is_name(model):
+            return StartingPoint(model)
+        found = self._find(tenant, model, place)
+        artifact = self._published.artifact(tenant, found)
+        if found.kind == "models":
+            return StartingPoint(artifact.uri)
+        run = self._published.record(tenant, found).run
+        return StartingPoint(run.model, artifact.uri, run.trainable if isinstance(run.trainable, Lora) else None)
+
+    def resolved(self, tenant: str, request: R, below: str = "") -> R:
+        """Return a request with URIs in place of names: of its model, its first adapter, and its reference.
+
+        A run on the name of an adapter goes on from that adapter, in its shape unless the run has one of its own.
+
+        Args:
+            below: where the request's fields stand in what the client sent, such as `run.`.
+
+        Raises:
+            InvalidInput: nothing is published under a name, or it is not what is wanted there.
+        """
+        match request:
+            case PreviewRequest():
+                model = self.starting_point(tenant, request.model_uri, f"{below}model_uri").model
+                changes: dict[str, Any] = {"model_uri": model}
+            case SFTRun() | DPORun() | RLRun() | SessionRun():
+                changes = self._changes(tenant, request, below)
+            case _:
+                return request
+        changes = {name: value for name, value in changes.items() if value != getattr(request, name)}
+        return request.model_copy(update=changes) if changes else request
+
+    def _changes(self, tenant: str, run: Run, below: str) -> dict[str, Any]:
+        start = self.starting_point(tenant, run.model, f"{below}model")
+        changes: dict[str, Any] = {"model": start.model}
+        if run.initial_adapter is not None:
+            if start.initial_adapter is not None:
+                raise InvalidInput(_TWICE, f"{below}initial_adapter")
+            changes["initial_adapter"] = self._adapter(tenant, run.initial_adapter, f"{below}initial_adapter")
+        elif start.initial_adapter is not None:
+            if run.trainable.kind == "full":
+                rule = "full training starts from a whole model, and this names an adapter: name its base model"
+                raise InvalidInput(rule, f"{below}model")
+            changes["initial_adapter"] = start.initial_adapter
+            if "trainable" not in run.model_fields_set and start.lora is not None:
+                changes["trainable"] = start.lora
+        match run:
+            case DPORun(reference=str(reference)) if reference != "base":
+                changes["reference"] = self._adapter(tenant, reference, f"{below}reference")
+            case RLRun() if (
+                (kl := run.loss.kl) is not None and isinstance(kl.reference, str) and kl.reference != "base"
+            ):
+                adapter = self._adapter(tenant, kl.reference, f"{below}loss.{run.loss.kind}.kl.reference")
+                changes["loss"] = run.loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
+        return changes
+
+    def _adapter(self, tenant: str, text: str, place: str) -> str:
+        if not is_name(text):
+            return text
+        found = self._find(tenant, text, place)
+        if found.kind == "models":
+            raise InvalidInput(f"{found.id} is a whole model, and an adapter is wanted", place)
+        return self._published.artifact(tenant, found).uri
+
+    def _find(self, tenant: str, name: str, place: str) -> Published:
+        try:
+            return self._published.find(tenant, name)
+        except NotFound as error:
+            raise InvalidInput(str(error) if CheckpointName.parse(name) else _UNKNOWN, place) from None

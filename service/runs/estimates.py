@@ -1,0 +1,260 @@
+"""Estimates of runs before they are started.
+
+Steps and tokens are counted as the run would count them; time and cost are those of the tenant's own earlier runs of
+the same model and method. Where there is none, nothing is guessed.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Protocol
+
+from pydantic import Field
+
+from service.runs.checks import Checks
+from service.runs.rows import IndexedRun, RunRows
+from service.runs.views import Histories, RunHistory, devices_of
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.runs.previews import Preview, PreviewRequest
+from shared.runs.requests import DatasetRun, RLRun, Run, SessionRun
+from shared.settings import PriceSettings
+
+_MEASURED_RUNS = 3
+_LOOKED_AT = 100
+_PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds")
+
+
+class Estimate(Frozen):
+    """What a run would do. Tokens are exact where `is_complete` and `is_exact` are true.
+
+    Of an RL run, examples are prompts, and tokens are those of its samples and of the prompts before them, each prompt
+    once a group: `tokens` at most; `seconds` and `cost` at the lengths of earlier samples.
+    """
+
+    problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
+    is_complete: bool = Field(description="every row was counted")
+    rows: int
+    examples: int
+    dataset_tokens: int = Field(description="of one pass over the examples, or of all prompts")
+    trained_fraction: float | None = None
+    epochs: float
+    steps: int
+    samples: int | None = None
+    tokens: int
+    is_exact: bool = Field(description="False with batch_tokens and of RL, where numbers are about, or at most")
+    tokens_per_s: float | None = None
+    seconds_per_step: float | None = None
+    measured_on: tuple[str, ...] = Field(default=(), description="runs")
+    same_layout: bool | None = None
+    not_measured: str | None = Field(default=None, description="why there are no seconds")
+    seconds: float | None = Field(default=None, description="of training; waiting, loading and evaluating not included")
+    cost: float | None = Field(default=None, description="of these seconds, where a GPU hour has a price")
+    currency: str = "USD"
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run. `is_exact`: False with batch_tokens, where the number of steps is approximate."""
+
+    epochs: float
+    steps: int
+    tokens: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A median over some runs. `is_alike`: they had the same layout, engine and precision."""
+
+    value: float
+    run_ids: tuple[str, ...]
+    is_alike: bool
+
+
+class _Measure(Protocol):
+    def __call__(self, run: Run, history: RunHistory, /) -> float | None: ...
+
+
+class Estimates:
+    """Counts datasets on a control host, and reads the events of earlier runs."""
+
+    def __init__(self, checks: Checks, rows: RunRows, histories: Histories, prices: PriceSettings) -> None:
+        self._checks = checks
+        self._rows = rows
+        self._histories = histories
+        self._prices = prices
+
+    async def of(self, tenant: str, run: Run) -> Estimate:
+        """Estimate a run, whose names were looked up.
+
+        Raises:
+            InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
+        """
+        match run:
+            case RLRun():
+                found = await self._of_rl(tenant, run)
+            case SessionRun():
+                raise InvalidInput("a session is as long as its client makes it", "kind")
+            case _:
+                found = await self._of_dataset(tenant, run)
+        if found.seconds is None or self._prices.gpu_hour is None:
+            return found
+        cost = found.seconds * devices_of(run) / 3600 * self._prices.gpu_hour
+        return found.model_copy(update={"cost": cost, "currency": self._prices.currency})
+
+    async def _of_dataset(self, tenant: str, run: DatasetRun) -> Estimate:
+        request = PreviewRequest(
+            source=run.dataset,
+            model_uri=run.model,
+            max_tokens=run.max_tokens,
+            too_long=run.too_long,
+            max_lost_fraction=run.max_lost_fraction,
+            num_rows=0,
+        )
+        counted = await self._checks.preview(tenant, request)
+        length = length_of(run, counted.report.num_kept, counted.report.num_tokens)
+        pace = await self._pace(tenant, run, _tokens_per_s)
+        found = _counts(counted, length)
+        if isinstance(pace, str):
+            return found.model_copy(update={"not_measured": pace})
+        return found.model_copy(
+            update={
+                "tokens_per_s": pace.value,
+                "measured_on": pace.run_ids,
+                "same_layout": pace.is_alike,
+                "seconds": length.tokens / pace.value,
+            }
+        )
+
+    async def _of_rl(self, tenant: str, run: RLRun) -> Estimate:
+        rollouts = run.rollouts
+        if rollouts is None:
+            raise InvalidInput("a run that a client sends groups to is as long as the client makes it", "rollouts")
+        request = PreviewRequest(
+            source=rollouts.prompts,
+            model_uri=run.model,
+            max_tokens=run.max_tokens - rollouts.max_completion_tokens,
+            max_lost_fraction=rollouts.max_lost_fraction,
+            num_rows=0,
+            are_prompts=True,
+        )
+        counted = await self._checks.preview(tenant, request)
+        num_prompts, prompt_tokens = counted.report.num_kept, counted.report.num_tokens
+        steps = rollouts.steps
+        if steps is None:
+            steps = max(1, math.floor((rollouts.epochs or 0) * num_prompts / rollouts.prompts_per_step))
+        groups = steps * rollouts.prompts_per_step if num_prompts else 0
+        samples = groups * rollouts.group_size
+        passes = groups / num_prompts if num_prompts else 0.0
+        most = round(passes * prompt_tokens) + samples * rollouts.max_completion_tokens
+        found = _counts(counted, RunLength(passes, steps, most, False)).model_copy(update={"samples": samples})
+        pace = await self._pace(tenant, run, _seconds_per_sample)
+        if isinstance(pace, str):
+            return found.model_copy(update={"not_measured": pace})
+        per_step = pace.value * rollouts.prompts_per_step * rollouts.group_size
+        return found.model_copy(
+            update={
+                "seconds_per_step": per_step,
+                "measured_on": pace.run_ids,
+                "same_layout": pace.is_alike,
+                "seconds": per_step * steps,
+            }
+        )
+
+    async def _pace(self, tenant: str, run: DatasetRun | RLRun, measure: _Measure) -> Pace | str:
+        """Measure the tenant's newest runs of the same kind and model: those of the same layout, if there are any.
+
+        Runs that go on count too, from their first steps on.
+
+        Returns:
+            The pace, or the reason why there is none.
+        """
+        found = await self._rows.page(tenant, _LOOKED_AT, kind=run.kind, words=run.model[-128:])
+        of_model = [each for each in found if each.record.run.model == run.model and each.status.state != "failed"]
+        same = [each for each in of_model if each.record.run.trainable.kind == run.trainable.kind]
+        alike = [each for each in same if _machine(each.record.run) == _machine(run)]
+        for runs, is_alike in ((alike, True), (same, False)):
+            if values := await self._measured(runs, measure):
+                return Pace(median(values.values()), tuple(values), is_alike)
+        if same:
+            return f"{same[0].run_id} and others like it have not done a step that was measured"
+        if of_model:
+            other = of_model[0].record.run.trainable.kind
+            return f"{of_model[0].run_id} trained {other}, this one trains {run.trainable.kind}"
+        return f"no {run.kind} run of yours with {run.model} has trained"
+
+    async def _measured(self, runs: list[IndexedRun], measure: _Measure) -> dict[str, float]:
+        """Return the measure of each of the newest runs that have any."""
+        found: dict[str, float] = {}
+        for each in runs:
+            value = measure(each.record.run, await self._histories.of(each.run_id))
+            if value is not None:
+                found[each.run_id] = value
+            if len(found) == _MEASURED_RUNS:
+                break
+        return found
+
+
+def _counts(counted: Preview, length: RunLength) -> Estimate:
+    report = counted.report
+    return Estimate(
+        problem=counted.problem,
+        is_complete=counted.is_complete,
+        rows=report.num_rows,
+        examples=report.num_kept,
+        dataset_tokens=report.num_tokens,
+        trained_fraction=report.trained_fraction,
+        epochs=length.epochs,
+        steps=length.steps,
+        tokens=length.tokens,
+        is_exact=length.is_exact,
+    )
+
+
+def length_of(run: DatasetRun, num_examples: int, tokens: int) -> RunLength:
+    """Compute the steps and tokens of a run on so many examples and tokens, as activities/packing does."""
+    if not num_examples:
+        return RunLength(0.0, 0, 0, True)
+    if run.batch_size is not None:
+        per_epoch = math.ceil(num_examples / run.batch_size)
+    else:
+        per_epoch = max(1, math.ceil(tokens / (run.batch_tokens or 1)))
+    is_exact = run.batch_size is not None
+    if run.epochs is not None:
+        whole, part = int(run.epochs), run.epochs - int(run.epochs)
+        rest = round(part * num_examples)
+        if not whole:
+            rest = max(1, rest)
+        partly = math.ceil(rest / run.batch_size) if run.batch_size else math.ceil(per_epoch * rest / num_examples)
+        return RunLength(
+            run.epochs, whole * per_epoch + partly, round(tokens * (whole + rest / num_examples)), is_exact
+        )
+    steps = run.steps or 0
+    whole, left = divmod(steps, per_epoch)
+    share = min(1.0, left * run.batch_size / num_examples) if run.batch_size else left / per_epoch
+    return RunLength(whole + share, steps, round(tokens * (whole + share)), is_exact)
+
+
+def _machine(run: Run) -> tuple[object, ...]:
+    return run.engine, run.layout, run.dtype
+
+
+def _tokens_per_s(run: Run, history: RunHistory) -> float | None:
+    rates = [metrics["tokens_per_s"] for metrics in history.step_metrics().values() if "tokens_per_s" in metrics]
+    return median(rates) if rates else None
+
+
+def _seconds_per_sample(run: Run, history: RunHistory) -> float | None:
+    """Return the seconds of a run's train steps, all their parts together, for each sample that was drawn."""
+    rollouts = run.rollouts if run.kind == "rl" else None
+    if rollouts is None or not (steps := list(_step_seconds(history))):
+        return None
+    return mean(steps) / (rollouts.prompts_per_step * rollouts.group_size)
+
+
+def _step_seconds(history: RunHistory) -> Iterator[float]:
+    for step in history.steps:
+        if step.step and step.state == "done" and "training_seconds" in step.metrics:
+            yield sum(step.metrics.get(part, 0.0) for part in _PARTS)

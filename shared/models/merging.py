@@ -1,0 +1,168 @@
+"""Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
+
+W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), computed in float32 and rounded once to W's own type.
+Only the adapter is held in memory: of the base model, a block of rows.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.models.peft import PREFIX
+
+_BLOCK_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
+Floats = NDArray[np.float32]
+
+
+class Readable(Protocol):
+    """Bytes from a file, or as they arrive; fewer than were asked for only at the end."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file: its type, shape, and bytes behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass
+class Merger:
+    """An adapter's factors by the name of the weight that they change: A of [rank, in], B of [out, rank]."""
+
+    scale: float
+    factors: dict[str, tuple[Floats, Floats]]
+    _used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, lora: Lora, weights: Readable, place: str) -> "Merger":
+        """Read `adapter_model.safetensors`. Raises InvalidInput: it is no such file, or a factor has no partner."""
+        _, entries = read_header(weights, place)
+        sides: dict[str, dict[str, Floats]] = {}
+        for entry in entries:
+            stem, _, side = entry.name.removesuffix(".weight").rpartition(".lora_")
+            if not stem.startswith(PREFIX) or side not in ("A", "B") or len(entry.shape) != 2:
+                raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
+            data = weights.read(entry.stop - entry.start)
+            values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
+            sides.setdefault(f"{stem.removeprefix(PREFIX)}.weight", {})[side] = values
+        for name, found in sides.items():
+            if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
+                raise InvalidInput(f"the two factors for {name} do not belong together", place)
+        return cls(lora.scale, {name: (found["A"], found["B"]) for name, found in sides.items()})
+
+    def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
+        """Copy one safetensors file, and change the weights that the adapter has factors for.
+
+        Raises:
+            InvalidInput: the file is damaged, or a weight has another shape or type than the adapter needs.
+        """
+        header, entries = read_header(source, place)
+        target.write(header)
+        for entry in entries:
+            if entry.name in self.factors:
+                for block in self._merged(entry, source, place):
+                    target.write(block)
+            else:
+                for block in _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place):
+                    target.write(block)
+
+    def check_used(self, place: str) -> None:
+        """Raise InvalidInput if factors are left whose weight was in none of the files."""
+        if left := sorted(self.factors.keys() - self._used):
+            raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
+
+    def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
+        a_RI, b_OR = self.factors[entry.name]
+        if entry.dtype not in _WIDTHS or entry.shape != (len(b_OR), a_RI.shape[1]):
+            have = f"{entry.dtype} of {list(entry.shape)}"
+            raise InvalidInput(
+                f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
+            )
+        self._used.add(entry.name)
+        row_bytes = entry.shape[1] * _WIDTHS[entry.dtype]
+        row = 0
+        for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
+            weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
+            weight_OI = weight_OI + self.scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
+            row += len(weight_OI)
+            yield _bytes_of(weight_OI, entry.dtype)
+
+
+def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
+    """Read a safetensors file up to its first tensor.
+
+    Returns:
+        The header's bytes as they are, and the tensors in the order of their bytes, which follow each other gaplessly.
+
+    Raises:
+        InvalidInput: this is no safetensors file.
+    """
+    damaged = InvalidInput("this is no safetensors file, or a damaged one", place)
+    size = file.read(8)
+    if len(size) != 8 or not 2 <= (length := struct.unpack("<Q", size)[0]) <= _MAX_HEADER_BYTES:
+        raise damaged
+    text = file.read(length)
+    try:
+        found: Mapping[str, Any] = json.loads(text)
+        entries = [
+            Entry(name, str(one["dtype"]), tuple(map(int, one["shape"])), *map(int, one["data_offsets"]))
+            for name, one in found.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged from None
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    stops = [0, *(entry.stop for entry in entries)]
+    if any(entry.start != stop or entry.stop < stop for entry, stop in zip(entries, stops, strict=False)):
+        raise damaged
+    for entry in entries:
+        if entry.dtype in _WIDTHS and entry.stop - entry.start != _WIDTHS[entry.dtype] * int(np.prod(entry.shape)):
+            raise damaged
+    return size + text, entries
+
+
+def floats_of(data: bytes, dtype: str, place: str) -> Floats:
+    """Return little-endian numbers of a safetensors type as float32, exactly. Raises InvalidInput for another type."""
+    match dtype:
+        case "F32":
+            return np.frombuffer(data, "<f4")
+        case "F16":
+            return np.frombuffer(data, "<f2").astype(np.float32)
+        case "BF16":  # the upper half of a float32
+            return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    raise InvalidInput(f"numbers of the type {dtype} are not merged: F32, F16 and BF16 are", place)
+
+
+def _bytes_of(values: Floats, dtype: str) -> bytes:
+    match dtype:
+        case "F32":
+            return values.astype("<f4").tobytes()
+        case "F16":
+            return values.astype("<f2").tobytes()
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, and to even between two
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()
+
+
+def _pieces(file: Readable, num_bytes: int, most: int, place: str) -> Iterator[bytes]:
+    while num_bytes:
+        data = file.read(min(most, num_bytes))
+        if len(data) != min(most, num_bytes):
+            raise InvalidInput("the file ends early", place)
+        num_bytes -= len(data)
+        yield data
