@@ -11,6 +11,7 @@ from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.tenants import Quotas, Tenants
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
+from service.automation.spending import SpendingLimits
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.files.files import Files, uploads_folder
@@ -27,7 +28,6 @@ from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.sessions import TrainingSessions
-from service.runs.spending import SpendingLimits
 from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
 from service.runs.views import Histories, RunReader
