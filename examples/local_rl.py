@@ -43,7 +43,8 @@ from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
 from shared.settings import DownloadSettings, SamplingSettings, Settings
-from shared.storage.paths import HostPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import HostPaths
 from workflows.rollouts import requests as rollout_requests
 from workflows.training.job_plan import rl_job
 

@@ -53,7 +53,7 @@ from shared.jobs.commands import (
 )
 from shared.jobs.events import Applied, Kept, Saved, Started, Step
 from shared.jobs.job import Job, SessionPlan
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 MOST_UNSAVED = 256
 """A checkpoint is saved after so many commands. A new lease repeats no more than these, except while gradients are

@@ -19,7 +19,8 @@ from megatron_worker.training.checkpoint import RandomState, random_state, set_r
 from megatron_worker.warm_engine import BuildEngine, WarmEngine, fits_beside
 from shared.contract import Frozen
 from shared.jobs.job import Job, SessionPlan
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 
 POLL_S, SOON_POLL_S = 0.05, 0.005  # SOON_POLL_S for SOON_S seconds, while another job is likely to come
 SOON_S = 10.0

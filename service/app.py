@@ -50,7 +50,7 @@ from service.files.files import uploads_folder
 from service.rebuild import rebuild
 from shared.errors import LongshoreError
 from shared.settings import Settings
-from shared.storage.paths import private_folder
+from shared.storage.files import private_folder
 from shared.storage.store import open_store
 
 logger = logging.getLogger("longshore.service")

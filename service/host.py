@@ -37,7 +37,8 @@ from service.host_record import HostRecord
 from service.seals import SealedRunner, sync_key
 from service.temporal import connect_once
 from shared.settings import Settings
-from shared.storage.paths import HostPaths, private_folder
+from shared.storage.files import private_folder
+from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
 
@@ -244,9 +245,8 @@ def sampler_workers(
     host_queue: str,
 ) -> tuple[Worker, Worker]:
     """Make the workers of a sampler host: one lease at a time on the shape's queue, questions on its own."""
-    signals = WorkflowSignals(client, asyncio.get_running_loop())
     host = HostContext(settings)
-    lease = LeaseSampler(pool, host, signals, host_queue).lease_sampler
+    lease = LeaseSampler(pool, host, WorkflowSignals(client, asyncio.get_running_loop()), host_queue).lease_sampler
     leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
     sampling = [*sampling_activities(host, Samplers(settings, pool)), answers.complete]
     return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)

@@ -36,7 +36,7 @@ from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from shared.settings import Settings
-from shared.storage.paths import private_folder
+from shared.storage.files import private_folder
 
 UNSEALED = "Unsealed"
 """The error type of payloads without a valid seal."""

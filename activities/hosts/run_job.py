@@ -33,10 +33,10 @@ from shared.jobs.events import (
 )
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
-from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run, write_privately
+from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically, write_privately
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.01

@@ -22,7 +22,8 @@ from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.session_results import SessionResults
 from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
-from shared.storage.paths import MANIFEST, RunKeys, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002

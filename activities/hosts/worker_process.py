@@ -19,7 +19,8 @@ import psutil
 from shared.child_environment import child_environment
 from shared.jobs.layout import MAX_WORLD_SIZE, check_ranks
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
-from shared.storage.paths import HostPaths, WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import HostPaths, WorkerPaths
 
 _TERM_GRACE_S = 1.0
 _VLLM_TERM_GRACE_S = 15.0  # killed, it leaves hundreds of megabytes in /dev/shm

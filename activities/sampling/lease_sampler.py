@@ -20,8 +20,9 @@ from shared.chat.completions import SamplerReady
 from shared.contract import Frozen
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
-from shared.jobs.weight_sync import SyncBackend, write_privately
+from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId
+from shared.storage.files import write_privately
 from shared.storage.paths import WorkerPaths
 
 # A timeout for requests that an idle sampler answers at once. It is short, as a lease cannot end during this wait.

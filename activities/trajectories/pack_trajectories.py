@@ -39,7 +39,8 @@ from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
 from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, find, read_record
-from shared.storage.paths import content_key, packed, tokenized, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import content_key, packed, tokenized
 from shared.storage.store import ObjectStore, open_store, uri_of
 
 _VERSION = "trajectories-4"  # raise it when the same groups give other units or another plan

@@ -22,7 +22,7 @@ from megatron_worker.process.watchdog import start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
 from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
 from shared.jobs.job import Dtype
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 _SOCKET = "vllm.sock"
 _INSIDE = Path(__file__).parent / "inside_vllm"

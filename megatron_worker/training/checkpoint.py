@@ -21,7 +21,7 @@ from shared.field_rules import first_rule
 from shared.jobs.job import Job, JobPlan, Lora, WorkerPlan
 from shared.models import peft as peft_format
 from shared.storage.artifacts import seal
-from shared.storage.paths import fsync_folder, write_atomically
+from shared.storage.files import fsync_folder, write_atomically
 
 RandomState = dict[str, Tensor]
 UseFolder = Callable[[Path], None]

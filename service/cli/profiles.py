@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from service.cli.exits import USAGE, Stop
 from shared.contract import Frozen
 from shared.settings import user_config_path
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 FIRST_PROFILE = "default"
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from service.dev.ports import Ports
 from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.settings import Settings
-from shared.storage.paths import private_folder
+from shared.storage.files import private_folder
 
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 
 TOKEN_COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<u4"),

@@ -1,7 +1,6 @@
 """Weight sync in runs and jobs: how a trainer's weights come to the samplers of its run."""
 
 import hmac
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -137,11 +136,3 @@ class SyncOutcome(Frozen):
 def secret_of_run(key: bytes, run_id: str) -> bytes:
     """Return what a run's trainer proves to know to a sampler that knows `key`."""
     return hmac.digest(key, b"run " + run_id.encode(), "sha256")
-
-
-def write_privately(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner can read, from the start. Its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)

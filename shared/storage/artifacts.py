@@ -17,7 +17,8 @@ from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import CorruptArtifact, NotFound
 from shared.field_rules import first_rule
 from shared.settings import S3Settings
-from shared.storage.paths import MANIFEST, content_key, fsync_folder, write_atomically
+from shared.storage.files import fsync_folder, write_atomically
+from shared.storage.paths import MANIFEST, content_key
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, go_on, open_store, open_uri, uri_of
 
 _CHUNK_BYTES = 8 << 20

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.paths import fsync_folder, replacing, write_atomically
+from shared.storage.files import fsync_folder, replacing, write_atomically
 
 if TYPE_CHECKING:
     from botocore.exceptions import _ResponseMetadataTypeDef

@@ -58,7 +58,8 @@ from shared.jobs.job import Adam, Job, Lora, SessionPlan
 from shared.models import peft as peft_format
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import MANIFEST, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import MANIFEST
 from tests.megatron_worker.workshop import FIRST, sealed
 
 _NO_LABEL_WANTED = [0]  # where only the most likely ids are asked for, some id has to be scored

@@ -18,7 +18,8 @@ from shared.jobs.job import Job
 from shared.jobs.layout import Layout
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command, torchrun
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
 

@@ -12,7 +12,8 @@ from megatron_worker.engine import LossFunction
 from megatron_worker.worker import Turns
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
 from shared.jobs.job import Checkpointing, Evaluation, Full, JobPlan, Lora, PackedData, Schedule
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
 from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, serve

@@ -12,7 +12,8 @@ from megatron_worker.worker import Worker
 from shared.contract import Fence
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
 from shared.jobs.job import Job, JobPlan, Lora
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.session_jobs import do_all, session_plan, sft_commands
 from tests.megatron_worker.test_protocol import Host
 from tests.megatron_worker.test_run_of_jobs import two_jobs

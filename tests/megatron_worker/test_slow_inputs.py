@@ -9,7 +9,8 @@ import pytest
 
 from shared.jobs.events import Cancelled, Event, Failed, Started, Succeeded
 from shared.jobs.job import Full, Job, JobPlan, PackedData
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.slow_store import SlowStore, slow_store
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, has_ended, losses, serve
 from tests.megatron_worker.workshop import FIRST, Workshop, make_workshop, read_log

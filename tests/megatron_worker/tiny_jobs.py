@@ -16,7 +16,8 @@ from shared.jobs.events import Failed, Saved, Step, Terminal
 from shared.jobs.job import Job, JobPlan
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.tiny_engine import build
 from tests.megatron_worker.workshop import Workshop, read_log, submit
 

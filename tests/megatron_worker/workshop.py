@@ -11,7 +11,8 @@ from shared.jobs.events import Event, parse_event
 from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
 from shared.jobs.packed import PlanWriter, Units, UnitsWriter
 from shared.storage.artifacts import seal
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE, write_tiny_weights
 
 FIRST = Fence(epoch=1)

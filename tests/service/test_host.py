@@ -30,7 +30,8 @@ from shared.jobs.layout import Layout
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
-from shared.storage.paths import HostPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end

@@ -16,7 +16,8 @@ from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
-from shared.storage.paths import RunKeys, content_key, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import RunKeys, content_key
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
 SHAPE = ModelShape(

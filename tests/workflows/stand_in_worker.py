@@ -21,7 +21,8 @@ from shared.jobs.job import Job
 from shared.jobs.leases import LeaseMark, WorkerRecord
 from shared.settings import S3Settings
 from shared.storage.artifacts import seal, stage
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 
 SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905, "crowded": 906}
 

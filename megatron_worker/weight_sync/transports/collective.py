@@ -102,10 +102,20 @@ class Group:
         del self._own
 
 
-class CollectiveOutbound:
+class _Member:
+    """What both ends have in common: the group that they are in, if it stands."""
+
+    _group: Group | None = None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.drop()
+        self._group = None
+
+
+class CollectiveOutbound(_Member):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group: Group | None = None
         self._under_way: list[tuple[Bucket, dist.Work | None]] = []
         self.buffers: Sequence[Tensor] = ()
 
@@ -203,11 +213,6 @@ class CollectiveOutbound:
             if not hmac.compare_digest(proof, receiver.connection.proof("sampler", name)):
                 raise GroupBroken("a member of the group is a stranger")
 
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.drop()
-        self._group = None
-
     def finalize(self) -> None:
         self._leave()
         self._under_way, self.buffers = [], ()
@@ -222,10 +227,9 @@ def _serve(receiver: Receiver, values: Values, lost: dict[str, str]) -> None:
         lost[receiver.place.socket] = str(broken)
 
 
-class CollectiveInbound:
+class CollectiveInbound(_Member):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group: Group | None = None
         self._buffers: Sequence[Tensor] = ()
 
     def prepare(self, num_bytes: int) -> None:
@@ -265,11 +269,6 @@ class CollectiveInbound:
             self._leave()
             return None
         return buffer
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.drop()
-        self._group = None
 
     def finalize(self) -> None:
         self._leave()

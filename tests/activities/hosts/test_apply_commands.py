@@ -24,7 +24,7 @@ from shared.jobs.commands import (
     command,
 )
 from shared.jobs.job import Job
-from shared.storage.paths import write_atomically
+from shared.storage.files import write_atomically
 from tests.activities.hosts.running_jobs import KEYS, plan_for
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.workflows.stand_in import wait_until

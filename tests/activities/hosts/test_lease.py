@@ -21,7 +21,8 @@ from shared.errors import HostLeft, LeaseLost, WorkerLost
 from shared.jobs.job import Lora
 from shared.jobs.layout import Layout
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
-from shared.storage.paths import HostPaths, RunKeys, WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import HostPaths, RunKeys, WorkerPaths
 from shared.storage.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan, wait_until

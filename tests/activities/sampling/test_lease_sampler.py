@@ -25,7 +25,8 @@ from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import FileEntry, Manifest, seal, upload
-from shared.storage.paths import MANIFEST, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import MANIFEST
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.conftest import S3Server, free_port

@@ -7,7 +7,8 @@ import pytest
 from megatron_worker.process.job_queue import JobQueue
 from shared.contract import Fence
 from shared.jobs.leases import LeaseMark
-from shared.storage.paths import WorkerPaths, write_atomically
+from shared.storage.files import write_atomically
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.workshop import Workshop, make_workshop, submit
 
 

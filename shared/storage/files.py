@@ -1,0 +1,71 @@
+"""Files on a host's disk: written whole or not at all, or for their owner alone."""
+
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger("longshore.files")
+
+
+@contextmanager
+def replacing(path: Path, is_durable: bool = True) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends well; after an error nothing of it is left.
+
+    `is_durable`: fsynced before the name, and the folder after it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if is_durable:
+        fsync_folder(path.parent)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder, and close it to other users: runs, datasets and webhooks' secrets are its owner's own.
+
+    One that is shared by its nature (/tmp) or that is another's is left as it is, with a warning.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if not found.st_mode & 0o077:
+        return
+    if found.st_mode & stat.S_ISVTX or found.st_uid != os.geteuid():
+        logger.warning("other users of this machine may look into %s, which holds runs and datasets", folder)
+        return
+    folder.chmod(0o700)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes, is_durable: bool = True) -> None:
+    """Write to a temporary name and rename, both fsynced unless told otherwise: readers see all of it or none."""
+    with replacing(path, is_durable) as file:
+        file.write(data)
+
+
+def write_privately(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner can read, from the start. Its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
