@@ -70,7 +70,9 @@ class Backend:
         self.names = NamedModels(self.published)
         self.untrained = UntrainedModels(settings, temporal)
         self.art_models = ArtModels(store, self.published, self.untrained)
-        self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
+        self.inference = Inference(
+            settings, self.store, self.published, self.art_models, self.untrained, temporal, questions
+        )
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)

@@ -105,7 +105,7 @@ class TinkerSettings(BaseModel):
 
     models: dict[str, str] = Field(
         default_factory=dict,
-        description="base models by the names that clients give: folders, s3:// URIs or hub ids. Others by their own",
+        description="base models by the names that clients give, here and at /v1: folders, s3:// URIs or hub ids",
     )
     max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and activations")

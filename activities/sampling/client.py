@@ -184,10 +184,9 @@ class Sampler:
         """Pass on a request and its answer as they are. `tell` is given the choices' texts as they are drawn."""
         body = _PLAIN | request.model_dump(mode="json", exclude_none=True, exclude={"stream", "stream_options"})
         num_choices = request.n * request.num_prompts
-        num_tokens = request.prompt_characters + num_choices * request.max_tokens
         if tell is None:
-            return self._completions(body, num_tokens, request.logprobs or 0)
-        max_bytes = _OTHER_BYTES + num_tokens * (_BYTES_AN_EVENT + (request.logprobs or 0) * _LIKELY_BYTES)
+            return self._completions(body, request.most_tokens, request.num_likely)
+        max_bytes = _OTHER_BYTES + request.most_tokens * (_BYTES_AN_EVENT + request.num_likely * _LIKELY_BYTES)
         return self._streamed(body, min(max_bytes, _MAX_ANSWER_BYTES), num_choices, tell)
 
     def _streamed(self, body: dict[str, Any], max_bytes: int, num_choices: int, tell: Tell) -> CompletionResponse:

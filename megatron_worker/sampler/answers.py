@@ -170,6 +170,8 @@ class Answers:
         sampling, penalties = _sampling(request), self._penalties(request)
         grammar = None if request.structured_outputs is None else self._grammar(request, request.structured_outputs)
         seed = secrets.randbits(62) if request.seed is None else request.seed
+        asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
+        num_prompt_top = max((each for each in asked if each is not None), default=None)
         return [
             Sequence(
                 prompt,
@@ -181,7 +183,8 @@ class Answers:
                 min_p=request.min_p or 0.0,
                 penalties=penalties,
                 grammar=grammar,
-                scores_prompt=request.prompt_logprobs is not None,
+                num_prompt_top=num_prompt_top,
+                draws_nothing=not request.max_tokens,
             )
             for prompt in prompts
             for j in range(request.n)
@@ -244,44 +247,68 @@ class Answers:
     def _choice(self, request: CompletionRequest, index: int, sequence: Sequence, piece: Piece) -> Choice:
         """Return a piece of a sequence as a choice. What is told of the prompt comes with the first one."""
         tells_prompt = piece.first == 0
+        prompt_text = self._text(_several(request.prompt)[index // request.n]) if request.echo and tells_prompt else ""
         return Choice(
             index=index,
-            text=piece.text,
+            text=prompt_text + piece.text,
             finish_reason=piece.end and piece.end.finish_reason,
             stop_reason=piece.end and piece.end.stop_reason,
-            logprobs=None if request.logprobs is None else self._logprobs(sequence, piece),
+            logprobs=None if request.logprobs is None else self._logprobs(request, sequence, piece),
             token_ids=sequence.token_ids[piece.first : piece.last] if request.return_token_ids else None,
             prompt_token_ids=list(sequence.prompt) if request.return_token_ids and tells_prompt else None,
-            prompt_logprobs=self._prompt_logprobs(sequence) if sequence.prompt_scores and tells_prompt else None,
+            prompt_logprobs=None
+            if request.prompt_logprobs is None or not tells_prompt
+            else self._prompt_logprobs(sequence, request.prompt_logprobs),
             policy_versions=_versions(sequence.drawn_by[piece.first : piece.last]),
         )
 
-    def _prompt_logprobs(self, sequence: Sequence) -> list[dict[int, PromptLogprob] | None]:
-        assert sequence.prompt_scores is not None
-        return [
-            None,
-            *(
-                {token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._token_text(token))}
-                for token, logprob, rank in zip(sequence.prompt[1:], *sequence.prompt_scores, strict=True)
-            ),
-        ]
-
-    def _logprobs(self, sequence: Sequence, piece: Piece) -> TokenLogprobs:
-        values = sequence.raw if self._limits.logprobs_mode == "raw_logprobs" else sequence.processed
-        values = values[piece.first : piece.last]
-        before, texts = (
-            [self._token_text(token) for token in sequence.token_ids[start:stop]]
-            for start, stop in ((0, piece.first), (piece.first, piece.last))
-        )
-        offsets = list(accumulate(map(len, texts[:-1]), initial=sum(map(len, before)))) if texts else []
-        likeliest: list[dict[str, float] | None] = []
-        for number, text in enumerate(texts):
-            row = sequence.top[piece.first + number] if sequence.num_top else []
-            # Of tokens of the same text the likeliest stays.
-            likeliest.append(
-                {self._token_text(token): value for token, value in reversed(row)} | {text: values[number]}
+    def _prompt_logprobs(self, sequence: Sequence, num_top: int) -> list[dict[int, PromptLogprob] | None]:
+        scores = sequence.prompt_scores
+        assert scores is not None
+        told: list[dict[int, PromptLogprob] | None] = [None]
+        for token, logprob, rank, top in zip(
+            sequence.prompt[1:], scores.logprobs, scores.ranks, scores.top, strict=True
+        ):
+            likely = [(each, value, place) for place, (each, value) in enumerate(top[:num_top], 1)]
+            told.append(
+                {
+                    each: PromptLogprob(logprob=value, rank=place, decoded_token=self._token_text(each))
+                    for each, value, place in (*likely, (token, logprob, rank))
+                }
             )
-        return TokenLogprobs(tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest)
+        return told
+
+    def _logprobs(self, request: CompletionRequest, sequence: Sequence, piece: Piece) -> TokenLogprobs:
+        """Return the logprobs of a piece's tokens; of an echoed prompt, whose first token has none, with the first."""
+        values = sequence.raw if self._limits.logprobs_mode == "raw_logprobs" else sequence.processed
+        drawn = slice(piece.first, piece.last)
+        tops = sequence.top[drawn] if sequence.num_top else [[] for _ in sequence.token_ids[drawn]]
+        rows: list[tuple[int, float | None, list[tuple[int, float]]]] = []
+        before = [*(sequence.prompt if request.echo else ()), *sequence.token_ids[: piece.first]]
+        if request.echo and piece.first == 0:
+            scores, before = sequence.prompt_scores, []
+            assert scores is not None
+            rows = [(sequence.prompt[0], None, [])]
+            rows += zip(sequence.prompt[1:], scores.logprobs, scores.top, strict=True)
+        rows += zip(sequence.token_ids[drawn], values[drawn], tops, strict=True)
+        texts = [self._token_text(token) for token, _, _ in rows]
+        offsets = accumulate(map(len, texts), initial=sum(len(self._token_text(token)) for token in before))
+        return TokenLogprobs(
+            tokens=texts,
+            token_logprobs=[value for _, value, _ in rows],
+            text_offset=list(offsets)[:-1],
+            top_logprobs=[
+                None if value is None else self._likeliest(top[: request.logprobs]) | {text: value}
+                for text, (_, value, top) in zip(texts, rows, strict=True)
+            ],
+        )
+
+    def _likeliest(self, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Name likely tokens by their text. Of tokens of the same text the likeliest stays."""
+        return {self._token_text(token): value for token, value in reversed(top)}
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _decode_one(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
@@ -318,7 +345,7 @@ def _sampling(request: CompletionRequest) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
-        max_tokens=request.max_tokens,
+        max_tokens=max(1, request.max_tokens),
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos,

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.sampler.drawing import PromptScores
 from megatron_worker.sampler.experts import Experts, fuse_experts
 from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse, fuse_mlp
 from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
@@ -160,20 +161,16 @@ class Decoder:
         return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values)
 
     @torch.inference_mode()
-    def score(self, token_ids: tuple[int, ...], prompt: Prefilled) -> tuple[list[float], list[int]]:
-        """Return logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts all at least as likely.
+    def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
+        """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each.
 
         Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
         """
         label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
-        logprobs: list[float] = []
-        ranks: list[int] = []
+        scores = PromptScores()
         for label_C, x_CH in zip(label_T.split(_SCORED), prompt.stream_TH[:-1].split(_SCORED), strict=True):
-            logprob_CV = self.logits(self._norm(x_CH, self._final_norm_H)).log_softmax(-1)
-            logprob_C1 = logprob_CV.gather(1, label_C[:, None])
-            logprobs += logprob_C1[:, 0].tolist()
-            ranks += (logprob_CV >= logprob_C1).sum(-1).tolist()
-        return logprobs, ranks
+            scores.add(self.logits(self._norm(x_CH, self._final_norm_H)), label_C, num_top)
+        return scores
 
     @torch.inference_mode()
     def step(

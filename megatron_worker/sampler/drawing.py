@@ -2,10 +2,11 @@
 
 Every row by itself: no operation here mixes rows, so what is drawn for one does not depend on the others.
 
-Shape suffixes: B rows, V vocabulary, K likeliest.
+Shape suffixes: B rows, C rows of a chunk of a prompt, V vocabulary, K likeliest.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,32 @@ class Penalties:
 
 
 NO_PENALTIES = Penalties()
+
+
+@dataclass
+class PromptScores:
+    """Of each token of a prompt but the first: its logprob in nats, its rank (how many are at least as likely), and
+    the likeliest tokens in its place with their logprobs, at temperature 1.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def add(self, logit_CV: Tensor, label_C: Tensor, num_top: int) -> None:
+        """Score the next C tokens, `label_C`, with `num_top` of the likeliest beside each."""
+        logprob_CV = logit_CV.log_softmax(-1)
+        logprob_C1 = logprob_CV.gather(1, label_C[:, None])
+        self.logprobs += logprob_C1[:, 0].tolist()
+        self.ranks += (logprob_CV >= logprob_C1).sum(-1).tolist()
+        self.top += likeliest(logprob_CV, num_top)
+
+
+def likeliest(logprob_CV: Tensor, num: int) -> list[list[tuple[int, float]]]:
+    """Return the ids of the `num` likeliest tokens of each row, with their logprobs, without impossible ones."""
+    logprob_CK, token_CK = logprob_CV.topk(min(num, logprob_CV.shape[1]))
+    rows = zip(token_CK.tolist(), logprob_CK.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -math.inf] for row in rows]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, Prefilled
-from megatron_worker.sampler.drawing import Cuts, Drawn, draw
+from megatron_worker.sampler.drawing import Cuts, Drawn, draw, likeliest
 from megatron_worker.sampler.linears import LoraWeights
-from megatron_worker.sampler.sequence import Sequence, Ticket
+from megatron_worker.sampler.sequence import End, Sequence, Ticket
 from shared.errors import InvalidInput
 
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
@@ -209,17 +209,24 @@ class _Lane:
                 prompt = self._prefilled(arrival.sequence.prompt)
                 self._cache.fill(slot, prompt)
                 self._hidden_BH[slot] = prompt.hidden_H
-                if arrival.sequence.scores_prompt:
-                    arrival.sequence.prompt_scores = self._decoder.score(arrival.sequence.prompt, prompt)
                 if arrival.sequence.grammar is not None:
                     arrival.sequence.following = arrival.sequence.grammar.begin()
                 self._slots[slot] = arrival
 
     def _next_waiting(self) -> _Seat | None:
+        """Return the next sequence that draws tokens. Prompts are scored here, and some are only scored."""
         while self._waiting:
             seat = self._waiting.popleft()
-            if not seat.ticket.cancelled:
+            sequence = seat.sequence
+            if seat.ticket.cancelled:
+                continue
+            if sequence.num_prompt_top is not None:
+                prompt = self._prefilled(sequence.prompt)
+                sequence.prompt_scores = self._decoder.score(sequence.prompt, prompt, sequence.num_prompt_top)
+            if not sequence.draws_nothing:
                 return seat
+            sequence.end = End("length")
+            seat.ticket.one_ended()
         return None
 
     def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
@@ -244,7 +251,7 @@ class _Lane:
             sequence.processed.append(processed[slot])
             sequence.drawn_by.append(self._drawn_by)
             if sequence.num_top:
-                sequence.top.append(_likeliest(drawn, slot, sequence.num_top))
+                sequence.top += likeliest(drawn.raw_BV[slot : slot + 1], sequence.num_top)
             sequence.end = sequence.ending.after(sequence.token_ids)
             if sequence.end is not None:
                 self._slots[slot] = None
@@ -318,13 +325,6 @@ def forward(
     num_tokens = int(position_B.max()) + 1
     cache.reserve(num_tokens)
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
-
-
-def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of the model's own distribution, with their logprobs. None that is not allowed."""
-    logprob_K, token_K = drawn.raw_BV[slot].topk(min(num, drawn.raw_BV.shape[1]))
-    likeliest = zip(token_K.tolist(), logprob_K.tolist(), strict=True)
-    return [(token, logprob) for token, logprob in likeliest if logprob > -torch.inf]
 
 
 @torch.inference_mode()

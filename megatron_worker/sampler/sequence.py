@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from megatron_worker.sampler.decoder import Adapter
-from megatron_worker.sampler.drawing import NO_PENALTIES, Penalties, uniform
+from megatron_worker.sampler.drawing import NO_PENALTIES, Penalties, PromptScores, uniform
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
 
@@ -70,7 +70,8 @@ class Sequence:
     """One sample: its request, and its drawn tokens. Logprobs are in nats, and `drawn_by` says which weights drew it,
     one for each token.
 
-    `prompt_scores`: logprobs and ranks of the prompt's tokens but the first, where `scores_prompt` asks for them.
+    `num_prompt_top`: the prompt is scored, with so many of the likeliest tokens beside each. `draws_nothing`: it ends
+    with its prompt.
     `grammar`: what the sequence has to be; `following`: where it is in that, once it has a slot.
     """
 
@@ -84,8 +85,9 @@ class Sequence:
     penalties: Penalties = NO_PENALTIES
     grammar: "Grammar | None" = None
     following: "Following | None" = None
-    scores_prompt: bool = False
-    prompt_scores: tuple[list[float], list[int]] | None = None
+    num_prompt_top: int | None = None
+    draws_nothing: bool = False
+    prompt_scores: PromptScores | None = None
     token_ids: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -212,7 +213,12 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405 and (methods := _methods(request)):
         headers["allow"] = ", ".join(methods)
-    return answer(error.status_code, str(error.detail), headers=headers, path=request.url.path)
+    message = str(error.detail)
+    if error.status_code == 404 and message == HTTPStatus.NOT_FOUND.phrase:  # of no operation, but of the router
+        message = f"there is nothing at {request.method} {request.url.path[:200]}"
+        if is_foreign(request.url.path):
+            message += ": of OpenAI's operations some are served here (docs/openai_api.md), and this is none of them"
+    return answer(error.status_code, message, headers=headers, path=request.url.path)
 
 
 def _methods(request: Request) -> list[str]:

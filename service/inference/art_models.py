@@ -24,9 +24,11 @@ from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import Published, PublishedModels, Target
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
+from shared.chat.messages import ServedModel
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.field_rules import pattern
+from shared.jobs.job import Dtype
 from shared.runs.requests import Name, Tenant
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.runs.status import RunStatus, StepStatus
@@ -96,11 +98,15 @@ class ArtName:
 
 
 class UntrainedModels:
-    """Resolves base models. Requests for the same model share one answer, which is kept for ten minutes."""
+    """Resolves base models. Requests for the same model share one answer, which is kept for ten minutes.
+
+    Some have names that the installation gives them (LONGSHORE_TINKER__MODELS), by which users ask them.
+    """
 
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
         self._queue = settings.control_queue
         self._temporal = temporal
+        self._named, self._dtype = settings.tinker.models, settings.tinker.dtype
         self._known: dict[tuple[str, str], tuple[float, Artifact]] = {}
 
     async def resolve(self, tenant: str, uri: str) -> Artifact:
@@ -124,6 +130,19 @@ class UntrainedModels:
         )
         self._known[tenant, uri] = time.monotonic(), found.model
         return found.model
+
+    async def target(self, tenant: str, uri: str, dtype: Dtype | None = None) -> Target:
+        """Return the weights of a base model, to be asked. Raises as `resolve` does."""
+        return Target(await self.resolve(tenant, uri), None, dtype or self._dtype, uri, None, 0)
+
+    def uri_of(self, name: str) -> str | None:
+        """Return where the base model of a name is; None for what the installation has not named."""
+        return self._named.get(name)
+
+    def served(self) -> list[ServedModel]:
+        """Return the named ones as clients see them, in alphabetical order. They are nobody's: their version is 0."""
+        named = sorted(self._named)
+        return [ServedModel(id=name, created=0, owned_by="installation", root=name, version=0) for name in named]
 
 
 class ArtModels:

@@ -19,14 +19,14 @@ from temporalio.exceptions import TimeoutError as TooLate
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts.limits import FairShare
-from service.inference.art_models import ArtModels, ArtName
+from service.inference.art_models import ArtModels, ArtName, UntrainedModels
 from service.inference.published_models import PublishedModels, Target
 from service.inference.so_far import AnswerSoFar
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
 from shared.chat import answer_records
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.errors import InvalidInput, SamplerUnavailable
+from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import (
     Completed,
@@ -178,6 +178,7 @@ class Inference:
         store: ObjectStore,
         published: PublishedModels,
         art_models: ArtModels,
+        untrained: UntrainedModels,
         temporal: Temporal,
         questions: FairShare,
     ) -> None:
@@ -187,6 +188,7 @@ class Inference:
         self.leases = SamplerLeases(settings, temporal)
         self._published = published
         self._art_models = art_models
+        self._untrained = untrained
         self._questions = questions
 
     async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> ChatCompletion:
@@ -234,10 +236,19 @@ class Inference:
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
             target = await self._art_models.target(tenant, name)
         else:
-            target = await asyncio.to_thread(self._published.target_of, tenant, asked.model)
+            target = await self._named(tenant, asked.model)
         if so_far is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
         return await self._ask_target(tenant, target, asked, so_far)
+
+    async def _named(self, tenant: str, name: str) -> Target:
+        """Return the weights of what a tenant has published; else of the base model that the installation names so."""
+        try:
+            return await asyncio.to_thread(self._published.target_of, tenant, name)
+        except NotFound:
+            if (uri := self._untrained.uri_of(name)) is None:
+                raise
+        return await self._untrained.target(tenant, uri)
 
     async def _ask_target(
         self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None = None

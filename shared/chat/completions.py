@@ -63,7 +63,8 @@ class CompletionRequest(Request):
     model: str
     prompt: str | list[int] | list[str] | list[list[int]]
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    max_tokens: int = Field(default=16, ge=1)
+    echo: bool | None = Field(default=None, description="begin with the prompt: its text, and its tokens' logprobs")
+    max_tokens: int = Field(default=16, ge=0, description="0 with echo alone: the prompt is scored")
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop: str | list[str] | None = Field(default=None, max_length=64)
@@ -71,7 +72,9 @@ class CompletionRequest(Request):
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    prompt_logprobs: int | None = Field(default=None, description="0: of the prompt's own tokens")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt's own tokens, and so many likeliest beside"
+    )
     return_token_ids: bool = False
     stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
     stream_options: StreamOptions | None = None
@@ -83,7 +86,6 @@ class CompletionRequest(Request):
     structured_outputs: StructuredOutputs | None = None
 
     # Known to vLLM's clients; only at the values that change nothing.
-    echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
     min_tokens: Literal[0] | None = None
@@ -95,9 +97,15 @@ class CompletionRequest(Request):
         return sum(not isinstance(one, int) for one in self.prompt) or 1 if isinstance(self.prompt, list) else 1
 
     @property
-    def prompt_characters(self) -> int:
-        """The most tokens that the prompts can have: their characters or ids."""
-        return len(self.prompt) + sum(len(one) for one in self.prompt if isinstance(one, list | str))
+    def most_tokens(self) -> int:
+        """The most tokens that an answer can tell of. A prompt has at most as many as it has characters or ids."""
+        num_prompt = len(self.prompt) + sum(len(one) for one in self.prompt if isinstance(one, list | str))
+        return num_prompt * self.n + self.num_prompts * self.n * self.max_tokens
+
+    @property
+    def num_likely(self) -> int:
+        """How many of the likeliest tokens are told in the place of each."""
+        return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
     @field_validator("stream_options")
     @classmethod
@@ -106,11 +114,11 @@ class CompletionRequest(Request):
             raise ValueError("stream_options needs stream: true")
         return value
 
-    @field_validator("prompt_logprobs")
+    @field_validator("max_tokens")
     @classmethod
-    def _of_the_prompt_alone(cls, value: int | None) -> int | None:
-        if value not in (0, None):
-            raise ValueError("only 0 is answered: of the prompt's own tokens, not of likelier ones beside them")
+    def _draws_something(cls, value: int, info: ValidationInfo) -> int:
+        if not value and not info.data.get("echo"):
+            raise ValueError("0 tokens are drawn with echo: true alone")
         return value
 
 
@@ -190,7 +198,7 @@ class Choice(Answer):
     """One sample. `finish_reason` is "stop", or "length" where it was cut off.
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
-    holds at least the token itself (other servers add likelier ones).
+    holds at least the token itself.
     `policy_versions`: the version of the policy that drew each token, where our own sampler knows it.
     """
 

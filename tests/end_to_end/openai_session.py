@@ -6,12 +6,13 @@ python -m tests.end_to_end.openai_session URL KEY MODEL DATASET FOLDER
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import openai
 
+BASE = "Qwen/Qwen3-8B"  # the tiny model, as the stack names it
 QUESTION = {"role": "user", "content": "How many crates are on quay 3?"}
 OURS = {"rank": 4, "max_tokens": 256, "steps": 6, "checkpoint_every": 2, "keep_checkpoints": 3, "learning_rate": 0.01}
 GRADER = {
@@ -110,6 +111,15 @@ def answer(client: openai.OpenAI, model: str) -> str:
     return completion.choices[0].message.content or ""
 
 
+def refused(call: Callable[[], Any]) -> str:
+    """The message of a 404."""
+    try:
+        call()
+    except openai.NotFoundError as error:
+        return error.body["message"]  # type: ignore[index]
+    raise AssertionError("it was answered")
+
+
 def streamed(client: openai.OpenAI, model: str) -> str:
     chunks = client.chat.completions.create(model=model, messages=[QUESTION], max_tokens=8, temperature=0, stream=True)
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -169,6 +179,12 @@ def main() -> None:
             "formed": formed(client, job.fine_tuned_model),
             "forced": forced(client, job.fine_tuned_model),
             "earlier": answer(client, checkpoints[-1].fine_tuned_model_checkpoint),
+            "base": [answer(client, BASE), client.models.retrieve(BASE).id],
+            "not_here": [
+                refused(lambda: client.embeddings.create(model=BASE, input="a")),
+                refused(client.batches.list),
+                refused(lambda: answer(client, "Qwen/Qwen3-9B")),
+            ],
         }
     if is_newest:
         continued = trained(client, job.fine_tuned_model, file, suffix, steps=1)

@@ -16,6 +16,7 @@ import pytest
 
 from service.dev.connection import Connection
 from shared.storage.artifacts import sha256_file
+from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -104,7 +105,8 @@ def test_its_adapter_is_downloaded(session: dict[str, Any], stack: Stack, tmp_pa
 
 
 def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: Path) -> None:
-    assert session["answer"] == session["streamed"] == transformers_answer(session["job"], tiny_model)
+    adapter = session["job"]["longshore"]["adapter"]
+    assert session["answer"] == session["streamed"] == transformers_answer(tiny_model, adapter)
     for said in map(json.loads, session["formed"]):
         assert said["crates"] in range(10) and said["port"] in ("north", "south") and len(said) == 2
     [call] = session["forced"]
@@ -112,15 +114,33 @@ def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: P
     assert session["earlier"] != session["answer"], "after two steps it says something else"
 
 
-def transformers_answer(job: dict[str, Any], tiny_model: Path) -> str:
+def test_a_base_model_answers_by_the_name_that_the_installation_gives_it(
+    session: dict[str, Any], tiny_model: Path
+) -> None:
+    assert session["base"] == [transformers_answer(tiny_model), TINKER_MODEL]
+    assert TINKER_MODEL in session["models"]
+    embeddings, batches, unknown = session["not_here"]
+    assert embeddings.startswith("there is nothing at POST /v1/embeddings: of OpenAI's operations some are served")
+    assert batches.startswith("there is nothing at GET /v1/batches")
+    assert unknown == "there is no published model Qwen/Qwen3-9B"
+
+
+def computed_model(tiny_model: Path, adapter: str | None = None) -> Any:
+    """A model by transformers, with the adapter at a URI by PEFT."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return PeftModel.from_pretrained(model, adapter.removeprefix("file://")) if adapter else model
+
+
+def transformers_answer(tiny_model: Path, adapter: str | None = None) -> str:
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     messages = [{"role": "user", "content": "How many crates are on quay 3?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    published = job["longshore"]["adapter"].removeprefix("file://")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), published)
+    model = computed_model(tiny_model, adapter)
     ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -153,7 +173,7 @@ def test_a_dpo_job_learns_what_is_preferred(sessions: dict[str, dict[str, Any]],
     assert [float(row["train_loss"]) for row in table(told["metrics"]) if row["train_loss"]] == pytest.approx(
         [step["train_loss"] for step in steps]
     )
-    assert told["answer"] == transformers_answer(job, tiny_model)
+    assert told["answer"] == transformers_answer(tiny_model, job["longshore"]["adapter"])
 
 
 def test_a_reinforcement_job_is_graded_and_answers(sessions: dict[str, dict[str, Any]], tiny_model: Path) -> None:
@@ -174,7 +194,7 @@ def test_a_reinforcement_job_is_graded_and_answers(sessions: dict[str, dict[str,
     assert held_out == [0, 2]
     assert told["events"][0]["message"] == "The job has successfully completed"
     assert any(row["train_loss"] for row in table(told["metrics"])) and "rollout_reward_mean" in told["metrics"]
-    assert told["answer"] == transformers_answer(job, tiny_model)
+    assert told["answer"] == transformers_answer(tiny_model, job["longshore"]["adapter"])
 
 
 def step_data(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

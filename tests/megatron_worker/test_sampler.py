@@ -159,15 +159,18 @@ def test_scores_of_a_prompt_are_the_trainers(place, sampler, tempered, adapter):
 
 def test_ranks_of_prompt_tokens_are_those_of_the_whole_vocabulary(place, ours):
     prompt = prompt_of(90)
-    body = {"model": NAME, "prompt": list(prompt), "max_tokens": 1, "prompt_logprobs": 0}
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": 1, "prompt_logprobs": 3}
     (choice,) = CompletionResponse.model_validate_json(post(ours, "/v1/completions", body).content).choices
     decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
     tokenizer = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
     for number in range(1, 90, 8):
         token = prompt[number]
         logit_V = decoder.logits(decoder.prefill(prompt[:number], {}).hidden_H[None])[0]
-        ((key, told),) = choice.prompt_logprobs[number].items()
-        assert key == token
+        by_id = choice.prompt_logprobs[number]
+        told = by_id[token]
+        likeliest = logit_V.topk(3).indices.tolist()
+        assert set(by_id) == {token, *likeliest}
+        assert [by_id[each].rank for each in likeliest] == [1, 2, 3]
         assert told.rank == 1 + int((logit_V > logit_V[token]).sum())
         assert told.decoded_token == tokenizer.decode([token], skip_special_tokens=False)
 
@@ -262,7 +265,8 @@ def test_a_stream_has_the_parts_of_the_whole_answer(sampler):
     )
     first = sampler.complete(asked).choices[0]
     stops = [first.text[40:43], "nowhere"]
-    for request in (asked, asked.model_copy(update={"ignore_eos": True, "stop": stops})):
+    changes = ({}, {"echo": True, "prompt_logprobs": None}, {"ignore_eos": True, "stop": stops})
+    for request in (asked.model_copy(update=each) for each in changes):
         told = []
         whole, streamed = sampler.complete(request), sampler.complete(request, told.append)
         assert streamed.choices == whole.choices
@@ -345,10 +349,10 @@ def test_a_missing_adapter_is_a_404(ours, tmp_path):
         {"structured_outputs": {"json": {}, "json_object": True}},
         {"structured_outputs": {"regex": "a"}},
         {"stream_options": {"include_usage": True}},
-        {"echo": True},
+        {"max_tokens": 0},
         {"best_of": 3},
         {"min_tokens": 2},
-        {"prompt_logprobs": 1},
+        {"prompt_logprobs": 21},
         {"nonsense": 1},
         {"n": "2"},
         {"stop": ""},

@@ -192,6 +192,25 @@ def test_prompt_logprobs_stand_by_token_id(subject):
     assert unasked.prompt_logprobs is None
 
 
+@pytest.mark.parametrize("num_drawn", [0, 4])
+def test_an_echo_has_the_scores_of_the_prompt_before_those_of_the_answer(subject, num_drawn):
+    """Of a batch, as evaluation harnesses ask."""
+    prompts = [list(PROMPT), [60, 70]]
+    asked = {"prompt": prompts, "temperature": 0, "max_tokens": num_drawn, "ignore_eos": True}
+    choices = subject.complete(**asked, echo=True, logprobs=1).choices
+    plain = subject.complete(**(asked | {"max_tokens": 4}), logprobs=1, prompt_logprobs=1).choices
+    for prompt, choice, other in zip(prompts, choices, plain, strict=True):
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(prompt) + num_drawn
+        assert told.token_logprobs[0] is None
+        scores = [by_id[token].logprob for token, by_id in zip(prompt[1:], other.prompt_logprobs[1:], strict=True)]
+        assert told.token_logprobs[1:] == pytest.approx(scores + other.logprobs.token_logprobs[:num_drawn], abs=1e-4)
+        best = [max(each.logprob for each in by_id.values()) for by_id in other.prompt_logprobs[1:]]
+        assert [max(each.values()) for each in told.top_logprobs[1 : len(prompt)]] == pytest.approx(best, abs=1e-4)
+        assert "".join(told.tokens) == choice.text
+        assert [choice.text[at:].startswith(token) for token, at in zip(told.tokens, told.text_offset, strict=True)]
+
+
 BAD = [
     ({"prompt": []}, 400),
     ({"prompt": [10**9]}, 400),

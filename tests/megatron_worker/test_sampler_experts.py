@@ -104,7 +104,7 @@ def test_scores_and_samples_are_the_trainers(mixture, decoder, folders, adapters
         engine.load_adapter(name, folders[name], None, trainable=False)
     for length in (2, 7, 65, 320):
         ids = tuple(ids_of(length, length))
-        scores, _ = decoder.score(ids, decoder.prefill(ids, adapters[name].lora_weights))
+        scores = decoder.score(ids, decoder.prefill(ids, adapters[name].lora_weights)).logprobs
         assert torch.tensor(scores).sub(torch.tensor(Dispatcher(engine).probe(name, ids))).abs().max() <= AGREEMENT
     sequences = [sequence_of(mixture, tuple(ids_of(length, length)), seed) for seed, length in enumerate((5, 5, 200))]
     draw(decoder, [(adapters[name], sequences)])
@@ -119,7 +119,7 @@ def test_scores_and_samples_are_the_trainers(mixture, decoder, folders, adapters
 
 def sequence_of(model, prompt, seed):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    return Sequence(prompt, SAMPLED, seed, Ending(SAMPLED, frozenset(), tokenizer), scores_prompt=True)
+    return Sequence(prompt, SAMPLED, seed, Ending(SAMPLED, frozenset(), tokenizer), num_prompt_top=0)
 
 
 def draw(decoder, asked):

@@ -24,7 +24,7 @@ from shared.chat.completions import (
 )
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
 from shared.contract import Frozen
-from shared.errors import LongshoreError
+from shared.errors import LongshoreError, NotFound
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
@@ -58,17 +58,26 @@ class DeletedModel(Frozen):
 
 @router.get("/models")
 async def list_models(asking: Asking, backend: Backed) -> ServedModels:
-    """Adapters and models that your tenant has published."""
-    return ServedModels(data=tuple(await asyncio.to_thread(backend.published.list, asking.tenant)))
+    """Adapters and models that your tenant has published, and the base models that the installation names."""
+    published = await asyncio.to_thread(backend.published.list, asking.tenant)
+    names = {model.id for model in published}
+    bases = (model for model in backend.untrained.served() if model.id not in names)
+    return ServedModels(data=(*published, *bases))
 
 
-@router.get("/models/{model_id}")
+@router.get("/models/{model_id:path}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedModel:
-    """Show what is published as `name`, its newest version, or as `name:v3`."""
-    return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
+    """Show what is published as `name`, its newest version, or as `name:v3`; or a base model."""
+    try:
+        return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
+    except NotFound:
+        bases = {model.id: model for model in backend.untrained.served()}
+        if model_id not in bases:
+            raise
+        return bases[model_id]
 
 
-@router.delete("/models/{model_id}", dependencies=[Depends(require("write"))])
+@router.delete("/models/{model_id:path}", dependencies=[Depends(require("write"))])
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> DeletedModel:
     """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
     audit.touched(model_id)
@@ -80,7 +89,7 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 async def chat(
     body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response | ChatCompletion:
-    """Ask a published adapter or model. `stream` sends the text as it is drawn."""
+    """Ask a published adapter or model, or a base model. `stream` sends the text as it is drawn."""
     return await _answered(request, body, partial(backend.inference.chat, asking.tenant, body), ChatChunks)
 
 

@@ -205,8 +205,7 @@ async def weights_of(door: Door, base_model: str | None, model_path: str | None)
             raise InvalidInput("give model_path or base_model", "model_path")
         uri = door.uri_of(base_model)
         await asyncio.to_thread(door.check_uri, uri)
-        found = await door.backend.untrained.resolve(door.tenant, uri)
-        return Target(found, None, door.settings.dtype, uri, None, 0), base_model
+        return await door.backend.untrained.target(door.tenant, uri), base_model
     checkpoint = await door.read(door.records.checkpoint, model_path)
     model, result = await door.saved(checkpoint)
     if result.version is not None:

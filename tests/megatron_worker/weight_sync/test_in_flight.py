@@ -78,7 +78,7 @@ def card(sampler):
 def logprobs(decoder, lora_weights, sequence):
     """Of every drawn token, by these weights, given all before it."""
     ids = (*sequence.prompt, *sequence.token_ids)
-    found, _ = decoder.score(ids, decoder.prefill(ids, lora_weights))
+    found = decoder.score(ids, decoder.prefill(ids, lora_weights)).logprobs
     return torch.tensor(found[len(sequence.prompt) - 1 :])
 
 

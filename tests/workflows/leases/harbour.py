@@ -50,8 +50,9 @@ class Harbour:
     def inference(self, **changes: Any) -> Inference:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
-        models = ArtModels(self.store, published, UntrainedModels(settings, temporal))
-        return Inference(settings, self.store, published, models, temporal, FairShare("questions", 16, 10))
+        untrained = UntrainedModels(settings, temporal)
+        models = ArtModels(self.store, published, untrained)
+        return Inference(settings, self.store, published, models, untrained, temporal, FairShare("questions", 16, 10))
 
     def samplers(self) -> list[str]:
         """The ids of sampler processes."""
