@@ -4,8 +4,9 @@
 
 Writes gpu_check.json: every test with its outcome and seconds, and why it was skipped. Then a file for each benchmark:
 the head's kernels; LoRA SFT, RL and offload on Qwen3-8B's shape with random weights; TrainerRank against the native
-step. What is done is written at once, so that a device that is taken away leaves what it has shown. Needs no network.
-The exit status is 0 when all that ran was well. Without a CUDA device nothing runs, nothing is written, and it is 1.
+step; weights from a trainer to a sampler on the same device, and the two taking turns there. What is done is written at
+once, so that a device that is taken away leaves what it has shown. Needs no network. The exit status is 0 when all that
+ran was well. Without a CUDA device nothing runs, nothing is written, and it is 1.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TESTS = (
     "tests/megatron_worker/test_kernel_choice.py",
     "tests/megatron_worker/head/test_top_k.py",
 )
-BENCHMARKS = ("head_kernel", "qwen3_8b", "trainer_rank_step")
+BENCHMARKS = ("head_kernel", "qwen3_8b", "trainer_rank_step", "gpu_weight_sync")
 BENCHMARK_S = 1500
 
 

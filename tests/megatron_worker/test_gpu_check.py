@@ -8,6 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_check import run_tests
+from benchmarks.gpu_weight_sync import Device
+from benchmarks.gpu_weight_sync import measure as measure_weight_sync
 from benchmarks.head_kernel import CASES, measure
 from benchmarks.qwen3_8b import TINY_WORK, rl_step, run, sft_step
 from benchmarks.qwen3_8b import main as train_qwen3_8b
@@ -87,6 +89,18 @@ def test_training_and_offload_are_measured_by_the_same_code_on_a_tiny_shape():
     offload = figures["offload"]
     assert offload["device_gb_after"] == 0
     assert offload["host_gb"] == pytest.approx(offload["device_gb_before"])
+
+
+@NO_CUDA
+def test_a_sampler_beside_its_trainer_is_measured_by_the_same_code_on_a_tiny_shape(tmp_path):
+    figures = measure_weight_sync(TINY, tmp_path, Device(CPU), 2)
+    assert set(figures) == {"colocated", "sleep", "cuda_ipc", "shared_memory", "collective"}
+    assert figures["cuda_ipc"]["not_possible"].startswith("cuda_ipc needs cuda")
+    assert figures["sleep"]["freed_share_of_parts"] == 1
+    for way in ("shared_memory", "collective"):
+        assert "failed" not in figures[way]
+        assert figures[way]["gb"] == pytest.approx(2 * TINY.num_weights / 1e9, rel=0.01)  # norms beside them
+        assert figures[way]["blocked_s"] < figures[way]["update_s"] < figures[way]["serving_s"]
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch):

@@ -1,6 +1,6 @@
 """`cuda_ipc`: two buffers on the trainer's CUDA device, which samplers of the same machine open by CUDA's handles.
 
-It has never run on a GPU, and no test of it exists yet: `auto` does not choose it before that.
+It has never run on a GPU (tests/gpu/test_weight_sync.py waits for one): `auto` does not choose it before that.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ class CudaOutbound(LocalOutbound):
 
     def finalize(self) -> None:
         self.buffers = ()
+        torch.cuda.ipc_collect()  # else torch keeps what samplers have let go of until it shares something again
 
 
 class CudaInbound:

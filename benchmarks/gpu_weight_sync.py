@@ -1,0 +1,246 @@
+"""A trainer's weights in a sampler on the same CUDA device, by each way, and how the two share that device.
+
+    python -m benchmarks.gpu_weight_sync [--rounds 3] [--out FILE.json]
+
+A model of Qwen3-8B's shape with random weights, in bfloat16: 16 GB, which the trainer, this process, draws where they
+lie, and writes once for the sampler, another process, to start from. No optimizer.
+
+`cuda_ipc`, `shared_memory`: medians over the rounds, of weights that are others each time. `blocked_s`: until the
+trainer can go on with passes; `update_s`: until its next update; `serving_s`: until the sampler answers by them.
+`gb_per_s`: weights over `serving_s`. `nccl`: the same by `collective`, or why not: NCCL wants a device for each rank.
+
+`sleep`: of the device, as its driver counts: what the sampler gave back of what it took, and the seconds; awake again
+it must give the same log-probabilities. `colocated`: the driver's count while one of the two has its weights there and
+the other has left, against what the larger has there alone. The contexts of CUDA that both keep are in it.
+
+With `--device cpu --tiny` all this runs without a device, and its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from activities.sampling.client import Sampler
+from benchmarks.machine import accelerator, provenance
+from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
+from examples.tiny_model import make_tiny_model
+from megatron_worker.tensors.safetensors_files import Entry, write_model
+from megatron_worker.weight_sync.sender import send
+from megatron_worker.weight_sync.transports.table import why_not
+from shared.chat.completions import SamplerReady
+from shared.jobs.layout import Layout
+from shared.jobs.weight_sync import SyncAccess, SyncTarget, Transport, secret_of_run
+
+Figures = dict[str, object]
+TEXT = tuple(range(3, 67))
+RUN = "benchmark"
+BUCKET_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """The sampler's process: a client of it, where it takes weights, and by what key."""
+
+    client: Sampler
+    socket: str
+    address: str | None
+    key: bytes
+
+
+@contextmanager
+def sampler(model: Path, folder: Path, device: torch.device) -> Iterator[Receiver]:
+    key = secrets.token_bytes(32)
+    (folder / "key").write_text(key.hex())
+    options = ["--weights-socket", str(folder / "weights.sock"), "--ready-file", str(folder / "ready"), "--slots", "1"]
+    options += ["--weights-address", "127.0.0.1", "--weights-key-file", str(folder / "key"), "--device", device.type]
+    command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--dtype", "bfloat16", *options]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "4"}, stdout=sys.stderr)
+    try:
+        while not (folder / "ready").exists():
+            assert process.poll() is None, "the sampler has ended"
+            time.sleep(0.05)
+        ready = SamplerReady.model_validate_json((folder / "ready").read_bytes())
+        with Sampler(ready.url, ready.api_key) as client:
+            yield Receiver(client, str(folder / "weights.sock"), ready.weights_address, key)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def write_weights(engine: RandomMegatron, sizes: Sizes, folder: Path) -> Path:
+    """Write the engine's weights, and a tokenizer of next to nothing, as a Hugging Face folder."""
+    model = write_config(folder / "model", sizes)
+    shutil.copyfile(make_tiny_model(folder / "tiny", ["hello there"]) / "tokenizer.json", model / "tokenizer.json")
+    outgoing = engine.outgoing(None)
+    entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
+    write_model(model, entries, (tensor for _, tensor in outgoing.tensors), max_bytes=5 << 30)
+    return model
+
+
+class Changing(RandomMegatron):
+    @torch.no_grad()
+    def change(self) -> None:
+        """Turn every weight's sign, which takes no memory."""
+        self._model.flat.buffer.neg_()
+
+
+class Device:
+    """A device, and the bytes that all processes use of it, as its driver counts them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def used(self) -> int:
+        if self.device.type == "cpu":
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+
+def measure(sizes: Sizes, folder: Path, device: Device, rounds: int) -> Figures:
+    empty = device.used
+    engine = Changing(write_config(folder / "config", sizes), Layout(), "bfloat16", device.device)
+    trainer = device.used - empty
+    model = write_weights(engine, sizes, folder)
+    engine.place("host")
+    left = device.used
+    with sampler(model, folder, device.device) as receiver:
+        alone = device.used
+        figures: Figures = {
+            "colocated": attempt(partial(colocated, engine, receiver, device, trainer + empty, alone - left + empty)),
+            "sleep": attempt(partial(sleep, receiver, device, alone - left)),
+        }
+        engine.place("device")
+        ways: tuple[Transport, ...] = ("cuda_ipc", "shared_memory", "collective")
+        for number, way in enumerate(ways):
+            name = "nccl" if way == "collective" and device.device.type == "cuda" else way
+            if (reason := why_not(way, device.device)) is not None:
+                figures[name] = {"not_possible": reason}
+            else:
+                figures[name] = attempt(partial(synced, engine, receiver, way, rounds, 1 + number * rounds))
+    return figures
+
+
+def colocated(engine: RandomMegatron, receiver: Receiver, device: Device, trainer: int, alone: int) -> Figures:
+    """Let the two have the device in turn. `trainer`, `alone`: what each takes without the other."""
+    most = device.used
+    receiver.client.sleep(1)
+    engine.place("device")
+    most = max(most, device.used)
+    engine.place("host")
+    receiver.client.wake()
+    most = max(most, device.used)
+    larger = max(trainer, alone)
+    return {"peak_gb": most / 1e9, "larger_gb": larger / 1e9, "peak_over_larger": most / larger if larger else None}
+
+
+def sleep(receiver: Receiver, device: Device, taken: int) -> Figures:
+    """Have the sampler sleep and wake. `taken`: what it takes of the device."""
+    [name] = receiver.client.models()
+    told, awake, by_part = receiver.client.score(name, TEXT), device.used, receiver.client.wake()
+    began = time.perf_counter()
+    asleep = receiver.client.sleep(1)
+    slept = time.perf_counter()
+    freed = awake - device.used
+    began_again = time.perf_counter()
+    receiver.client.wake()
+    woken = time.perf_counter()
+    assert receiver.client.score(name, TEXT) == told, "it is another model when it is woken"
+    return {
+        "freed_share": freed / taken if taken else None,
+        "freed_share_of_parts": 1 - asleep.device_bytes / by_part.device_bytes,
+        "freed_gb": freed / 1e9,
+        "sleep_s": slept - began,
+        "wake_s": woken - began_again,
+    }
+
+
+def synced(engine: Changing, receiver: Receiver, way: Transport, rounds: int, first: int) -> Figures:
+    measured = [sync(engine, receiver, way, version) for version in range(first, first + rounds)]
+    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+
+
+def sync(engine: Changing, receiver: Receiver, way: Transport, version: int) -> dict[str, float]:
+    engine.change()
+    target = SyncTarget(
+        sockets=(receiver.socket,),
+        addresses=(receiver.address,),
+        version=version,
+        backend=way,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    access = SyncAccess(secret=secret_of_run(receiver.key, RUN).hex())
+    began = time.perf_counter()
+    sending = send(engine.outgoing(None), target, RUN, 0, 1, None, access)
+    assert sending is not None
+    blocked = time.perf_counter() - began
+    done = sending.wait()
+    update = time.perf_counter() - began
+    assert not done.problems, "; ".join(done.problems.values())
+    assert done.digest is not None
+    assert receiver.client.name_weights(f"v{version}", done.digest)
+    serving = time.perf_counter() - began
+    receiver.client.score(f"v{version}", TEXT)
+    gigabytes = done.weight_bytes / 1e9
+    return {
+        "gb": gigabytes,
+        "blocked_s": blocked,
+        "update_s": update,
+        "serving_s": serving,
+        "gb_per_s": gigabytes / serving,
+    }
+
+
+def attempt(part: Callable[[], Figures]) -> Figures:
+    """A device is lent seldom: what can be measured on it is, whatever becomes of the rest."""
+    try:
+        return part()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of next to nothing, to see that it runs")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = accelerator()
+    if options.device == "cuda" and found is None:
+        sys.exit("not measured: there is no CUDA device here")
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    sizes = TINY if options.tiny else QWEN3_8B
+    with tempfile.TemporaryDirectory() as name:
+        figures = measure(sizes, Path(name), Device(device), options.rounds)
+    page = {"benchmark": "gpu_weight_sync", **provenance(), "accelerator": found, "torch": torch.__version__}
+    page |= {"model": described(sizes), "rounds": options.rounds, "bucket_bytes": BUCKET_BYTES}
+    text = json.dumps(page | figures, indent=1)
+    if options.out:
+        options.out.write_text(text + "\n")
+    print(text)
+    # NCCL is expected to refuse.
+    if any(isinstance(part, dict) and "failed" in part for name, part in figures.items() if name != "nccl"):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
