@@ -35,6 +35,7 @@ from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
+from service.apis.openai import responses as openai_responses
 from service.apis.openai.fine_tuning import jobs as openai_jobs
 from service.apis.page import pages
 from service.apis.tinker import downloads as tinker_downloads
@@ -71,6 +72,7 @@ OPENAI_ROUTERS = (
     openai_jobs.router,
     openai_graders.router,
     openai_chat.router,
+    openai_responses.router,
 )
 ART_ROUTERS = (art_models.router, art_jobs.router)
 TINKER_ROUTERS = (

@@ -149,6 +149,40 @@ def forced(client: openai.OpenAI, model: str) -> list[dict[str, str]]:
     return [call.function.model_dump() for call in completion.choices[0].message.tool_calls or []]
 
 
+def responded(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """The same question, and a forced call, as responses: whole and streamed."""
+    asked: Any = {"model": model, "input": QUESTION["content"], "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    port: Any = {"type": "object", "properties": {"port": {"enum": ["north", "south"]}}, "required": ["port"]}
+    tool = {"type": "function", "name": "tide", "parameters": port | {"additionalProperties": False}, "strict": True}
+    forcing: Any = {"model": model, "tools": [tool], "tool_choice": {"type": "function", "name": "tide"}}
+    streamed = list(client.responses.create(**forcing, input=[QUESTION], stream=True))
+    call = streamed[-1].response.output[0]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is high."}
+    conversation = [QUESTION, call.model_dump(exclude_none=True, exclude={"status", "id"}), output]
+    after = client.responses.create(**(asked | {"input": conversation, "instructions": "Be brief."}))
+    refusals = []
+    for change in ({"previous_response_id": "resp_1"}, {"store": True}, {"input": [{"type": "item_reference"}]}):
+        try:
+            client.responses.create(**(asked | change))
+        except openai.BadRequestError as error:
+            refusals.append([error.param, error.body["message"]])  # type: ignore[index]
+    return {
+        "text": whole.output_text,
+        "status": [whole.status, whole.incomplete_details and whole.incomplete_details.reason],
+        "types": [event.type for event in events],
+        "numbers": [event.sequence_number for event in events],
+        "deltas": "".join(event.delta for event in events if event.type == "response.output_text.delta"),
+        "streamed": events[-1].response.output_text,
+        "usage": [whole.usage.model_dump(), events[-1].response.usage.model_dump()],
+        "call": [call.name, call.arguments],
+        "call_types": [event.type for event in streamed],
+        "after": after.output_text,
+        "refusals": refusals,
+    }
+
+
 def main() -> None:
     url, key, model, dataset, folder = sys.argv[1:]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=300)
@@ -179,6 +213,7 @@ def main() -> None:
             "formed": formed(client, job.fine_tuned_model),
             "forced": forced(client, job.fine_tuned_model),
             "earlier": answer(client, checkpoints[-1].fine_tuned_model_checkpoint),
+            "responded": responded(client, job.fine_tuned_model),
             "base": [answer(client, BASE), client.models.retrieve(BASE).id],
             "not_here": [
                 refused(lambda: client.embeddings.create(model=BASE, input="a")),

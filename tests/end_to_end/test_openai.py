@@ -114,6 +114,30 @@ def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: P
     assert session["earlier"] != session["answer"], "after two steps it says something else"
 
 
+def test_responses_say_what_chats_say(session: dict[str, Any]) -> None:
+    told = session["responded"]
+    assert told["text"] == told["deltas"] == told["streamed"] == session["answer"]
+    assert told["status"] in (["incomplete", "max_output_tokens"], ["completed", None])
+    assert told["usage"][0] == told["usage"][1] and told["usage"][0]["output_tokens"] <= 8
+    assert told["numbers"] == list(range(len(told["types"])))
+    opening = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    assert told["types"][:4] == opening
+    done = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    assert told["types"][-4:] == [*done, f"response.{told['status'][0]}"]
+    name, arguments = told["call"]
+    assert name == "tide" and json.loads(arguments)["port"] in ("north", "south")
+    assert told["call_types"][2:-1] == [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+    ]
+    assert told["after"]
+    (before, why), (store, _), (reference, _) = told["refusals"]
+    assert (before, store, reference) == ("previous_response_id", "store", "input.0")
+    assert why == "nothing is stored here: send the whole conversation as input"
+
+
 def test_a_base_model_answers_by_the_name_that_the_installation_gives_it(
     session: dict[str, Any], tiny_model: Path
 ) -> None:

@@ -1,14 +1,17 @@
 """Answers as streams of chunks: what is new of each choice while it is drawn, and the rest once the answer is there."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from service.inference.so_far import AnswerSoFar
-from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, Usage
+from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, ErrorDetail, ErrorResponse, Usage
 from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChunkChoice
 from shared.errors import SamplerUnavailable
 
+DONE = "data: [DONE]\n\n"
 
-class _Sent:
+
+class Sent:
     """The text that was sent of each choice."""
 
     def __init__(self) -> None:
@@ -35,6 +38,11 @@ class _Sent:
         return text[len(sent) :]
 
 
+def failure(message: str) -> ErrorResponse:
+    """Return the event that ends a stream whose answer does not come."""
+    return ErrorResponse(error=ErrorDetail(message=message, type="server_error"))
+
+
 class ChatChunks:
     """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended.
 
@@ -42,9 +50,12 @@ class ChatChunks:
     message, and in the last one, if the answer is remembered.
     """
 
-    def __init__(self, so_far: AnswerSoFar, model: str) -> None:
+    end: ClassVar[str] = DONE
+
+    def __init__(self, so_far: AnswerSoFar, model: str, include_usage: bool = False) -> None:
+        self._include_usage = include_usage
         self._head = ChatChunk(id=so_far.answer_id, created=so_far.created, model=model, choices=[])
-        self._sent = _Sent()
+        self._sent = Sent()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[ChatChunk]:
         """Return what is new in the texts of the choices."""
@@ -54,7 +65,7 @@ class ChatChunks:
             if new := self._sent.new(index, text):
                 yield self._chunk(ChunkChoice(index=index, delta={"content": new}))
 
-    def rest(self, answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk]:
+    def rest(self, answer: ChatCompletion) -> Iterator[ChatChunk]:
         """Return what is left of the answer. Log-probabilities and token ids come with the last of the text."""
         prompt_ids = answer.prompt_token_ids
         for choice in answer.choices:
@@ -62,8 +73,11 @@ class ChatChunks:
                 yield self._opening(choice.index).model_copy(update={"prompt_token_ids": prompt_ids})
                 prompt_ids = None
             yield from self._end(choice)
-        if include_usage:
+        if self._include_usage:
             yield self._chunk(usage=answer.usage)
+
+    def failed(self, message: str) -> ErrorResponse:
+        return failure(message)
 
     def _end(self, choice: ChatChoice) -> Iterator[ChatChunk]:
         text = self._sent.new(choice.index, choice.message.content or "")
@@ -87,10 +101,13 @@ class ChatChunks:
 class TextChunks:
     """The chunks of a continued text: of each choice its text, then why it ended with all else that was asked for."""
 
-    def __init__(self, so_far: AnswerSoFar, model: str) -> None:
+    end: ClassVar[str] = DONE
+
+    def __init__(self, so_far: AnswerSoFar, model: str, include_usage: bool = False) -> None:
+        self._include_usage = include_usage
         id = so_far.answer_id.replace("chatcmpl", "cmpl")
         self._head = CompletionChunk(id=id, created=so_far.created, model=model, choices=[])
-        self._sent = _Sent()
+        self._sent = Sent()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[CompletionChunk]:
         """Return what is new in the texts of the choices."""
@@ -98,12 +115,15 @@ class TextChunks:
             if new := self._sent.new(index, text):
                 yield self._chunk(Choice(index=index, text=new))
 
-    def rest(self, answer: CompletionResponse, include_usage: bool) -> Iterator[CompletionChunk]:
+    def rest(self, answer: CompletionResponse) -> Iterator[CompletionChunk]:
         """Return what is left of the answer."""
         for choice in answer.choices:
             yield self._chunk(choice.model_copy(update={"text": self._sent.new(choice.index, choice.text)}))
-        if include_usage:
+        if self._include_usage:
             yield self._chunk(usage=answer.usage)
+
+    def failed(self, message: str) -> ErrorResponse:
+        return failure(message)
 
     def _chunk(self, *choices: Choice, usage: Usage | None = None) -> CompletionChunk:
         return self._head.model_copy(update={"choices": [*choices], "usage": usage})

@@ -92,7 +92,7 @@ def test_a_call_ends_the_answer_whole_and_in_a_stream() -> None:
     chunks = ChatChunks(AnswerSoFar(), "m")
     grown = [text_before_calls(SAID[:n]) for n in range(len(SAID))]
     early = [chunk for text in grown for chunk in chunks.grown((text,))]
-    sent = [chunk.choices[0] for chunk in (*early, *chunks.rest(answer, include_usage=False))]
+    sent = [chunk.choices[0] for chunk in (*early, *chunks.rest(answer))]
     assert [piece.delta.get("tool_calls") for piece in sent if "tool_calls" in piece.delta] == [
         [{"index": 0, **call.model_dump()}]
     ]

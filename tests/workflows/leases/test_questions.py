@@ -111,7 +111,7 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
         assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
         assert kept.content == choice.message.content
     so_far = AnswerSoFar()
-    chunks = list(ChatChunks(so_far, "north").rest(answer, include_usage=False))
+    chunks = list(ChatChunks(so_far, "north").rest(answer))
     named = [chunk.choices[0].answer_id for chunk in chunks if chunk.choices[0].answer_id]
     assert named == [so_far.answer_id, answer.id] * 2, "of each choice the first chunk and the last"
     assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]

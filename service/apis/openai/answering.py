@@ -1,0 +1,108 @@
+"""Answers to questions over HTTP: whole, or as a stream of server-sent events while they are drawn."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from fastapi import HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+
+from service.apis.openai.response_objects import ResponseEvent
+from service.inference.so_far import AnswerSoFar
+from shared.chat.completions import Answer
+from shared.errors import LongshoreError
+
+T = TypeVar("T")
+A = TypeVar("A", contravariant=True)
+_LISTEN_S = 0.5
+_KEEP_ALIVE_S = 15.0
+
+
+class Chunks(Protocol[A]):
+    """Makes the events of one streamed answer. `end`: the line behind the last of them."""
+
+    @property
+    def end(self) -> str: ...
+    def grown(self, texts: tuple[str, ...]) -> Iterator[Answer]: ...
+    def rest(self, answer: A) -> Iterator[Answer]: ...
+    def failed(self, message: str) -> Answer: ...
+
+
+async def answered(
+    request: Request,
+    ask: Callable[[AnswerSoFar | None], Coroutine[Any, Any, T]],
+    chunks: Callable[[AnswerSoFar], Chunks[T]] | None,
+) -> Response | T:
+    """Return an answer, or with `chunks` a stream of it. The stream begins with the first text, so that an early
+    refusal still has a status of its own.
+    """
+    so_far = AnswerSoFar() if chunks else None
+    task = asyncio.ensure_future(ask(so_far))
+    if so_far is None or chunks is None:
+        return await _unless_gone(request, task)
+    with suppress(TimeoutError):
+        await _unless_gone(request, task, _KEEP_ALIVE_S, so_far.changed)
+    events = _events(task, so_far, chunks(so_far))
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def _unless_gone(
+    request: Request,
+    task: "asyncio.Future[T]",
+    patience_s: float = float("inf"),
+    begun: asyncio.Event | None = None,
+) -> T:
+    """Wait for a task, and cancel it when the client hangs up.
+
+    Raises:
+        TimeoutError: it is not there yet, and goes on: it took too long, or has `begun`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    beginning = asyncio.ensure_future((begun or asyncio.Event()).wait())
+    try:
+        while not task.done():
+            if loop.time() > deadline or beginning.done():
+                raise TimeoutError
+            await _either(task, beginning, _LISTEN_S)
+            if not task.done() and await request.is_disconnected():
+                task.cancel()
+                raise HTTPException(408, "the client hung up")
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    finally:
+        beginning.cancel()
+    return task.result()
+
+
+async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", timeout_s: float) -> None:
+    await asyncio.wait({first, second}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _events(task: "asyncio.Future[T]", so_far: AnswerSoFar, chunks: Chunks[T]) -> AsyncIterator[str]:
+    """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
+    try:
+        while not task.done():
+            growing = asyncio.ensure_future(so_far.changed.wait())
+            await _either(task, growing, _KEEP_ALIVE_S)
+            growing.cancel()
+            if so_far.changed.is_set():
+                so_far.changed.clear()
+                for chunk in chunks.grown(so_far.texts):
+                    yield _event(chunk)
+            elif not task.done():
+                yield ": the model is answering\n\n"
+        for chunk in chunks.rest(task.result()):
+            yield _event(chunk)
+    except LongshoreError as error:  # the status has been sent, so the error is sent as an event
+        yield _event(chunks.failed(str(error)))
+    finally:
+        task.cancel()
+    yield chunks.end
+
+
+def _event(chunk: Answer) -> str:
+    name = f"event: {chunk.type}\n" if isinstance(chunk, ResponseEvent) else ""
+    return f"{name}data: {chunk.model_dump_json()}\n\n"
