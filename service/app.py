@@ -23,6 +23,7 @@ from service.accounts.principals import BEARER
 from service.apis import errors as problems
 from service.apis.art import models as art_models
 from service.apis.art import training_jobs as art_jobs
+from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.listening import config
 from service.apis.native import automation as automation_api
@@ -152,7 +153,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
     )
     app.state.backend, app.state.in_hand = backend, in_hand
     app.state.tinker_samples = tinker_samples.Samples(backend)
-    for router in (*ROUTERS, *TINKER_ROUTERS):
+    for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)

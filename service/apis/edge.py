@@ -23,6 +23,7 @@ from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Sessions, is_from_p
 from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
 from service.apis import errors as problems
+from service.apis.art.wandb_artifacts import WANDB, wandb_key
 from service.apis.page import pages
 from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_BODY_BYTES as MAX_BATCH_BYTES
@@ -33,7 +34,10 @@ logger = logging.getLogger("longshore.service")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS)
 _LOOKS = ("GET", "HEAD")
-UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
+UPLOAD_PATHS = re.compile(
+    r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs"
+    rf"|{WANDB}/artifacts/[^/]+/[^/]+|{WANDB}/files/[^/]+/[^/]+/[^/]+/file_stream"
+)
 _LONGEST_PATH = 2048
 _RECHECK_S = 2.0  # between checks of a request's key: when it is revoked, streams and long answers end
 _SILENCE_S = 30.0  # after which a client that is silent in the middle of a body is refused
@@ -261,8 +265,9 @@ class _NoLongerKnown(Exception):
 
 
 def _authorization(path: str, headers: Headers) -> str | None:
-    """Return the Authorization header; below /tinker what its clients send in place of one."""
-    return tinker_key(path, headers.get("x-api-key", "")) or headers.get("authorization")
+    """Return the Authorization header; below /tinker and /wandb what their clients send in place of one."""
+    given = headers.get("authorization")
+    return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
 
 
 def _session_token(path: str, headers: Headers) -> str:

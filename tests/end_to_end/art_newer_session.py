@@ -49,6 +49,10 @@ async def session(url: str, key: str, base: str, folder: str) -> dict[str, Any]:
         result = await backend.train(model, [group])
         told["results"].append({"step": result.step, "metrics": result.metrics})
     told["token"] = (await ask(model, [QUESTION], 1)).logprobs.content[0].token
+    answered = [QUESTION, {"role": "assistant", "content": "21 crates."}]
+    examples = [art.Trajectory(messages_and_choices=[*answered, AGAIN, *answered[1:]], reward=0.0) for _ in range(4)]
+    await model.train_sft(examples, art.TrainSFTConfig(learning_rate=1e-3, assistant_turns="last"))
+    told["taught"] = await model.get_step()
     try:
         await backend.train(model, [group], kl_penalty_coef=0.1)
     except Exception as error:

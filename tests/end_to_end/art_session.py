@@ -100,8 +100,11 @@ async def asked_once(model: Any, question: Any, **asked: Any) -> list[Any]:
     return list(completion.choices)
 
 
-async def learned(backend: Any, base: str, folder: str) -> list[dict[str, float]]:
-    """Metrics of train steps that reward small numbers. Of each step's two questions one is answered in a stream."""
+async def learned(backend: Any, base: str, folder: str) -> dict[str, Any]:
+    """Metrics of train steps that reward small numbers. Of each step's two questions one is answered in a stream.
+
+    Then the model's steps before and after `train_sft`.
+    """
     model: Any = art.TrainableModel(name="Learner", project="harbour", base_model=base, base_path=folder)
     await model.register(backend)
     told = []
@@ -119,8 +122,9 @@ async def learned(backend: Any, base: str, folder: str) -> list[dict[str, float]
                 )
             )
         told.append((await backend.train(model, groups, learning_rate=LEARNING_RATE)).metrics)
+    taught = await taught_by_examples(model)
     await backend.delete(model)
-    return told
+    return {"metrics": told, "taught": taught}
 
 
 def is_small(choice: Any) -> float:
@@ -197,6 +201,26 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str, taugh
     await backend.delete(model)
     told["deleted"] = await refused(anext(aiter(client.models.checkpoints.list(model_id=model.id))))
     return told
+
+
+async def taught_by_examples(model: Any) -> list[int]:
+    """The model's steps before `train_sft`, whose data goes through an artifact of W&B's, and after it.
+
+    W&B's names of artifacts have no spaces, and ART makes them of the model's.
+    """
+    before = await model.get_step()
+    examples = [
+        art.Trajectory(
+            messages_and_choices=[
+                {"role": "user", "content": f"How many crates are on quay {n}?"},
+                {"role": "assistant", "content": f"{n} crates."},
+            ],
+            reward=0.0,
+        )
+        for n in range(8)
+    ]
+    await model.train_sft(examples, art.TrainSFTConfig(learning_rate=1e-3, batch_size=4))
+    return [before, await model.get_step()]
 
 
 async def refusals(client: Any, model: Any, groups: list[Any]) -> dict[str, Any]:

@@ -30,8 +30,13 @@ def told(
         *("--max-tokens", "128", "--wait", "--timeout", "600"),
     ).json["adapter"]
     address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder), taught]
-    done = run_with_art("0.5.18", ["-m", "tests.end_to_end.art_session", *address], folder, timeout_s=500)
+    done = run_with_art("0.5.18", ["-m", "tests.end_to_end.art_session", *address], folder, 500, **wandb(connection))
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def wandb(connection: Connection) -> dict[str, str]:
+    """Where a client's wandb package logs the artifact with the data of `train_sft`."""
+    return {"WANDB_BASE_URL": f"{connection.api_url}/wandb", "WANDB_MODE": "online"}
 
 
 def test_a_name_is_one_model(told: dict[str, Any]) -> None:
@@ -81,9 +86,14 @@ def test_no_trajectory_is_lost_for_its_tokens_and_none_is_stale(told: dict[str, 
         assert metrics["staleness_mean"] == metrics["staleness_max"] == 0
 
 
+def test_the_client_s_own_train_sft_teaches_its_data(told: dict[str, Any]) -> None:
+    before, after = told["learned"]["taught"]
+    assert after == before + 1
+
+
 def test_the_reward_of_what_can_be_learned_rises(told: dict[str, Any]) -> None:
     """Half of the answers are streamed: openai's client keeps their ids. None has logprobs, so that ids alone count."""
-    steps = told["learned"]
+    steps = told["learned"]["metrics"]
     print("reward by step", [round(metrics["reward"], 3) for metrics in steps])
     for metrics in steps:
         assert (metrics["broken_trajectories"], metrics["remembered_turns"]) == (0, 32), metrics
@@ -143,7 +153,7 @@ def test_checkpoints_are_asked_by_step_and_deleted(told: dict[str, Any]) -> None
         ("empty", 400, "trajectory_groups"),
         ("group", 400, "trajectory_groups.0.trajectories"),
         ("model", 404, None),
-        ("artifact", 400, None),
+        ("artifact", 400, "training_data_url"),
         ("rates", 400, "config.learning_rate"),
         ("newest", 400, "steps"),
         ("base", 409, None),
@@ -169,7 +179,8 @@ def test_a_newer_client_trains_with_its_defaults_on_messages_and_on_what_it_capt
     connection = Connection.read(stack.root)
     assert connection is not None
     address = [connection.api_url, connection.api_key, str(tiny_model), str(tmp_path)]
-    done = run_with_art("0.5.23", ["-m", "tests.end_to_end.art_newer_session", *address], tmp_path, timeout_s=500)
+    command = ["-m", "tests.end_to_end.art_newer_session", *address]
+    done = run_with_art("0.5.23", command, tmp_path, 500, **wandb(connection))
     told = json.loads(done.stdout.splitlines()[-1])
     assert [result["step"] for result in told["results"]] == [1, 2]
     for result, turns in zip(told["results"], (4, 8), strict=True):
@@ -177,5 +188,6 @@ def test_a_newer_client_trains_with_its_defaults_on_messages_and_on_what_it_capt
         assert metrics["broken_trajectories"] == metrics["dropped_trajectories"] == 0, metrics
         assert (metrics["trained_trajectories"], metrics["remembered_turns"]) == (4, turns)
         assert metrics["staleness_mean"] == metrics["staleness_max"] == 0
+    assert told["taught"] == 3
     assert told["token"].startswith("token_id:"), "as it asked by return_tokens_as_token_ids"
     assert "kl_penalty_coef" in told["refused"]

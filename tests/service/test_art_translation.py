@@ -5,11 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
 from service.apis.art.job_events import TrainStep
-from service.apis.art.job_request import SftRequest, rl_run, sft_run
+from service.apis.art.job_request import rl_run, sft_run
 from service.apis.art.sent_groups import split
 from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
@@ -125,11 +124,6 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
         rl_run(model(**settings), ExperimentalConfig(), None)
     assert refusal.value.place == place
-
-
-def test_artifacts_of_wandb_are_no_datasets() -> None:
-    with pytest.raises(ValidationError, match="not downloaded"):
-        SftRequest(model_id="model-0123456789abcdef0", training_data_url="wandb-artifact:///a/b/c:v0")
 
 
 # Names.

@@ -1,8 +1,8 @@
 """Parses ART's requests for training jobs, and makes runs of them. Settings that have no equivalent are refused."""
 
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from service.apis.art.job_config import ExperimentalConfig, Sent, SftConfig
 from service.apis.errors import describe
@@ -40,17 +40,8 @@ class SftRequest(Sent):
     """`POST /v1/preview/sft-training-jobs`."""
 
     model_id: ModelId
-    training_data_url: str = Field(min_length=1, max_length=2048, description="any URI that datasets are read from")
+    training_data_url: str = Field(min_length=1, max_length=2048, description="of a dataset, or wandb-artifact:///")
     config: SftConfig | None = None
-
-    @model_validator(mode="after")
-    def _can_be_read(self) -> Self:
-        if self.training_data_url.startswith("wandb-artifact:"):
-            raise ValueError(
-                "training_data_url: W&B's artifacts are not downloaded: put the file where datasets are read from, or "
-                "upload it to /api/v1/files, and send its URI"
-            )
-        return self
 
 
 class RlRequest(Sent):

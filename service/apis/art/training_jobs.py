@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from pydantic import BaseModel, ValidationError
 
 from service.accounts.principals import Asking, Principal, reads_or_writes
-from service.apis.art import sent_groups
+from service.apis.art import sent_groups, wandb_artifacts
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
 from service.apis.art.job_events import JobStatus, TrainingEvent, TrainStep, error_of, read_step, sft_events, sft_status
 from service.apis.art.job_request import (
@@ -105,7 +105,10 @@ async def create_job(request: Request, asking: Asking, backend: Backed) -> JobOb
 async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Backed) -> JobObject:
     """Train a model on chats behind a URI, once through."""
     model = await backend.art_models.show(asking.tenant, body.model_id)
-    return _job(await submit_sft(backend, asking, model, body.training_data_url, body.config or SftConfig()))
+    url = body.training_data_url
+    if url.startswith(wandb_artifacts.URL):
+        url = await wandb_artifacts.artifact_uri(backend, asking.tenant, url)
+    return _job(await submit_sft(backend, asking, model, url, body.config or SftConfig()))
 
 
 @router.get("/training-jobs/{job_id}")
