@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from shared.storage.store import LocalStore
 from tests.activities.sampling.injected import write_weights
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Answer, Stack, wait_until
-from tests.end_to_end.test_rollouts import hashes_of_versions, job_on_device, steps_of
+from tests.end_to_end.test_rollouts import hashes_of_versions, steps_of
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
@@ -236,42 +236,61 @@ def test_a_sampler_that_has_not_the_trainers_weights_is_mended_or_replaced(
     """Between training and proof another adapter takes the place of the one that was sent, which the store's replaces;
     then other weights below it, which nothing replaces in that sampler.
     """
-    options = [*rollout_options, "--off-policy-steps", "0", "--steps", "6"]
+    options = [*rollout_options, "--off-policy-steps", "0", "--steps", "8"]
     alone = fresh_stack.cli(*options, "--wait", "--timeout", "600")
     for folder in ("packed", "sampled", "graded"):
         shutil.rmtree(fresh_stack.root / "store" / folder)
-    run_id = fresh_stack.cli(*options).json["run_id"]
-    wrong = write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj"))
-    with _before_a_proof(fresh_stack, run_id) as (client, _, name):
-        client.load_adapter(name, str(wrong))
-    other = write_weights(tmp_path / "weights", tiny_model, 1)
-    with _before_a_proof(fresh_stack, run_id) as (client, model, _):
-        client.load_weights(model, str(other))
-    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
+    other = str(write_weights(tmp_path / "weights", tiny_model, 1))
+    with fresh_stack.another_sampler_host():
+        run_id = fresh_stack.cli(*options, "--samplers", "2").json["run_id"]
+        with _before_a_proof(fresh_stack, run_id, num_grants=2) as (samplers, name):
+            for sampler, _ in samplers:
+                sampler.load_adapter(name, wrong)
+            kill(fresh_stack, control_host)
+        with _before_a_proof(fresh_stack, run_id, num_grants=2) as (samplers, _):
+            sampler, model = samplers[-1]
+            sampler.load_weights(model, other)
+        with _before_a_proof(fresh_stack, run_id, num_grants=2) as (samplers, name):
+            for sampler, _ in samplers:
+                sampler.load_adapter(name, wrong)
+        wait_until(lambda: not _is_training(_activities(fresh_stack, run_id)), "a proof", every_s=0.01)
+        kill(fresh_stack, sampler_host)
+        answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
     assert answer.json["status"] == "succeeded", answer
     assert fresh_stack.adapter_sha256(answer) == fresh_stack.adapter_sha256(alone)
     told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
-    assert [metrics["sync_reloaded"] for metrics in told if metrics["sync_reloaded"]] == [1]
+    assert next(metrics["sync_reloaded"] for metrics in told if metrics["sync_reloaded"]) == 2
     assert [metrics["sync_given_up"] for metrics in told if metrics["sync_given_up"]] == [1]
-    assert _num_grants(fresh_stack, run_id) == 2
+    assert _num_grants(fresh_stack, run_id) >= 3
+
+
+def _activities(stack: Stack, run_id: str) -> list[str]:
+    """The names of a run's activities, in the order in which they were asked for."""
+    events = stack.history(run_id).events
+    return [event.activity_task_scheduled_event_attributes.activity_type.name for event in events]
+
+
+def _is_training(names: list[str]) -> bool:
+    """Whether the last job's policy is still to be proved."""
+    return "run_job" in names and "prove_adapter" not in names[::-1][: names[::-1].index("run_job")]
 
 
 @contextmanager
-def _before_a_proof(stack: Stack, run_id: str) -> Iterator[tuple[Sampler, str, str]]:
-    """Hold a run when a step is trained whose policy no sampler has proved yet.
+def _before_a_proof(stack: Stack, run_id: str, num_grants: int) -> Iterator[tuple[list[tuple[Sampler, str]], str]]:
+    """Hold a run when a step is trained whose policy no sampler has proved yet, and wait for so many samplers' grants.
 
-    Yields a client of its sampler, the model's name there, and the policy's.
+    Yields clients of its samplers, each with the model's name there, and the policy's name.
     """
-    held, names = control_host(stack), list[str]()
+    wait_until(lambda: not _is_training(_activities(stack, run_id)), "the proof of the step before")
+    held, names = wait_until(lambda: control_host(stack), "a control host"), list[str]()
     store = LocalStore(stack.root / "store")
 
     def is_held() -> bool:
-        wait_until(lambda: job_on_device(stack), "a job", every_s=0.01)
+        wait_until(lambda: _is_training(_activities(stack, run_id)), "a job", every_s=0.01)
         signal_all(held, signal.SIGSTOP)
-        names[:] = [
-            event.activity_task_scheduled_event_attributes.activity_type.name for event in stack.history(run_id).events
-        ]
-        if names.count("run_job") == names.count("prove_adapter") + 1:
+        names[:] = _activities(stack, run_id)
+        if _is_training(names):
             return True
         signal_all(held, signal.SIGCONT)
         return False
@@ -280,12 +299,16 @@ def _before_a_proof(stack: Stack, run_id: str) -> Iterator[tuple[Sampler, str, s
         wait_until(is_held, "a step before its proof", every_s=0.01)
         num_jobs = names.count("run_job")
         wait_until(lambda: _count(stack, f"runs/{run_id}/logs/*/*/log.jsonl") == num_jobs, "the end of its job")
+        wait_until(lambda: _num_grants(stack, run_id) >= num_grants, "samplers")
         checkpoint = find_newest(store, run_id).checkpoint
-        [path] = (path for path in stack.host_paths.workers.glob("*/ready") if b"api_key" in path.read_bytes())
-        ready = SamplerReady.model_validate_json(path.read_bytes())
         assert checkpoint is not None
-        with Sampler(ready.url, ready.api_key) as client:
-            yield client, ready.model, adapter_name(run_id, checkpoint.artifact)
+        with ExitStack() as clients:
+            samplers = list[tuple[Sampler, str]]()
+            for path in stack.host_paths.workers.glob("*/ready"):
+                if b"api_key" in (said := path.read_bytes()):
+                    ready = SamplerReady.model_validate_json(said)
+                    samplers.append((clients.enter_context(Sampler(ready.url, ready.api_key)), ready.model))
+            yield samplers, adapter_name(run_id, checkpoint.artifact)
     finally:
         signal_all(held, signal.SIGCONT)
 

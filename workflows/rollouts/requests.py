@@ -157,7 +157,8 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
     """Return where the trainer sends a version of the policy; None where samplers load it from the store.
 
     Full weights take the place of others. Sampled one step ahead, the samples under way are the last that need those,
-    and the next step cannot be trained before they have ended, so that the trainer may as well wait for them.
+    and the next step cannot be trained before they have ended, so that the trainer may as well wait for them. Further
+    ahead a version in between may be due next, and the sampler would have to hold a copy of the model for each.
     """
     rollouts = start.run.rollouts
     found = [(one.weights_socket, one.weights_address) for one in grants if one.weights_socket is not None]
