@@ -170,6 +170,11 @@ class Client:
             answer = self._sent("POST", "/files", params=params, content=body, headers=headers)
         return {**answer.json(), "is_new": answer.status_code == 201}
 
+    def at_v1(self, method: str, path: str, **options: Any) -> Any:
+        """Make a call of OpenAI's API as it is served here, and return its parsed JSON."""
+        with self._stream(method, f"/v1{path}", **options) as answer:
+            return json.loads(answer.read())
+
     def preview(self, request: "PreviewRequest", path: str = "/preview") -> "Preview":
         """Read a dataset as a model will see it; with /validate, count its rows only."""
         from shared.runs.previews import Preview

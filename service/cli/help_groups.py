@@ -22,7 +22,11 @@ HEADINGS = {
         "grader": "graders",
         "files": "files",
     },
-    "Start runs": {"submit": "submit", "step": "runs", "finish": "runs", "schedule": "schedules"},
+    "Start runs": {
+        "submit": "submit",
+        **dict.fromkeys(("step", "finish"), "runs"),
+        **{"schedule": "schedules", "import": "importing"},
+    },
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
         "session": "runs",
