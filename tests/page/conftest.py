@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from shared.settings import Settings
+from shared.settings import PriceSettings, Settings, WebhookSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import FileEntry, Manifest, refer
 from shared.storage.paths import RunKeys
@@ -27,6 +27,7 @@ from tests.service.conftest import (
     wait_until,
 )
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.workflows.published import publish
 
 if TYPE_CHECKING:
     from tests.page.guest import Browser, Guest
@@ -45,7 +46,9 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 @pytest.fixture(scope="session")
 def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return settings_below(tmp_path_factory.mktemp("page"), temporal_address)
+    found = settings_below(tmp_path_factory.mktemp("page"), temporal_address)
+    webhooks = WebhookSettings(allow_private_addresses=True)
+    return found.model_copy(update={"prices": PriceSettings(gpu_hour=2.5), "webhooks": webhooks})
 
 
 @pytest.fixture(scope="session")
@@ -97,12 +100,20 @@ def trained(service: Service, tiny_model: Path, tmp_path_factory: pytest.TempPat
         tokenizer = tiny_model / "tokenizer.json"
         entry = FileEntry(path="tokenizer.json", size=tokenizer.stat().st_size, sha256=artifacts.sha256_file(tokenizer))
         model = refer(service.store, "models/imported/tiny", Manifest(files=(entry,), root=tiny_model.as_uri()))
-        ids = Tokenizer.from_file(str(tokenizer)).encode(f"How many crates? {measured.XSS} 42 crates.").ids
-        measured.rl_course(service.store, runs["rl"], model, ids)
+        asked = f"<|im_start|>user\nHow many crates? {measured.XSS}<|im_end|>\n<|im_start|>assistant\n"
+        prompt, answer = (
+            Tokenizer.from_file(str(tokenizer)).encode(text).ids for text in (asked, "42 crates.<|im_end|>")
+        )
+        measured.rl_course(service.store, runs["rl"], model, prompt, answer)
         client.post(f"/runs/{runs['rl']}/finish")
         reaches(client, runs["rl"], "succeeded")
         on_record(runs["rl"])
         times = {"started_at": measured.BEGAN, "ended_at": measured.BEGAN + 214, "gpu_seconds": 171.0}
+        client.post("/keys", json={"title": f"nightly {measured.XSS}", "scopes": ["read", "write"]})
+        client.post("/webhooks", json={"url": "http://127.0.0.1:9/told", "events": ["run.failed", "run.paused"]})
+        client.post("/files", params={"name": "boarding-chats.jsonl"}, content=b'{"text": "a"}\n' * 2000)
+        for _ in range(2):
+            publish(service.store, tmp_path_factory.mktemp("published"), "harbour-chat", model)
         lost = {"trajectories": 32.0, "broken_trajectories": 3.0, "dropped_for_differs": 3.0}
         measured.ended_as(service.store, runs["rl"], step=30, num_steps=30, epoch=1, metrics=lost, **times)
     service.rebuild()

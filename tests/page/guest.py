@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,6 +20,8 @@ if CHROMIUM is None:
     pytest.skip("there is no chromium on this machine: apt-get install chromium", allow_module_level=True)
 
 expect.set_options(timeout=30_000)
+AXE = Path(__file__).parents[2] / ".venv" / "clients" / "axe" / "axe_playwright_python" / "axe.min.js"
+"""axe-core, as requirements/clients.txt pins it."""
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 SCREENSHOTS = os.environ.get("LONGSHORE_TEST_SCREENSHOTS")

@@ -113,7 +113,9 @@ RESUMED = (
 """As the workflow notes them: a user paused the run and resumed it, and no worker was lost."""
 
 
-def rl_course(store: ObjectStore, run_id: str, model: Artifact, ids: list[int], num_steps: int = 30) -> None:
+def rl_course(
+    store: ObjectStore, run_id: str, model: Artifact, prompt: list[int], answer: list[int], num_steps: int = 30
+) -> None:
     """Train steps on record, with groups of token ids of a real tokenizer, and optimizer steps of one worker."""
     chance, keys, fence = random.Random(3), RunKeys(run_id), Fence(epoch=1)
     plan = _plan(store, run_id, num_steps).model_copy(update={"model": model})
@@ -126,7 +128,7 @@ def rl_course(store: ObjectStore, run_id: str, model: Artifact, ids: list[int], 
         )
         reward = 0.9 - 0.8 * math.exp(-step / 11) + chance.gauss(0, 0.03)
         key = grouped(f"{step:032x}")
-        store.put_bytes(f"{key}/groups.jsonl", _group(ids, chance).model_dump_json().encode() + b"\n")
+        store.put_bytes(f"{key}/groups.jsonl", _groups(prompt, answer, chance))
         metrics = {
             "reward_mean": reward,
             "reward_std": 0.3 - 0.006 * step,
@@ -155,13 +157,17 @@ def rl_course(store: ObjectStore, run_id: str, model: Artifact, ids: list[int], 
     store.put_bytes(keys.log(plan.job_id, fence), "".join(f"{e.model_dump_json()}\n" for e in events).encode())
 
 
-def _group(ids: list[int], chance: random.Random) -> TrajectoryGroup:
+def _groups(prompt: list[int], answer: list[int], chance: random.Random) -> bytes:
+    return b"".join(_group(prompt, answer, chance).model_dump_json().encode() + b"\n" for _ in range(8))
+
+
+def _group(prompt: list[int], answer: list[int], chance: random.Random) -> TrajectoryGroup:
     """Four answers, of which the browser would run one if it were shown as anything but text."""
-    cut = len(ids) // 2
+    cut = len(prompt)
     one = {
-        "token_ids": tuple(ids),
-        "sampled": (False,) * cut + (True,) * (len(ids) - cut),
-        "logprobs": (None,) * cut + (-0.5,) * (len(ids) - cut),
+        "token_ids": (*prompt, *answer),
+        "sampled": (False,) * cut + (True,) * len(answer),
+        "logprobs": (None,) * cut + (-0.5,) * len(answer),
         "finish_reason": "stop",
     }
     return TrajectoryGroup(

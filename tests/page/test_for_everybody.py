@@ -1,12 +1,16 @@
 """The page by keyboard, on every screen, in the reader's colours."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.page.guest import DESKTOP, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, expect
+from tests.page.guest import AXE, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, Page, expect
 from tests.service.conftest import Service
+
+ALL_PICTURES = os.environ.get("LONGSHORE_TEST_ALL_SCREENSHOTS")
+TALLEST = 7000  # pixels of a page on a phone
 
 
 def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]) -> None:
@@ -45,38 +49,54 @@ def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]
     assert nameless == []
 
 
-@pytest.mark.parametrize(("name", "size", "scheme"), [("phone", PHONE, "dark"), ("desktop", DESKTOP, "light")])
+@pytest.mark.parametrize(
+    ("name", "width"), [("phone", PHONE["width"]), ("tablet", 820), ("desktop", 1440)], ids=["390", "820", "1440"]
+)
 def test_pages_fit_the_screen_and_can_be_read(
-    browser: Browser,
-    service: Service,
-    trained: dict[str, str],
-    name: str,
-    size: dict[str, int],
-    scheme: str,
+    browser: Browser, service: Service, trained: dict[str, str], name: str, width: int
 ) -> None:
-    """Nothing is wider than the screen, and text stands out from its ground by WCAG's ratio."""
-    one = Guest(browser, service.url, viewport=size, color_scheme=scheme, is_mobile=name == "phone")
+    """Nothing is wider than the screen, no word is broken, no chip stands in a second line, text stands out from its
+    ground by WCAG's ratio, and axe finds nothing serious: in light and in dark."""
+    size = {"width": width, "height": 900}
+    one = Guest(browser, service.url, viewport=size, color_scheme="light", is_mobile=name == "phone")
     page = one.page
+    compared = f"/compare?run={trained['sft']}&run={trained['evil']}&run={trained['rl']}"
+    problems: dict[str, list] = {}
     for what, path, ready in (
         ("list", "/?words=qwen", "harbour-chat"),
         ("run", f"/runs/{trained['sft']}", "Device memory"),
         ("rl", f"/runs/{trained['rl']}", "Where the time goes"),
+        ("failed", f"/runs/{trained['failed']}", "no assistant turn"),
+        ("compare", compared, "fields of the request differ"),
         ("schedules", "/schedules", "No schedules"),
         ("new", "/new", "What is trained"),
-        ("models", "/models", "Nothing is published"),
+        ("models", "/models", "harbour-chat"),
+        ("files", "/files", "boarding-chats.jsonl"),
+        ("account", "/account", "127.0.0.1:9/told"),
+        ("unknown", "/nothing-here", "nothing at this address"),
     ):
+        page.emulate_media(color_scheme="light")
         page.goto(path)
         expect(page.locator("main")).to_contain_text(ready)
-        if what == "schedules":
-            page.get_by_text("New schedule").click()
+        for fold in ("New schedule", "New key", "New webhook"):
+            if page.get_by_text(fold, exact=True).count():
+                page.get_by_text(fold, exact=True).click()
         expect(page.locator("#toast")).to_have_text("")
-        assert one.overflow <= 0, (path, page.evaluate(_WIDE))
-        assert page.evaluate(_PALE) == [], path
-        picture = f"{what}_{name}_{scheme}.png"
-        if SCREENSHOTS and picture in PICTURES:
-            time.sleep(1)  # charts have their final size
-            page.screenshot(path=Path(SCREENSHOTS) / picture)
-    assert one.troubles == []
+        found = {"wide": page.evaluate(_WIDE) if one.overflow > 0 else []}
+        found |= {"broken": page.evaluate(_BROKEN), "in two lines": page.evaluate(_IN_TWO_LINES)}
+        found["cut off"] = page.evaluate(_CUT_OFF)
+        tall = page.evaluate("document.documentElement.scrollHeight")
+        found["tall"] = [tall] if name == "phone" and tall > TALLEST else []
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found |= {f"pale, {scheme}": page.evaluate(_PALE), f"axe, {scheme}": axe(page, scheme == "dark")}
+            picture = f"{what}_{name}_{scheme}.png"
+            if SCREENSHOTS and (picture in PICTURES or ALL_PICTURES):
+                time.sleep(1)  # charts have their final size
+                page.screenshot(path=Path(SCREENSHOTS) / picture, full_page=picture not in PICTURES)
+        problems |= {f"{what}: {rule}": places for rule, places in found.items() if places}
+    assert problems == {}
+    assert [trouble for trouble in one.troubles if "404" not in trouble] == []  # an address where nothing is
     one.context.close()
 
 
@@ -94,6 +114,55 @@ def test_colours_are_the_readers_choice(guest: Guest) -> None:
     assert page.evaluate(ground) == before
 
 
+def axe(page: Page, only_colours: bool) -> list[tuple[str, str]]:
+    """What axe-core finds serious or critical: the rule, and the first place."""
+    if not page.evaluate("'axe' in window"):
+        assert AXE.exists(), "requirements/clients.sh brings axe-core"
+        page.evaluate(AXE.read_text())
+    options = {"runOnly": ["color-contrast"]} if only_colours else {}
+    found = page.evaluate("async (options) => (await axe.run(document, options)).violations", options)
+    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    return [
+        (each["id"], f"{node['html'][:200]} {node['failureSummary']}") for each in serious for node in each["nodes"][:2]
+    ]
+
+
+# Words that stand in two lines, though they would fit one: not code, whose lines are broken anywhere.
+_BROKEN = """
+(() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const parent = node.parentElement;
+    if (!parent.getClientRects().length || parent.closest("code, pre, .mono, .text, svg, option, .unseen")) continue;
+    for (const { 0: run, index } of node.textContent.matchAll(/\\S+/g)) {
+      if (run.length > 24) continue;
+      const range = document.createRange();
+      for (const part of run.split(/[-/.,]/).filter((text) => text.length > 2)) {
+        const at = index + run.indexOf(part);
+        range.setStart(node, at);
+        range.setEnd(node, at + part.length);
+        const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top)));
+        if (lines.size > 1) found.push(`${run} in ${parent.tagName}.${parent.className}`);
+      }
+    }
+  }
+  return found.slice(0, 8);
+})()
+"""
+# Chips, badges and marks that belong beside what stands before them, and stand below it.
+_IN_TWO_LINES = """
+[...document.querySelectorAll(".chips, .state-cell, .titled, .compared li")].filter((row) => {
+  const shown = [...row.children].filter((one) => one.getClientRects().length);
+  const boxes = shown.map((one) => one.getBoundingClientRect());
+  return boxes.some((box) => box.top > boxes[0].bottom - 4);
+}).map((row) => `${row.className} ${row.textContent}`).slice(0, 5)
+"""
+# Cards whose content goes on behind their edge, where nobody can scroll to it.
+_CUT_OFF = """
+[...document.querySelectorAll(".card")].filter((card) => card.scrollWidth > card.clientWidth + 1)
+  .map((card) => card.textContent.slice(0, 40))
+"""
 _WIDE = """
 [...document.querySelectorAll("body *")].filter((node) => node.getBoundingClientRect().right > innerWidth + 1)
   .map((node) => `${node.tagName}#${node.id}.${node.className}`).slice(0, 12)

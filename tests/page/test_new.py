@@ -28,9 +28,11 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     start.click()
     expect(page.locator("#new-run-settings-problem")).to_contain_text("learning_rate")
     form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64}')
-    page.get_by_role("button", name="Preview and count").click()
+    page.get_by_role("button", name="Preview and estimate").click()
     preview = page.get_by_label("Preview", exact=True)
-    expect(preview).to_contain_text("This run: 6 steps")
+    expect(preview.locator("#estimate")).to_contain_text(
+        re.compile(r"Steps6.*5 of 5 rows.*Tokens\d+.*not measured yet")
+    )
     expect(preview.locator(".trained").nth(1)).to_contain_text("The pilot.")
     form.get_by_label("Publishes as").fill("boarders")
     start.click()

@@ -58,7 +58,7 @@ def test_files_are_downloaded_to_the_byte(guest: Guest, service: Service, traine
     assert found.value.suggested_filename == f"{trained['sft']}-e000002-a01-step-240.tar"
     assert bytes(range(256)) * 300 in Path(found.value.path()).read_bytes()
     page.get_by_text("Job file 000001, e000002-a01").click()
-    shown = page.locator("details[open] pre")
+    shown = page.locator("#request-body details[open] pre")
     expect(shown).to_contain_text('"schema_version"')
     exact = next(i.key for i in service.store.list(f"{keys.logs}/000001/e000002-a01/job.json"))
     assert shown.inner_text() == service.store.get_bytes(exact).decode()
@@ -102,12 +102,37 @@ def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[s
     expect(time_split.locator("rect")).to_have_count(30 * 4 + 6)
     samples = page.locator("#samples-body")
     expect(samples).to_contain_text("How many crates?")
+    expect(samples.locator("details.sample")).to_have_count(4)
+    expect(samples.locator("details.sample[open]")).to_have_count(1)
+    assert "im_start" not in samples.inner_text() and "im_end" not in samples.inner_text()
+    expect(samples.locator("details[open] .who").first).to_have_text("user")
     expect(samples).to_contain_text("42 crates.")
     expect(samples).to_contain_text(re.compile(r"reward 0\.\d"))
     slider = samples.get_by_role("slider", name="Step")
     slider.focus()
     page.keyboard.press("Home")
     expect(samples).to_contain_text("train step 1")
+
+
+def test_a_tip_stands_at_the_pointer(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}")
+    loss = page.locator("figure.chart").filter(has_text="held out").first
+    loss.scroll_into_view_if_needed()
+    box = loss.bounding_box()
+    assert box is not None
+    for share in (0.25, 0.5, 0.9):
+        x, y = box["x"] + share * box["width"], box["y"] + 0.6 * box["height"]
+        page.mouse.move(x, y)
+        tip = loss.locator(".tip").bounding_box()
+        assert tip is not None and tip["y"] <= y <= tip["y"] + tip["height"]
+        assert min(abs(tip["x"] - x), abs(tip["x"] + tip["width"] - x)) < 24, share
+
+
+def test_few_points_are_no_course(guest: Guest, trained: dict[str, str]) -> None:
+    guest.page.goto("/schedules")
+    draw = "async (values) => (await import('/static/chart.js')).sparkline({ name: 'loss', values })?.tagName ?? ''"
+    assert [guest.page.evaluate(draw, [1.0] * n) for n in (0, 4, 5)] == ["", "", "svg"]
 
 
 def test_what_others_wrote_is_shown_as_text(guest: Guest, api, trained: dict[str, str]) -> None:
@@ -118,6 +143,7 @@ def test_what_others_wrote_is_shown_as_text(guest: Guest, api, trained: dict[str
         assert page.locator("main img, main script").count() == 0
         assert "owned" not in page.title()
     page.goto(f"/runs/{trained['evil']}")
+    page.locator("#samples-body summary").filter(has_text="<img").first.click()
     expect(page.locator("#samples-body pre").filter(has_text=measured.XSS).first).to_be_visible()
 
 

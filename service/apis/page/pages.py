@@ -13,14 +13,16 @@ from jinja2 import Environment, FileSystemLoader
 
 from service.accounts import audit
 from service.accounts.keys import COOKIE, LASTS_S, csrf_token, shown_prefix
-from service.accounts.principals import Asking
+from service.accounts.principals import ALL_SCOPES, Asking
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from shared.runs.requests import RUN_ID
+from shared.runs.webhooks import NOTICE_TYPES
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
+_PAGES = ("/", "/new", "/compare", "/models", "/files", "/schedules", "/account")
 STATIC = "/static"
 # Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
 _POLICY = (
@@ -40,7 +42,7 @@ _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=T
 
 def is_page(path: str) -> bool:
     """True for a path of the page, which redirects to the sign-in form if there is no session."""
-    return path in ("/", "/new", "/models", "/schedules") or path.startswith("/runs/")
+    return path in _PAGES or path.startswith("/runs/")
 
 
 def is_opened(path: str, accept: str) -> bool:
@@ -84,6 +86,21 @@ async def run(run_id: str, request: Request, backend: Backed, asking: Asking) ->
 @router.get("/new")
 async def new(request: Request, backend: Backed, asking: Asking) -> Response:
     return _frame(request, backend, "new.html", asking=asking)
+
+
+@router.get("/compare")
+async def compare(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "compare.html", asking=asking)
+
+
+@router.get("/files")
+async def files(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "files.html", asking=asking)
+
+
+@router.get("/account")
+async def account(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "account.html", asking=asking, scopes=ALL_SCOPES, notices=NOTICE_TYPES)
 
 
 @router.get("/models")

@@ -58,6 +58,7 @@ export class Chart {
     this.legend = make("ul.legend");
     this.tip = make("div.tip", { hidden: true, role: "status" });
     this.figure = make("figure.chart.card", {}, make("figcaption", {}, title, this.latest), this.picture, this.legend, this.tip);
+    this.pointer = null;  // where it is in the figure, in pixels; null where keys move the cursor
     this.picture.addEventListener("pointermove", (event) => this.point(event));
     this.picture.addEventListener("pointerleave", () => setCursor(null, this.xName));
     this.picture.addEventListener("keydown", (event) => this.key(event));
@@ -154,12 +155,15 @@ export class Chart {
 
   point(event) {
     const box = this.picture.getBoundingClientRect();
+    const frame = this.figure.getBoundingClientRect();
+    this.pointer = { x: event.clientX - frame.left, y: event.clientY - frame.top };
     const part = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
     setCursor(this.nearest(this.bounds.left + part * (this.bounds.right - this.bounds.left)), this.xName, this);
   }
 
   key(event) {
     const places = this.places();
+    this.pointer = null;
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (event.key === "Escape") setCursor(null, this.xName);
     if (!by || !places.length) return;
@@ -187,10 +191,11 @@ export class Chart {
     this.latest.textContent = rows.length ? this.format(rows[0][1][1]) : "";
     if (!speaks) return;
     this.tip.replaceChildren(make("b", {}, `${this.xName} ${this.at}`), ...rows.map(([one, p]) => make("div", {}, `${one.name}${one.other ? " (compared)" : ""} ${this.format(p[1])}`)));
-    const left = this.picture.offsetLeft + this.x(this.at);
-    this.tip.style.left = left > this.width / 2 ? "auto" : `${left + 12}px`;
-    this.tip.style.right = left > this.width / 2 ? `${this.figure.clientWidth - left + 12}px` : "auto";
-    this.tip.style.top = `${this.picture.offsetTop + 8}px`;
+    const { x, y } = this.pointer ?? { x: this.picture.offsetLeft + this.x(this.at), y: this.picture.offsetTop + 8 };
+    const wide = this.tip.offsetWidth, tall = this.tip.offsetHeight;
+    const left = x + 14 + wide <= this.figure.clientWidth ? x + 14 : x - 14 - wide;
+    this.tip.style.left = `${Math.max(4, Math.min(left, this.figure.clientWidth - wide - 4))}px`;
+    this.tip.style.top = `${Math.max(4, Math.min(y - tall / 2, this.figure.clientHeight - tall - 4))}px`;
   }
 }
 
@@ -214,9 +219,11 @@ function stack(columns) {
   }));
 }
 
+const FEWEST = 5;  // points: fewer are no course
+
 /** A small line without axes. */
 export function sparkline({ name, values }) {
-  if (values.length < 2) return "";
+  if (values.length < FEWEST) return "";
   const wide = 96, tall = 28, low = Math.min(...values), span = Math.max(...values) - low || 1;
   const places = values.map((value, n) => [(n / (values.length - 1)) * (wide - 4) + 1, tall - 3 - ((value - low) / span) * (tall - 6)]);
   const text = `${name} from ${number(values[0])} to ${number(values.at(-1))}`;

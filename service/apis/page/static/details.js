@@ -1,5 +1,6 @@
 // What a run left behind: its data and their report, its log, checkpoints, published files, its request and job files.
 
+import { withTokenMarks } from "./texts.js";
 import { byId, bytes, get, getText, make, number, post, show } from "./page.js";
 
 export async function showData(place, previewPlace, run) {
@@ -56,7 +57,7 @@ function previewButton(place, run) {
   } }, "Preview examples");
 }
 
-const spans = (list) => make("div.text.spans-of-tokens", {}, list.map((span) => (span.trained ? make("span.trained", {}, span.text) : span.text)));
+const spans = (list) => make("div.text.spans-of-tokens", {}, list.map((span) => (span.trained ? make("span.trained", {}, withTokenMarks(span.text)) : withTokenMarks(span.text))));
 
 function previewRow(one) {
   const fate = one.fate === "kept" ? "" : make("span.mark", {}, one.fate.replaceAll("_", " "));

@@ -1,36 +1,50 @@
 // Published models: a conversation with one, or with two side by side, whose answers come as they are drawn; and the list.
 
-import { act, ago, byId, clock, events, get, isSure, make, number, Problem, remove, show, toast } from "./page.js";
+import { act, ago, byId, clock, events, get, isSure, make, number, Problem, remove, show, table, toast } from "./page.js";
+import { modelName } from "./status.js";
 
 const form = byId("ask"), { elements } = form, stop = byId("stop");
 const columns = new Map();  // by model: what was said to it and by it, and where that is shown
 let hangUp = null;
 
 async function load() {
-  const { data } = await get("/v1/models");
+  const data = await get("/models");
   byId("summary").textContent = data.length ? `${number(data.length)} published` : "";
-  const options = () => data.map(({ id }) => make("option", { value: id }, id));
+  const options = () => data.map(({ name }) => make("option", { value: name }, name));
   const chosen = elements.model.value || new URLSearchParams(location.search).get("ask");
   show(elements.model, options());
-  if (data.some(({ id }) => id === chosen)) elements.model.value = chosen;
+  if (data.some(({ name }) => name === chosen)) elements.model.value = chosen;
   show(elements.other, make("option", { value: "" }, "nobody else"), options());
   form.querySelector("[type=submit]").disabled = !data.length;
-  show(byId("models"), data.length ? table(data) : make("p.empty", {}, "Nothing is published yet. A run publishes its result under its name when it succeeds."));
+  show(byId("models"), data.length ? modelTable(data) : make("p.empty", {}, "Nothing is published yet. A run publishes its result under its name when it succeeds."));
 }
 
-function table(data) {
-  const head = ["Model", "Version", "Trained from", "Published", ""].map((name) => make("th", { scope: "col" }, name));
+function modelTable(data) {
   const rows = data.map((one) => make("tr", {},
-    make("td", {}, make("strong", {}, one.id)), make("td", {}, `v${one.version}`), make("td.mono", {}, one.parent ?? "–"),
-    make("td", { title: clock(one.created) }, ago(one.created)),
-    make("td.number", {}, make("button.danger", { type: "button", "aria-label": `Delete ${one.id}`, click: (event) => act(event.target, () => forgetModel(one.id)) }, "Delete"))));
-  return make("div.scroll", {}, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)));
+    make("td", {}, make("strong", {}, one.name), make("span.under.muted.small", {}, one.kind)),
+    make("td", {}, one.versions.length > 1 ? versions(one) : `v${one.version}`),
+    make("td", {}, one.base ? make("span", { title: one.base }, modelName(one.base)) : "–"),
+    make("td", {}, make("a.mono", { href: `/runs/${encodeURIComponent(one.run_id)}` }, one.run_id)),
+    make("td", { title: clock(one.created_at) }, ago(one.created_at)),
+    make("td.number", {}, make("div.actions", {},
+      make("a.button", { href: `/new?model=${encodeURIComponent(one.name)}`, "aria-label": `Train on from ${one.name}` }, "Train on"),
+      make("a.button", { href: downloadOf(one.id), download: true, "aria-label": `Download ${one.id}` }, "Download"),
+      make("button.danger", { type: "button", "aria-label": `Delete ${one.name}`, click: (event) => act(event.target, () => forgetModel(one.name)) }, "Delete")))));
+  return table(["Model", "Version", "Trained from", "By the run", "Submitted", ""], rows);
 }
 
-async function forgetModel(id) {
-  if (!await isSure(`Delete ${id}, every version of it? Runs that began from it go on; nobody can ask it any more.`)) return;
-  await remove(`/v1/models/${encodeURIComponent(id)}`);
-  toast(`${id} is deleted`);
+const downloadOf = (id) => `/api/v1/models/${encodeURIComponent(id)}/download`;
+
+/** The newest version, and those before it, each to be downloaded. */
+function versions({ name, version, versions: all }) {
+  const links = all.toReversed().map((n) => make("li", {}, make("a", { href: downloadOf(`${name}:v${n}`), download: true }, `v${n}`)));
+  return make("details", {}, make("summary", {}, `v${version} of ${all.length}`), make("ul.plain", {}, links));
+}
+
+async function forgetModel(name) {
+  if (!await isSure(`Delete ${name}, every version of it? Runs that began from it go on; nobody can ask it any more.`)) return;
+  await remove(`/models/${encodeURIComponent(name)}`);
+  toast(`${name} is deleted`);
   await load();
 }
 

@@ -1,12 +1,13 @@
 // The form of a new run: its data are uploaded, previewed and counted before anything is trained.
 
 import { preview, report } from "./details.js";
-import { act, byId, make, number, post, toast, upload } from "./page.js";
+import { act, byId, duration, make, money, number, post, show, toast, upload } from "./page.js";
 import { complain, fieldOfRun, forget, prepareSettings, refuse, runOf, settingsOf } from "./run_form.js";
 
 const form = byId("new-run"), { elements } = form, place = byId("preview");
 let key = newKey();  // what is sent again unchanged, as no answer came, is one run
 prepareSettings(form);
+for (const [name, value] of new URLSearchParams(location.search)) if (["model", "dataset"].includes(name)) elements[name].value = value;
 
 form.addEventListener("input", () => { key = newKey(); });
 
@@ -51,20 +52,35 @@ form.addEventListener("submit", (event) => {
 });
 
 byId("look").addEventListener("click", (event) => act(event.target, () => withRun(async (run) => {
-  if (run.kind === "rl") {
-    complain(form, "kind", "Prompts of RL are sampled and graded, and not trained on as they are: there is no preview of them.");
-    return;
-  }
-  await preview(place, run, (found) => [report(found.report), counted(found, run)]);
+  if (run.kind === "rl" && !run.rollouts) return;
+  const found = await post("/estimate", withDefaults(run));
+  if (run.kind === "rl") show(place, estimated(found));
+  else await preview(place, run, ({ report: rows }) => [estimated(found), report(rows)]);
   place.hidden = false;
   place.scrollIntoView({ block: "nearest" });
 })));
 
-/** Steps and tokens of a run that counts in epochs and examples. */
-function counted({ report: found, is_complete }, run) {
-  const { epochs = run.steps ? null : 1, batch_size } = run;
-  if (!is_complete) return make("p.muted", {}, `Of the first ${number(found.num_rows)} rows: there are more.`);
-  if (!epochs) return null;
-  const steps = batch_size ? `${number(Math.ceil(found.num_kept / batch_size) * epochs)} steps, ` : "";
-  return make("p", {}, "This run: ", make("strong", {}, `${steps}${number(found.num_tokens * epochs)} tokens`), `, of which ${number(found.num_targets * epochs)} are trained.`);
+/** What the command line says too where nothing is said: one pass, eight examples a step. */
+const withDefaults = (run) => (run.kind === "rl" ? run : { ...(run.steps ? {} : { epochs: 1 }), ...(run.batch_tokens ? {} : { batch_size: 8 }), ...run });
+
+/** Steps, tokens, time and cost of the run, before it is started. */
+function estimated(found) {
+  const about = found.is_exact ? "" : "about ";
+  const tokens = found.samples === null ? number(found.tokens) : `at most ${number(found.tokens)}`;
+  const parts = [
+    ["Steps", `${about}${number(found.steps)}`],
+    [found.samples === null ? "Examples" : "Prompts", `${number(found.examples)} of ${number(found.rows)} rows`],
+    ...(found.samples === null ? [] : [["Samples", number(found.samples)]]),
+    ["Tokens", tokens],
+    ["Training", found.seconds === null ? "not measured yet" : `about ${duration(found.seconds)}`],
+    ...(found.cost === null ? [] : [["Cost", `about ${money({ amount: found.cost, currency: found.currency })}`]]),
+  ];
+  return [
+    make("h2", {}, "Estimate"),
+    make("dl.facts", { id: "estimate" }, parts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
+    found.problem && make("p.problem", { role: "alert" }, `A run would refuse this dataset: ${found.problem}`),
+    found.measured_on.length > 0 && make("p.muted.small", {}, `Measured on ${found.measured_on.join(", ")}${found.same_layout ? "" : ", of another layout, engine or precision: it may be far off"}. Waiting, loading and evaluation are not in it.`),
+    found.not_measured !== null && make("p.muted.small", {}, `How long it takes is not known, because ${found.not_measured}: the run says so itself from its second step on.`),
+    !found.is_complete && make("p.muted.small", {}, `Only the first ${number(found.rows)} rows were counted: there are more.`),
+  ];
 }

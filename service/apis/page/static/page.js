@@ -38,11 +38,12 @@ async function problemOf(answer) {
 
 export const get = async (path) => (await answerOf(path)).json();
 export const getText = async (path) => (await answerOf(path)).text();
-export const post = async (path, body, headers = {}) => {
-  const options = { method: "POST", headers };
+export const send = async (method, path, body, headers = {}) => {
+  const options = { method, headers };
   if (body !== undefined) Object.assign(options, { body: JSON.stringify(body), headers: { "content-type": "application/json", ...headers } });
   return (await answerOf(path, options)).json();
 };
+export const post = (path, body, headers = {}) => send("POST", path, body, headers);
 
 /** Send a file's bytes; the record of the stored file. */
 export const upload = async (file) => (await answerOf(`/files?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } })).json();
@@ -172,6 +173,8 @@ export function number(value) {
   return value === 0 ? "0" : value.toExponential(2);
 }
 
+export const money = ({ amount, currency }) => `${amount.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} ${currency}`;
+
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** The unit for so many bytes: its name and its size in bytes. */
@@ -186,6 +189,16 @@ export function bytes(value) {
 }
 
 export const words = (name) => String(name).replaceAll("_", " ");
+
+/**
+ * A table of rows of cells in a frame that scrolls sideways. `names`: of its columns. On a phone a `stacked` one has a block
+ * for each row, with the names beside the values.
+ */
+export function table(names, rows, { stacked = true } = {}) {
+  if (stacked) for (const row of rows) [...row.cells].forEach((cell, n) => n && names[n] && (cell.dataset.label = names[n]));
+  const head = make("thead", {}, make("tr", {}, names.map((name) => make("th", { scope: "col" }, name))));
+  return make("div.scroll", { tabindex: "0", role: "region", "aria-label": `Table: ${names.filter(Boolean).join(", ")}` }, make(`table${stacked ? ".stacked" : ""}`, {}, head, make("tbody", {}, rows)));
+}
 
 /** Ask in the page's own dialog; true for yes. */
 export function isSure(question) {

@@ -1,10 +1,11 @@
 // One run: its status and its parts, each brought up to date where it has changed, and its comparison with another run.
 
+import { comparison } from "./comparison.js";
 import { Logs, showData, showFiles, showRequest } from "./details.js";
 import { Charts, RunMetrics } from "./series.js";
 import { SampleViewer } from "./samples.js";
 import { drawTimeline } from "./timeline.js";
-import { act, ago, byId, clock, duration, get, isSure, make, now, number, post, Problem, repeat, show, showIfNew, toast, words } from "./page.js";
+import { act, ago, byId, clock, duration, get, isSure, make, money, now, number, post, Problem, repeat, show, showIfNew, toast, words } from "./page.js";
 import { canResume, etaSeconds, modelName, progressBar, shownState, stateBadge, stoppedSeconds, tookSeconds } from "./status.js";
 
 const RUN = document.body.dataset.run;
@@ -30,7 +31,8 @@ function drawHead() {
   const state = shownState(run);
   byId("name").textContent = run.run.name ?? run.run_id;
   document.title = `${state} · ${run.run.name ?? run.run_id} · Longshore`;
-  showIfNew(byId("problem"), [run.problem, run.notices], () => [
+  showIfNew(byId("problem"), [run.problem, run.notices, run.paused_by, run.state], () => [
+    run.paused_by && ["running", "paused"].includes(run.state) && make("p.notice", {}, `Paused by a limit: ${run.paused_by}. It goes on by itself when that is raised.`),
     run.problem && make("p.problem", { role: "alert" }, run.problem.message),
     ...(run.notices ?? []).map((notice) => make("p.notice", {}, notice)),
   ]);
@@ -54,6 +56,7 @@ function summary(state) {
     ...(run.metrics.broken_trajectories ? [["Trajectories dropped in the last step", dropped(run.metrics)]] : []),
     ["Duration", [duration(tookSeconds(run)), stopped > 1 && make("span.muted.small.under", {}, `${duration(stopped)} of it paused or stopped`)]],
     ["GPU time", run.gpu_seconds ? duration(run.gpu_seconds) : "–"],
+    ...(run.cost ? [["Cost", cost()]] : []),
     ...(run.epoch ? [["Workers", workers()]] : []),
     ["Submitted", make("span", { title: clock(run.created_at) }, ago(run.created_at))],
     ["Owner", owners[run.owner] ?? run.owner ?? "–"],
@@ -69,6 +72,13 @@ function dropped(metrics) {
   const rules = Object.entries(metrics).filter(([name]) => name.startsWith("dropped_for_"));
   const reasons = rules.map(([name, count]) => `${name.replace("dropped_for_", "")} ${number(count)}`).join(", ");
   return [make("span.mark", {}, `${number(metrics.broken_trajectories)} of ${number(metrics.trajectories)}`), make("span.muted.small.under", {}, reasons)];
+}
+
+/** What it has cost, and will at its end by its own estimate. */
+function cost() {
+  const { currency, so_far, estimated } = run.cost;
+  const isOpen = run.state === "running" && estimated !== null;
+  return [money({ amount: so_far, currency }), isOpen && make("span.muted.small.under", {}, `about ${money({ amount: estimated, currency })} at its end`)];
 }
 
 /** The number of workers it had, one after another: a pause gives one back, and a resumed run has another. */
@@ -102,29 +112,7 @@ function button({ verb, label, look = "", sure, done }) {
 function drawMetrics() {
   charts.draw(metrics, other?.metrics ?? null, { log: byId("log").checked, smooth: byId("smooth").checked });
   samples.draw(metrics);
-  if (other) showCompared(byId("differences"), run, other.run);
-  else show(byId("differences"));
-}
-
-/** Fields by their dotted path. */
-function flat(value, path = "", found = new Map()) {
-  if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [name, inner] of Object.entries(value)) flat(inner, path ? `${path}.${name}` : name, found);
-  else found.set(path, value);
-  return found;
-}
-
-const fieldText = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
-
-function showCompared(place, run, other) {
-  const [mine, theirs] = [flat(run.run), flat(other.run)];
-  const names = [...new Set([...mine.keys(), ...theirs.keys()])].filter((name) => fieldText(mine.get(name)) !== fieldText(theirs.get(name)));
-  const measured = [...new Set([...Object.keys(run.metrics), ...Object.keys(other.metrics)])].filter((name) => /loss|reward|accuracy|tokens_per_s/.test(name)).sort();
-  const outcomes = [["state", run.state, other.state], ["duration", duration(tookSeconds(run)), duration(tookSeconds(other))], ["GPU time", duration(run.gpu_seconds), duration(other.gpu_seconds)], ...measured.map((name) => [name, number(run.metrics[name]), number(other.metrics[name])])];
-  const row = ([name, a, b]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, a), make("td", {}, b));
-  const title = (one) => make("th", { scope: "col" }, make("a", { href: `/runs/${one.run_id}` }, one.run.name ?? one.run_id));
-  show(place, make("div.card", {}, make("h3", {}, `${names.length} fields of the request differ`), make("div.scroll", {}, make("table", {},
-    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, ""), title(run), title(other))),
-    make("tbody", {}, outcomes.map(row), names.map((name) => row([name, fieldText(mine.get(name)), fieldText(theirs.get(name))])))))));
+  show(byId("differences"), other && make("div.card", {}, comparison([run, other.run])));
 }
 
 async function compareWith(id) {
@@ -157,6 +145,7 @@ async function begin() {
   if (wanted) await compareWith(wanted).catch(say);
 }
 
+byId("compare-more").href = `/compare?run=${encodeURIComponent(RUN)}`;
 const say = (error) => { if (error instanceof Problem) toast(error.message, true); else throw error; };
 const logs = new Logs(RUN);
 let filesStamp = "";

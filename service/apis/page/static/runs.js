@@ -10,6 +10,8 @@ const query = new URLSearchParams(location.search);
 const rows = new Map();
 let sparklines = {};
 let next = null;
+const MOST_COMPARED = 6;
+const picked = new Map();  // runs to compare, by id: in the order in which they were chosen
 
 function remember(changes, keepsPage = false) {
   for (const [name, value] of Object.entries(changes)) value ? query.set(name, value) : query.delete(name);
@@ -22,7 +24,7 @@ function remember(changes, keepsPage = false) {
 function cells(run, place, owners) {
   const lost = run.workers_lost;
   return [
-    make("td", {}, make("a.title", { href: `/runs/${run.run_id}` }, run.run.name ?? run.run_id), " ", make("span.kind", {}, run.kind),
+    make("td", {}, make("div.titled", {}, picker(run), make("a.title", { href: `/runs/${run.run_id}` }, run.run.name ?? run.run_id), make("span.kind", {}, run.kind)),
       make("span.under", { title: run.run.model }, `${run.run.name ? `${run.run_id} · ` : ""}${modelName(run.run.model)}`)),
     make("td.state-cell", {}, stateBadge(shownState(run)), lost > 0 && make("span.mark", {}, lost > 1 ? `${lost} workers lost` : "worker lost")),
     make("td.progress", {}, progressBar(run), progress(run, place)),
@@ -32,6 +34,23 @@ function cells(run, place, owners) {
     owner(owners[run.owner] ?? run.owner ?? ""),
     make("td.number.submitted", { title: clock(run.created_at) }, ago(run.created_at)),
   ];
+}
+
+function picker(run) {
+  const box = make("input", { type: "checkbox", "aria-label": `Compare ${run.run.name ?? run.run_id}`, change: () => {
+    box.checked ? picked.set(run.run_id, run) : picked.delete(run.run_id);
+    showPicked();
+  } });
+  box.checked = picked.has(run.run_id);
+  return run.kind === "session" ? null : box;
+}
+
+/** The way to the comparison of the runs that are chosen, once there are two. */
+function showPicked() {
+  const link = byId("compare"), ids = [...picked.keys()].slice(0, MOST_COMPARED);
+  link.hidden = ids.length < 2;
+  link.textContent = `Compare ${ids.length} runs`;
+  link.href = `/compare?${ids.map((id) => `run=${encodeURIComponent(id)}`).join("&")}`;
 }
 
 const owner = (name) => make("td.owner", { title: name }, make("span", {}, name));

@@ -1,6 +1,9 @@
 // Samples by step: greedy completions of evaluations, and the groups of an RL run's train steps with their rewards.
 
 import { get, make, number, show } from "./page.js";
+import { lastLine, spoken } from "./texts.js";
+
+const OPEN = 1;  // samples that are not folded
 
 export class SampleViewer {
   constructor(place, runId) {
@@ -52,18 +55,20 @@ export class SampleViewer {
   }
 }
 
-function completion(sample) {
-  return make("article.sample", {}, part("prompt", sample.prompt), part("completion", sample.completion), sample.reference !== null && part("reference", sample.reference));
+/** A sample under one line, which opens it. */
+const folded = (line, facts, n, ...inner) => make("details.sample", { open: n < OPEN }, make("summary", {}, make("span.line", {}, line), make("span.muted.small", {}, facts)), inner);
+
+function completion(sample, n) {
+  return folded(lastLine(sample.prompt), "", n, spoken("prompt", sample.prompt), spoken("completion", sample.completion), sample.reference !== null && spoken("reference", sample.reference));
 }
 
-function group({ prompt, samples, place }) {
+function group({ prompt, samples, place }, n) {
   const best = [...samples].sort((a, b) => b.reward - a.reward);
   const answers = best.map((one) => {
     const facts = [`reward ${number(one.reward)}`, one.num_tokens !== null && `${one.num_tokens} tokens`, one.finish_reason === "length" && "cut off", one.is_cut && "shown in part"];
-    return make("div", {}, part(facts.filter(Boolean).join(" · "), one.text));
+    return make("div", {}, spoken(facts.filter(Boolean).join(" · "), one.text));
   });
   const [first, ...others] = answers;
-  return make("article.sample", {}, part("prompt", prompt, place), first, others.length > 0 && make("details", {}, make("summary", {}, `${number(others.length)} more, by reward`), make("div.two", {}, others)));
+  const facts = `${number(samples.length)} samples, best ${number(best[0]?.reward)}${place ? `, ${place}` : ""}`;
+  return folded(lastLine(prompt), facts, n, spoken("prompt", prompt), first, others.length > 0 && make("details", {}, make("summary", {}, `${number(others.length)} more, by reward`), make("div.two", {}, others)));
 }
-
-const part = (who, text, more) => [make("div.who", {}, who, more && make("span.muted", {}, more)), make("pre", {}, text || "(empty)")];

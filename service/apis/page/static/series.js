@@ -1,7 +1,7 @@
 // What a run measured, gathered from its events as they come, and which charts show it.
 
 import { Chart } from "./chart.js";
-import { bytes, duration, get, number } from "./page.js";
+import { bytes, duration, get, make, number, show } from "./page.js";
 
 /** A run's events and train steps so far. `read` asks for those that are new, and says whether there were any. */
 export class RunMetrics {
@@ -79,6 +79,7 @@ const BY_STEP = [
   { title: "Throughput, tokens/s", lines: [step("tokens_per_s", "tokens/s")] },
   { title: "Device memory", lines: [[...step("memory_bytes", "memory"), { exact: true }]], format: bytes, fromZero: true },
 ];
+const FIRST = 4;  // charts that are never folded
 const PLANS = {
   sft: [{ title: "Loss", lines: [step("loss", "train"), held("loss", "held out")] }, ...BY_STEP],
   dpo: [
@@ -102,10 +103,51 @@ const PLANS = {
   ],
 };
 
+/** Charts that may be folded away, and are on a phone. */
+const foldedCharts = () => make("details.more", { open: !matchMedia("(max-width: 760px)").matches }, make("summary", {}, "More charts"), make("div.chart-grid"));
+
+/** The charts of several runs in an element: one for each of their measures, with a line for each run. */
+export class OverlaidCharts {
+  constructor(place) {
+    Object.assign(this, { place, charts: new Map(), isDrawn: false, more: foldedCharts() });
+  }
+
+  /** `runs`: their names and their RunMetrics, in the order of their colours. */
+  draw(runs, { log, smooth }) {
+    const kinds = [...new Set(runs.map((run) => run.metrics.kind))];
+    const found = new Map();
+    for (const kind of kinds) {
+      for (const plan of PLANS[kind] ?? []) {
+        for (const [label, values, more] of plan.lines) {
+          if (more?.columns) continue;
+          const title = plan.lines.length > 1 ? `${plan.title}: ${label}` : plan.title;
+          if (!found.has(title)) found.set(title, { plan, lines: [] });
+          found.get(title).lines.push({ kind, values, more });
+        }
+      }
+    }
+    const shown = [];
+    for (const [title, { plan, lines }] of found) {
+      const series = runs.flatMap(({ name, metrics }, color) => lines.filter(({ kind }) => kind === metrics.kind).map(({ values, more }) => ({ name, color, points: values(metrics), ...more }))).filter((one) => one.points.length);
+      if (!series.length) continue;
+      if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { format: plan.format ?? number, xName: plan.xName ?? "step", fromZero: plan.fromZero }));
+      shown.push([this.charts.get(title), { series, log: log && !plan.xName, smooth }]);
+    }
+    const none = make("p.muted", {}, runs.length ? "No steps of these runs are on record." : "Choose runs to compare: here, or in the list of runs.");
+    const figures = shown.map(([chart]) => chart.figure);
+    show(this.more.lastChild, figures.slice(FIRST));
+    show(this.place, figures.length ? figures.slice(0, FIRST) : none, figures.length > FIRST && this.more);
+    for (const [chart, data] of shown) chart.draw(data);
+    this.isDrawn = true;
+  }
+}
+
 /** The charts of a run in an element: those that have something to show, in a fixed order. */
 export class Charts {
   constructor(place, kind) {
     this.place = place;
+    this.folded = foldedCharts();
+    this.more = this.folded.lastChild;
     this.plans = PLANS[kind].map((plan) => ({ ...plan, chart: null }));
   }
 
@@ -115,14 +157,23 @@ export class Charts {
       if (!series.length) continue;
       const isNew = !plan.chart;
       plan.chart ??= new Chart(plan.title, { format: plan.format ?? number, xName: plan.xName ?? "step", fromZero: plan.fromZero });
-      if (isNew) this.place.insertBefore(plan.chart.figure, this.behind(plan));
+      if (isNew) this.put(plan);
       const bands = plan.band ? [{ color: 0, points: run.band(...plan.band) }] : [];
       plan.chart.draw({ series, bands, marks: plan.xName ? [] : run.starts, log: log && !plan.xName, smooth });
     }
   }
 
+  /** The first charts stand by themselves; those behind them may be folded away, and are on a phone. */
+  put(plan) {
+    const isMore = this.plans.indexOf(plan) >= FIRST;
+    if (isMore && !this.folded.isConnected) this.place.append(this.folded);
+    const place = isMore ? this.more : this.place;
+    place.insertBefore(plan.chart.figure, this.behind(plan) ?? (isMore || !this.folded.isConnected ? null : this.folded));
+  }
+
   behind(plan) {
-    return this.plans.slice(this.plans.indexOf(plan) + 1).find((one) => one.chart)?.chart.figure ?? null;
+    const at = this.plans.indexOf(plan), isMore = at >= FIRST;
+    return this.plans.find((one, n) => n > at && n >= FIRST === isMore && one.chart)?.chart.figure ?? null;
   }
 }
 

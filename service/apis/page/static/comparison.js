@@ -1,0 +1,34 @@
+// Runs side by side: what became of them, and the fields in which their requests differ.
+
+import { duration, make, money, number, table } from "./page.js";
+import { stateBadge, shownState, tookSeconds } from "./status.js";
+
+/** Fields by their dotted path. */
+function flat(value, path = "", found = new Map()) {
+  if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [name, inner] of Object.entries(value)) flat(inner, path ? `${path}.${name}` : name, found);
+  else found.set(path, value);
+  return found;
+}
+
+const fieldText = (value) => (value === undefined || value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+export const runName = (run) => run.run.name ?? run.run_id;
+
+/** A table with a column for each run. */
+export function comparison(runs) {
+  const requests = runs.map((run) => flat(run.run));
+  const names = [...new Set(requests.flatMap((fields) => [...fields.keys()]))].filter((name) => new Set(requests.map((fields) => fieldText(fields.get(name)))).size > 1);
+  const measured = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => /loss|reward|accuracy|tokens_per_s/.test(name)).sort();
+  const row = (name, cells) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell)));
+  const titles = runs.map((run) => runName(run));
+  const framed = table(["", ...titles], [
+    row("state", runs.map((run) => stateBadge(shownState(run)))),
+    row("steps", runs.map((run) => (run.num_steps ? `${number(run.step)} of ${number(run.num_steps)}` : number(run.step)))),
+    row("duration", runs.map((run) => duration(tookSeconds(run)))),
+    row("GPU time", runs.map((run) => (run.gpu_seconds ? duration(run.gpu_seconds) : "–"))),
+    runs.some((run) => run.cost) && row("cost", runs.map((run) => (run.cost ? money({ amount: run.cost.so_far, currency: run.cost.currency }) : "–"))),
+    ...measured.map((name) => row(name, runs.map((run) => number(run.metrics[name])))),
+    ...names.map((name) => row(name, requests.map((fields) => fieldText(fields.get(name))))),
+  ].filter(Boolean), { stacked: false });
+  [...framed.querySelectorAll("thead th")].slice(1).forEach((cell, n) => cell.replaceChildren(make("a", { href: `/runs/${encodeURIComponent(runs[n].run_id)}` }, titles[n])));
+  return [make("h3", {}, `${names.length} fields of the request differ`), framed];
+}

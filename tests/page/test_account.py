@@ -1,0 +1,138 @@
+"""What belongs to the tenant: keys, usage and cost, webhooks, files, models; and several runs side by side."""
+
+import re
+from pathlib import Path
+
+import httpx
+
+from service.accounts.principals import ALL_SCOPES
+from tests.page import measured
+from tests.page.guest import Browser, Guest, expect
+from tests.service.conftest import Service, new_key
+
+
+def test_a_key_is_shown_once_and_revoked(guest: Guest, service: Service, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto("/account")
+    keys = page.get_by_role("region", name="API keys", exact=True)
+    expect(keys).to_contain_text(measured.XSS)
+    assert page.locator("main img, main script").count() == 0 and "owned" not in page.title()
+    keys.get_by_text("New key").click()
+    keys.get_by_role("textbox", name="Title").fill("tide table")
+    keys.get_by_label("write", exact=True).uncheck()
+    keys.get_by_role("button", name="Create key").click()
+    made = keys.get_by_label("The new key").input_value()
+    with service.http(made) as client:
+        who = client.get("/whoami").json()
+        assert (who["title"], set(who["scopes"])) == ("tide table", {"read", "inference"})
+        page.reload()
+        expect(keys).to_contain_text("tide table")
+        assert made not in page.content() and made[:10] in page.content()
+        keys.get_by_role("button", name="Revoke tide table").click()
+        page.get_by_role("button", name="Yes").click()
+        expect(keys.get_by_role("row").filter(has_text="tide table")).to_contain_text("revoked")
+        assert client.get("/whoami").status_code == 401
+
+
+def test_usage_and_its_limits_are_shown(guest: Guest, api: httpx.Client, trained: dict[str, str]) -> None:
+    page = guest.page
+    api.put("/tenants/default/quotas", json={"spending": 40, "gpu_hours": 16})
+    page.goto("/account")
+    usage = page.locator("#usage")
+    for text in ("GPU hours of 30 days", "of 16 h", "Cost of 30 days", "of 40.00 USD", "Stored"):
+        expect(usage).to_contain_text(text)
+    expect(usage.locator("meter")).to_have_count(2)
+    api.put("/tenants/default/quotas", json={})
+    page.goto(f"/runs/{trained['sft']}")
+    expect(page.get_by_label("Summary")).to_contain_text("0.20 USD")  # 282 s at 2.50 an hour
+
+
+def test_a_webhook_is_made_looked_at_and_deleted(guest: Guest, api: httpx.Client, trained: dict[str, str]) -> None:
+    page, url = guest.page, "http://127.0.0.1:9/hook?<b>"
+    page.goto("/account")
+    hooks = page.get_by_role("region", name="Webhooks", exact=True)
+    hooks.get_by_text("New webhook").click()
+    hooks.get_by_label("Address").fill("http://user@127.0.0.1/hook")
+    create = hooks.get_by_role("button", name="Create webhook")
+    create.click()
+    expect(hooks.get_by_role("alert")).to_contain_text("a url may not carry a user")
+    hooks.get_by_label("Address").fill(url)
+    hooks.get_by_label("run.failed", exact=True).check()
+    create.click()
+    secret = hooks.get_by_label("The secret that messages are signed with").input_value()
+    assert secret.startswith("whsec_")
+    mine = hooks.get_by_role("article", name=f"Webhook {url}")
+    expect(mine).to_contain_text("run.failed")
+    mine.get_by_role("button", name="Ping").click()
+    expect(page.locator("#toast")).to_contain_text("A ping is on its way")
+    mine.get_by_role("button", name="Deliveries").click()
+    expect(mine.get_by_role("cell", name="ping", exact=True)).to_be_visible()
+    mine.get_by_role("button", name="Switch off").click()
+    expect(mine).to_contain_text("switched off")
+    mine.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Yes").click()
+    expect(mine).to_have_count(0)
+    guest.troubles[:] = [trouble for trouble in guest.troubles if "422" not in trouble]  # as Chromium notes refusals
+
+
+def test_who_may_not_see_keys_is_told_so(browser: Browser, service: Service, api: httpx.Client, trained) -> None:
+    reader = new_key(api, title="reader", scopes=[scope for scope in ALL_SCOPES if scope != "admin"])["key"]
+    one = Guest(browser, service.url, key=reader)
+    one.page.goto("/account")
+    expect(one.page.locator("#keys")).to_contain_text("lacks the scope admin")
+    expect(one.page.locator("#usage")).to_contain_text("GPU hours")
+    one.context.close()
+
+
+def test_files_are_uploaded_and_deleted(guest: Guest, tmp_path: Path, trained: dict[str, str]) -> None:
+    page = guest.page
+    rows = tmp_path / "tides.jsonl"
+    rows.write_text('{"text": "high water"}\n')
+    page.goto("/files")
+    page.get_by_label("Upload a file of yours").set_input_files(rows)
+    row = page.get_by_role("row").filter(has_text="tides.jsonl")
+    with page.expect_download() as found:
+        row.get_by_role("link", name="Download").click()
+    assert Path(found.value.path()).read_bytes() == rows.read_bytes()
+    row.get_by_role("link", name="Train on").click()
+    expect(page.locator("#new-run [name=dataset]")).to_have_value(re.compile("/tides.jsonl$"))
+    page.goto("/files")
+    row.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Yes").click()
+    expect(row).to_have_count(0)
+
+
+def test_models_are_listed_with_their_versions(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto("/models")
+    row = page.get_by_role("row").filter(has_text="harbour-chat")
+    row.get_by_text("v2 of 2").click()
+    with page.expect_download() as found:
+        row.get_by_role("link", name="v1", exact=True).click()
+    assert found.value.suggested_filename == "harbour-chat-v1.tar"
+    row.get_by_role("link", name="Train on").click()
+    expect(page.locator("#new-run [name=model]")).to_have_value("harbour-chat")
+
+
+def test_several_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto("/?kind=sft")
+    page.get_by_label("Compare harbour-chat").check()
+    expect(page.locator("#compare")).to_be_hidden()
+    page.get_by_label(f"Compare {trained['evil']}").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    expect(page.locator("#compared li")).to_have_count(2)
+    loss = page.locator("figure.chart").filter(has_text="Loss: train")
+    expect(loss.locator("path.line.c0").first).to_be_attached()
+    expect(loss.locator("path.line.c1").first).to_be_attached()
+    expect(loss.locator(".legend li")).to_have_text(["harbour-chat", trained["evil"]])
+    rows = page.locator("#table")
+    expect(rows.get_by_role("rowheader", name="model", exact=True)).to_be_visible()
+    expect(rows.get_by_role("row").filter(has_text="cost")).to_contain_text("0.20 USD")
+    expect(rows).to_contain_text(measured.XSS[:20])
+    page.get_by_label("Add").select_option(trained["rl"])
+    expect(page.locator("#compared li")).to_have_count(3)
+    expect(page.locator("figure.chart").filter(has_text="Reward: mean")).to_be_visible()
+    page.get_by_role("button", name="Leave out harbour-chat").click()
+    expect(page.locator("#compared li")).to_have_count(2)
+    assert trained["sft"] not in page.url
