@@ -79,7 +79,7 @@ const BY_STEP = [
   { title: "Throughput, tokens/s", lines: [step("tokens_per_s", "tokens/s")] },
   { title: "Device memory", lines: [[...step("memory_bytes", "memory"), { exact: true }]], format: bytes, fromZero: true },
 ];
-const FIRST = 4;  // charts that are never folded
+const FIRST = matchMedia("(max-width: 760px)").matches ? 4 : Infinity;  // charts that are not folded
 const PLANS = {
   sft: [{ title: "Loss", lines: [step("loss", "train"), held("loss", "held out")] }, ...BY_STEP],
   dpo: [
@@ -103,8 +103,8 @@ const PLANS = {
   ],
 };
 
-/** Charts that may be folded away, and are on a phone. */
-const foldedCharts = () => make("details.more", { open: !matchMedia("(max-width: 760px)").matches }, make("summary", {}, "More charts"), make("div.chart-grid"));
+/** Charts that are folded away on a phone. */
+const foldedCharts = () => make("details.more", {}, make("summary", {}, "More charts"), make("div.chart-grid"));
 
 /** The charts of several runs in an element: one for each of their measures, with a line for each run. */
 export class OverlaidCharts {
@@ -163,7 +163,7 @@ export class Charts {
     }
   }
 
-  /** The first charts stand by themselves; those behind them may be folded away, and are on a phone. */
+  /** The first charts stand by themselves; on a phone those behind them are folded away. */
   put(plan) {
     const isMore = this.plans.indexOf(plan) >= FIRST;
     if (isMore && !this.folded.isConnected) this.place.append(this.folded);
