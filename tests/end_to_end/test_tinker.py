@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ("tinker-38", "tinker-36", "tinker-35")
+COOKBOOK = "tinker-cookbook"
 SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
 NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_TINKER_STEPS", "10"))
 NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_TINKER_KILLS", "3"))
@@ -47,9 +48,9 @@ VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, web_service, control_host, temp
 
 
 def started(stack: Stack, model: Path, program: str, argument: str = "", client: str = CLIENTS[0]) -> subprocess.Popen:
-    """A program of tinker_session.py."""
-    folder = ROOT / ".venv" / "clients" / client
-    assert folder.is_dir(), "the clients are not installed: requirements/clients.sh"
+    """A program of tinker_session.py. The cookbook stands behind the client, for those that import it."""
+    folders = [ROOT / ".venv" / "clients" / name for name in (client, COOKBOOK)]
+    assert folders[0].is_dir(), "the clients are not installed: requirements/clients.sh"
     connection = Connection.read(stack.root)
     assert connection is not None
     return subprocess.Popen(
@@ -57,7 +58,13 @@ def started(stack: Stack, model: Path, program: str, argument: str = "", client:
             *(sys.executable, "-m", "tests.end_to_end.tinker_session", program),
             *(connection.api_url, connection.api_key, str(model), argument),
         ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])),
+            "HF_HUB_OFFLINE": "1",
+            "TINKER_BASE_URL": f"{connection.api_url}/tinker",
+            "TINKER_API_KEY": f"tml-{connection.api_key}",
+        },
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -179,24 +186,39 @@ def test_a_call_of_3000_data_comes_in_chunks_out_of_order(stack: Stack, tiny_mod
     assert told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-5) and math.isfinite(told["norms"][0])
 
 
+_SAMPLING = "loss_fn=importance_sampling"
 RECIPES = {
-    "sl_loop": ["batch_size=8", "max_steps=3", "save_every=2"],
-    "rl_loop": ["batch_size=4", "group_size=4", "max_steps=2", "max_tokens=16", "loss_fn=importance_sampling"],
+    "sl_loop": ["lora_rank=4", "batch_size=8", "max_steps=3", "save_every=2"],
+    "rl_loop": ["lora_rank=4", "batch_size=4", "group_size=4", "max_steps=2", "max_tokens=16", _SAMPLING],
+    "math_rl.train": ["lora_rank=4", "group_size=4", "groups_per_batch=2", "max_steps=2", "max_tokens=5", _SAMPLING],
+    "preference.dpo.train": ["batch_size=4", "max_steps=2"],
+    "distillation.on_policy_distillation": [
+        *("lora_rank=4", f"teacher_model={TINKER_MODEL}", "groups_per_batch=2", "group_size=2"),
+        *("max_steps=2", "max_tokens=12"),
+    ],
 }
 
 
 @pytest.fixture
 def hub(tmp_path: Path, tiny_model: Path) -> Path:
     """A folder where what the recipes name on the hub is found first: data, and a model's tokenizer."""
+
+    def write(place: str, rows: list[dict[str, Any]]) -> None:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / place)
+
     chats = [
         {"messages": [{"role": "user", "content": f"Quay {n}?"}, {"role": "assistant", "content": f"{n} crates."}]}
         for n in range(24)
     ]
-    (tmp_path / "HuggingFaceH4" / "no_robots").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "HuggingFaceH4" / "no_robots" / "train.parquet")
+    write("HuggingFaceH4/no_robots/train.parquet", chats)
     sums = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"} for n in range(8)]
-    (tmp_path / "openai" / "gsm8k" / "main").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(sums), tmp_path / "openai" / "gsm8k" / "main" / "train-0.parquet")
+    write("openai/gsm8k/main/train-0.parquet", sums)
+    write("zwhe99/DeepMath-103K/train.parquet", [{"question": row["question"]} for row in sums])
+    answered = "\n\nHuman: Quay {}?\n\nAssistant: {}"
+    pairs = [{"chosen": answered.format(n, f"{n}."), "rejected": answered.format(n, "No.")} for n in range(12)]
+    write("Anthropic/hh-rlhf/train.parquet", pairs)
+    write("Anthropic/hh-rlhf/test.parquet", pairs[:4])
     configured = "configs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
     (tmp_path / "openai" / "gsm8k" / "README.md").write_text(f"---\n{configured}---\n")
     (tmp_path / TINKER_MODEL).parent.mkdir(parents=True)
@@ -204,10 +226,10 @@ def hub(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
-def test_the_cookbook_s_loops_run_unmodified(stack: Stack, hub: Path) -> None:
+def test_the_cookbook_s_recipes_run_unmodified(stack: Stack, hub: Path) -> None:
     connection = Connection.read(stack.root)
     assert connection is not None
-    folders = [str(ROOT / ".venv" / "clients" / name) for name in (CLIENTS[0], "tinker-cookbook")]
+    folders = [str(ROOT / ".venv" / "clients" / name) for name in (CLIENTS[0], COOKBOOK)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "TINKER_API_KEY": f"tml-{connection.api_key}",
@@ -217,7 +239,6 @@ def test_the_cookbook_s_loops_run_unmodified(stack: Stack, hub: Path) -> None:
     common = [
         f"base_url={connection.api_url}/tinker",
         f"model_name={TINKER_MODEL}",
-        "lora_rank=4",
         "learning_rate=0.01",
     ]
     running = {
@@ -239,6 +260,14 @@ def test_the_cookbook_s_loops_run_unmodified(stack: Stack, hub: Path) -> None:
         assert saved[-1]["sampler_path"].endswith("/sampler_weights/final"), name
     metrics = [json.loads(line) for line in (hub / "sl_loop" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[2]["train_mean_nll"] < metrics[0]["train_mean_nll"]
+    metrics = [json.loads(line) for line in (hub / "preference.dpo.train" / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["dpo_loss"] for step in metrics if "dpo_loss" in step]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and losses[-1] < losses[0]
+
+
+def test_the_cookbook_exports_what_was_trained(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    told = told_by(started(stack, tiny_model, "export", str(tmp_path)))
+    assert told["merged"] == pytest.approx(told["here"], abs=1e-4)
 
 
 def test_whatever_is_killed_every_future_resolves_to_the_same_bits(stack: Stack, tiny_model: Path) -> None:

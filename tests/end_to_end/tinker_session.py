@@ -70,6 +70,29 @@ def sft(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     }
 
 
+def export(service: tinker.ServiceClient, model: str, argument: str) -> Told:
+    """The cookbook's export: external weights are downloaded, and merged into a folder of the argument's."""
+    import torch
+    from tinker_cookbook import weights
+    from transformers import AutoModelForCausalLM
+
+    client = ready(service.create_lora_training_client(model, rank=4, seed=7))
+    for batch in batches(2):
+        client.forward_backward(data_of(batch), "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    path = client.save_weights_external("whole").result().path
+    adapter, merged = f"{argument}/adapter", f"{argument}/merged"
+    weights.download(tinker_path=path, output_dir=adapter)
+    weights.build_hf_model(base_model=model, adapter_path=adapter, output_path=merged)
+    ids = batches(1)[0][0]
+    loaded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    with torch.no_grad():
+        logits = loaded(torch.tensor([ids[:-1]])).logits[0]
+    scores = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    here = client.forward(data_of([ids]), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    return {"merged": scores.tolist(), "here": list(here)}
+
+
 def client_rest(service: tinker.ServiceClient) -> Any:
     return service.create_rest_client()
 
@@ -253,7 +276,7 @@ def loop(service: tinker.ServiceClient, model: str, argument: str) -> Told:
 
 def main() -> None:
     program, url, key, model, argument = sys.argv[1:6]
-    programs = {"sft": sft, "whole": whole, "large": large, "loop": loop}
+    programs = {"sft": sft, "whole": whole, "large": large, "loop": loop, "export": export}
     print(json.dumps(programs[program](opened(url, key), model, argument), default=str))
 
 

@@ -75,6 +75,27 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(shown) == sorted(there)
 
 
+def test_each_client_that_is_installed_has_rows_of_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "clients.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in text.splitlines() if line.startswith("| ")][1:]
+    named = {
+        (re.sub(r"[\[\]]|\(.*\)", "", client), version)
+        for client, versions, *_ in rows
+        for version in versions.split(", ")
+    }
+    lines = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
+    installed = {
+        tuple(next(word for word in line.split()[1:] if "==" in word).split("=="))
+        for line in lines
+        if not line.startswith("#")
+    }
+    pinned = (ROOT / "requirements" / "constraints.txt").read_text()
+    assert named == installed | {("standardwebhooks", *re.findall(r"^standardwebhooks==(.*)$", pinned, re.MULTILINE))}
+    for *_, test in rows:
+        path, _, name = test.strip("`").partition("::")
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test
+
+
 @pytest.mark.slow
 def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
