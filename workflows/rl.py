@@ -85,7 +85,7 @@ class RLWorkflow(ClientDrivenHandlers):
         data = None
         if run.rollouts is not None:
             self._run.show(phase="tokenizing")
-            data = await rollouts.prepare(start, resolved.model)
+            data = await rollouts.prepare(start, resolved.model, resolved.shape)
             self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
         state = RLState(
             model=resolved.model,

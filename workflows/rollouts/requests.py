@@ -11,9 +11,10 @@ from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
-from shared.jobs.job import Full, Lora
+from shared.jobs.job import Dtype, Full, Lora
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.jobs.weight_sync import SyncTarget, newest_name
+from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts
 from shared.runs.serving import SamplerPlace
@@ -26,6 +27,7 @@ from workflows import policies as limits
 _EVALUATION = 0  # the number of a step where held-out prompts are sampled
 # Sequences that a sampler computes at a time. Samples depend on this number, so it must not vary between hosts.
 _MOST_SLOTS = 64
+_ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 
 def rollouts_of(run: RLRun) -> Rollouts:
@@ -175,6 +177,21 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
         name=newest_name(start.run_id) if plan.in_flight == "continue" else None,
         waits=rollouts.off_policy_steps <= 1,
     )
+
+
+def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
+    """Return why a model's whole weights do not fit a run's buckets, as far as its shape tells; else None."""
+    rollouts = rollouts_of(run)
+    plan = rollouts.weight_sync
+    if not isinstance(run.trainable, Full) or rollouts.sampler != "own":
+        return None
+    if plan.backend == "store" or rollouts.colocate:
+        return None
+    widest = max(shape.hidden_size, shape.expert_ffn_size if shape.num_experts else shape.ffn_size)
+    row_bytes = widest * _ITEM_BYTES[run.dtype]
+    if row_bytes <= plan.bucket_bytes:
+        return None
+    return f"rollouts.weight_sync.bucket_bytes: rows of this model have {row_bytes} bytes: a bucket holds one at least"
 
 
 def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: int) -> GroupSamplesRequest:

@@ -25,11 +25,13 @@ with workflow.unsafe.imports_passed_through():
     from shared.contract import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.weight_sync import SyncTarget
+    from shared.models.shape import ModelShape
     from shared.runs.serving import LeasedSampler, SamplerPlace
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
-    from shared.runs.status import Phase, Policy, RLState, RolloutData, StepStatus
+    from shared.runs.status import Phase, Policy, Problem, RLState, RolloutData, StepStatus
     from workflows import control
+    from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import REPLACES_MISMATCHED, Sampling
@@ -47,8 +49,14 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare(start: RLStart, model: Artifact) -> RolloutData:
-    """Try the grader, download and render the prompts, before any accelerator is asked for."""
+async def prepare(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
+    """Try the grader, download and render the prompts, before any accelerator is asked for.
+
+    Raises:
+        RunFailed: the model's weights do not fit the buckets that they are to travel in.
+    """
+    if (message := rollout_requests.too_small_a_bucket(start.run, shape)) is not None:
+        raise RunFailed(Problem(kind="invalid_input", message=message))
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
     prompts = await _render(start, model, "train", rollouts.prompts)

@@ -1,0 +1,30 @@
+"""Requests of a run's own rollouts: what is refused of them once the model's shape is known."""
+
+import pytest
+
+from shared.models.shape import ModelShape
+from shared.runs.requests import RLRun
+from workflows.rollouts.requests import too_small_a_bucket
+
+SHAPE = ModelShape(
+    family="qwen3", num_layers=2, hidden_size=1024, num_heads=4, num_kv_heads=2, ffn_size=3072, vocab_size=512
+)
+EXPERTS = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 8, "expert_ffn_size": 256})
+GRADER = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "needed"),
+    [(SHAPE, "bfloat16", 6144), (SHAPE, "float32", 12288), (EXPERTS, "float32", 4096)],
+)
+def test_a_bucket_holds_a_row_of_the_widest_weight(shape: ModelShape, dtype: str, needed: int) -> None:
+    def reason(num_bytes: int, kind: str = "full", **rollouts: object) -> str | None:
+        own = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 1, "weight_sync": {"bucket_bytes": num_bytes}}
+        run = {"kind": "rl", "model": "/m", "dtype": dtype, "trainable": {"kind": kind}, "rollouts": own | rollouts}
+        return too_small_a_bucket(RLRun.model_validate(run), shape)
+
+    assert reason(needed) is None
+    assert f"weight_sync.bucket_bytes: rows of this model have {needed} bytes" in str(reason(needed - 1))
+    assert reason(needed - 1, "lora") is None, "an adapter's are the trainer's to check"
+    assert reason(needed - 1, weight_sync={"bucket_bytes": needed - 1, "backend": "store"}) is None
+    assert reason(needed - 1, colocate=True) is None and reason(needed - 1, sampler="vllm") is None
