@@ -17,7 +17,7 @@ from service.accounts.principals import Principal
 from service.apis.openai.files import MAX_NAME, plain_name
 from service.apis.openai.fine_tuning import automatic, jobs
 from service.apis.openai.fine_tuning.automatic import count_examples
-from service.apis.openai.fine_tuning.request import Hyperparameters, JobRequest
+from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
 from service.apis.openai.forms import FileForm
 from shared.contract import Artifact
@@ -305,8 +305,23 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     assert key("1") != first
 
 
-def test_more_epochs_than_anybody_means_are_refused_where_the_job_is_sent():
-    for epochs in (51, 1000):
-        with pytest.raises(ValidationError, match="n_epochs is at most 50"):
-            Hyperparameters(n_epochs=epochs)
-    assert Hyperparameters(n_epochs=50).n_epochs == 50
+@pytest.mark.parametrize(
+    ("kind", "name", "most", "words"),
+    [
+        ("supervised", "n_epochs", 50, "at most 50, as at OpenAI: for more, give steps"),
+        ("supervised", "batch_size", 256, "at most 256, as at OpenAI: for more, give batch_tokens"),
+        ("dpo", "beta", 2, "at most 2, as at OpenAI"),
+        ("reinforcement", "batch_size", 256, "at most 256, as at OpenAI"),
+        ("reinforcement", "compute_multiplier", 10, "give group_size"),
+    ],
+)
+def test_more_than_anybody_means_is_refused_where_the_job_is_sent(kind: str, name: str, most: int, words: str) -> None:
+    def asked(value: int) -> JobRequest:
+        settings = {"hyperparameters": {name: value}} | ({"grader": CHECK} if kind == "reinforcement" else {})
+        method = {"type": kind, kind: settings}
+        return JobRequest.model_validate({"model": "org/tiny", "training_file": "file-1", "method": method})
+
+    for value in (most + 1, 1000):
+        with pytest.raises(ValidationError, match=words):
+            asked(value)
+    assert getattr(asked(most).how.hyperparameters, name) == most

@@ -25,34 +25,38 @@ def _auto(kind: str) -> Any:
     return WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": kind}, {"type": "null"}]})
 
 
-_MOST_EPOCHS = 50
-
 # None: chosen here, by the rules of docs/openai_api.md.
 AutoInt = Annotated[int | None, BeforeValidator(_automatic), _auto("integer")]
 AutoFloat = Annotated[float | None, BeforeValidator(_automatic), _auto("number")]
 
 
-def _few_epochs(given: int | None) -> int | None:
-    """Check the number of epochs against OpenAI's bound."""
-    if given is not None and given > _MOST_EPOCHS:
-        raise ValueError(f"n_epochs is at most {_MOST_EPOCHS}, as at OpenAI: for more, give steps in `longshore`")
-    return given
+def _at_most(most: int, instead: str = "") -> AfterValidator:
+    """Return a validator by a bound of OpenAI's, which protects the installation. `instead`: our own setting."""
+
+    def check(given: float | None) -> float | None:
+        if given is not None and given > most:
+            more = f": for more, give {instead} in `longshore`" if instead else ""
+            raise ValueError(f"at most {most}, as at OpenAI{more}")
+        return given
+
+    return AfterValidator(check)
 
 
 class Hyperparameters(Frozen):
     """Hyperparameters of every method."""
 
-    batch_size: AutoInt = None
+    batch_size: Annotated[AutoInt, _at_most(256, "batch_tokens")] = None
     learning_rate_multiplier: AutoFloat = None
-    n_epochs: Annotated[AutoInt, AfterValidator(_few_epochs)] = None
+    n_epochs: Annotated[AutoInt, _at_most(50, "steps")] = None
 
 
 class DpoHyperparameters(Hyperparameters):
-    beta: AutoFloat = None
+    beta: Annotated[AutoFloat, _at_most(2)] = None
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    compute_multiplier: AutoFloat = None
+    batch_size: Annotated[AutoInt, _at_most(256)] = None
+    compute_multiplier: Annotated[AutoFloat, _at_most(10, "group_size")] = None
     eval_interval: AutoInt = None
     eval_samples: AutoInt = None
     reasoning_effort: Literal["default"] | None = Field(
