@@ -147,6 +147,20 @@ def test_samples_are_of_the_weights_that_were_named(told: dict[str, Any]) -> Non
     assert told["computed"] == told["prompt_logprobs"]
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_transformers(told: dict[str, Any], tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids, top = told["top"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    expected = logits[:-1].log_softmax(-1).topk(3)
+    assert top[0] is None and [[token for token, _ in row] for row in top[1:]] == expected.indices.tolist()
+    assert [[value for _, value in row] for row in top[1:]] == [
+        pytest.approx(row, abs=1e-5) for row in expected.values.tolist()
+    ]
+
+
 def test_refusals_name_what_is_wrong_and_cost_nothing(told: dict[str, Any]) -> None:
     refused = told["refused"]
     assert refused["loss"]["status"] == 422 and "gspo" in refused["loss"]["body"]["error"]

@@ -128,6 +128,8 @@ def whole(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     )
     base = ready(service.create_sampling_client(base_model=model))
     told["by_base"] = list(base.sample(prompt, 1, params).result().sequences[0].tokens)
+    scored = base.sample(prompt, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=3).result()
+    told["top"] = [list(prompt.to_ints()), scored.topk_prompt_logprobs]
     told["stopped"] = (
         base.sample(prompt, 1, types.SamplingParams(max_tokens=6, seed=11, stop=[told["by_base"][2]]))
         .result()
@@ -200,7 +202,7 @@ def refusals(service: Any, client: Any, data: Any, base: Any, prompt: Any) -> To
         "name": refused(lambda: client.save_state("no/name").result()),
         "state": refused(lambda: ready(service.create_training_client_from_state("tinker://nobody/weights/x"))),
         "top_k": refused(
-            lambda: base.sample(prompt, 1, types.SamplingParams(max_tokens=2), topk_prompt_logprobs=3).result()
+            lambda: base.sample(prompt, 1, types.SamplingParams(max_tokens=2), topk_prompt_logprobs=21).result()
         ),
         "base": refused(lambda: ready(service.create_lora_training_client("/no/such/model"))),
     }

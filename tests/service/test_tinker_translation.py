@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from service.apis.tinker import samples
 from service.apis.tinker.addresses import error_body, tinker_key
@@ -204,7 +205,15 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
     stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
     assert samples.question(stopped, "m", 0, 0, 1).stop_token_ids == [2, 9]
-    for name, value in (("topk_prompt_logprobs", 1), ("prompt_alt_tokens_k", 2), ("record_stability_info", True)):
+    for name, value in (("topk_sample_logprobs", 1), ("prompt_alt_tokens_k", 2), ("record_stability_info", True)):
         with pytest.raises(InvalidInput) as caught:
             asked.model_copy(update={name: value}).check()
         assert caught.value.place == name
+    for wrong in (-1, 21, 10**9):
+        with pytest.raises(ValidationError, match="topk_prompt_logprobs"):
+            Sample.model_validate(body | {"topk_prompt_logprobs": wrong})
+    told = asked.model_copy(update={"topk_prompt_logprobs": 20})
+    assert [samples.question(told, "m", 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
+    for wrong in (-1, 21, 10**9):
+        with pytest.raises(ValidationError):
+            Sample.model_validate(body | {"topk_prompt_logprobs": wrong})

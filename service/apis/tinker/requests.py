@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from service.apis.tinker.records import Metadata, SessionRecord
+from shared.chat.completions import MAX_TOP_LOGPROBS
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 
@@ -176,7 +177,7 @@ class Sample(Request):
     sampling_session_id: Id | None = None
     seq_id: int | None = Field(default=None, ge=0, lt=2**63)
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
@@ -185,9 +186,9 @@ class Sample(Request):
 
     def check(self) -> None:
         """Refuse by its value what no sampler here tells. Raises InvalidInput."""
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if getattr(self, name):
-                raise InvalidInput("samplers here tell of the prompt's and the drawn tokens alone: give 0", name)
+                raise InvalidInput("samplers here tell the likeliest tokens of the prompt alone: give 0", name)
         if self.target_prompt_logprobs is not None:
             raise InvalidInput("samplers here score the prompt's own tokens alone", "target_prompt_logprobs")
         if self.record_stability_info:

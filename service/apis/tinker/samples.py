@@ -22,7 +22,7 @@ from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.door import AtDoor, Door
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
 from service.apis.tinker.requests import CreateSampler, Sample, SamplingParams
-from service.apis.tinker.wire import Drawn, samples_bytes
+from service.apis.tinker.wire import Drawn, PromptScores, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
@@ -226,7 +226,8 @@ async def _published(door: Door, name: str) -> tuple[Target, str]:
 
 def parts(asked: Sample) -> list[tuple[int, int]]:
     """Divide a request's samples over questions whose answers have a bounded size: (first, how many)."""
-    tokens = (asked.sampling_params.max_tokens or 1) + (len(asked.prompt.ids) if asked.prompt_logprobs else 0)
+    told = 1 + asked.topk_prompt_logprobs if _scores_prompt(asked) else 0
+    tokens = (asked.sampling_params.max_tokens or 1) + told * len(asked.prompt.ids)
     most = max(1, _ANSWER_TOKENS // tokens)
     return [(first, min(most, asked.num_samples - first)) for first in range(0, asked.num_samples, most)]
 
@@ -250,13 +251,17 @@ def question(asked: Sample, model: str, seed: int, first: int, n: int) -> Comple
                 "ignore_eos": params.stop is not None and not stop and not stop_ids,
                 "seed": seed + first,
                 "logprobs": 0,
-                "prompt_logprobs": 0 if asked.prompt_logprobs and first == 0 else None,
+                "prompt_logprobs": asked.topk_prompt_logprobs if _scores_prompt(asked) and first == 0 else None,
                 "return_token_ids": True,
             }
         )
     except ValidationError as error:
         place, rule = first_error(error)
         raise InvalidInput(rule, f"sampling_params.{place}") from None
+
+
+def _scores_prompt(asked: Sample) -> bool:
+    return bool(asked.prompt_logprobs or asked.topk_prompt_logprobs)
 
 
 def _stops(params: SamplingParams) -> tuple[list[str], list[int]]:
@@ -276,21 +281,20 @@ def answer_bytes(asked: Sample, answers: Sequence[CompletionResponse]) -> bytes:
             assert choice.token_ids is not None and choice.logprobs is not None
             logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
             drawn.append(Drawn(choice.token_ids, logprobs, choice.finish_reason == "stop"))
-    if not asked.prompt_logprobs:
-        return samples_bytes(drawn, None)
-    return samples_bytes(drawn, _prompt_scores(asked, answers[0]))
+    return samples_bytes(drawn, _prompt_scores(asked, answers[0]) if _scores_prompt(asked) else PromptScores())
 
 
-def _prompt_scores(asked: Sample, answer: CompletionResponse) -> list[float]:
-    """Return the log-probability of each of the prompt's tokens; NaN for the first, and for those that nobody wants."""
+def _prompt_scores(asked: Sample, answer: CompletionResponse) -> PromptScores:
+    """Return what is told of the prompt's tokens: nothing of the first, and of those that nobody wants."""
     told = answer.choices[0].prompt_logprobs
     assert told is not None
-    ids = asked.prompt.ids
-    scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(told)]
-    if (last := asked.prompt_logprobs_last_n) is not None:
-        unwanted = len(scores) - last
-        scores[:unwanted] = [float("nan")] * max(0, unwanted)
-    return scores
+    ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
+    unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
+    known = [None if place < unwanted else each for place, each in enumerate(told)]
+    scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
+    ranked = [sorted((of.rank or 0, token, of.logprob) for token, of in (each or {}).items()) for each in known]
+    top = [[(token, logprob) for rank, token, logprob in row if rank <= k] for row in ranked]
+    return PromptScores(scores if asked.prompt_logprobs else None, top, k)
 
 
 # Operations.

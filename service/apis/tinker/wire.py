@@ -44,11 +44,14 @@ _SCHEMA = {
     "ArrayRecord": "type_tag=1 string, fields=2 BatchedEntry*, num_datums=3 int64",
     "ForwardBackwardOutput": "loss_fn_output_type=1 string, loss_fn_outputs=2 ArrayRecord*, metrics=3 NumberEntry*",
     "SampledSequence": "stop_reason=1 int32, tokens=2 bytes, logprobs=3 bytes",
-    "SampleResponse": "sequences=1 SampledSequence*, prompt_logprobs=2 bytes, prompt_cache_hit_tokens=4 int32",
+    "TopkLogprobs": "token_ids=1 bytes, logprobs=2 bytes, k=3 int32, length=4 int32",
+    "SampleResponse": "sequences=1 SampledSequence*, prompt_logprobs=2 bytes, topk_prompt_logprobs=3 TopkLogprobs, "
+    "prompt_cache_hit_tokens=4 int32",
 }
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES: "dict[int, np.dtype[Any]]" = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 _STOP, _LENGTH = 0, 1
+_NO_TOKEN = (0, -99999.0)
 
 
 @dataclass(frozen=True)
@@ -337,8 +340,21 @@ class Drawn:
     stopped: bool
 
 
-def samples_bytes(drawn: Sequence[Drawn], prompt_logprobs: Sequence[float] | None) -> bytes:
-    """Write a SampleResponse. NaN: a token of the prompt that was not scored, as the first one."""
+@dataclass(frozen=True)
+class PromptScores:
+    """What is told of a prompt's tokens, whose number is P.
+
+    `logprobs`: [P], NaN for a token that was not scored, as the first one; None where nobody has asked. `top`: for each
+    token of the prompt the likeliest ones in its place, at most `k`, with their log-probabilities.
+    """
+
+    logprobs: Sequence[float] | None = None
+    top: Sequence[Sequence[tuple[int, float]]] = ()
+    k: int = 0
+
+
+def samples_bytes(drawn: Sequence[Drawn], prompt: PromptScores) -> bytes:
+    """Write a SampleResponse."""
     response = MESSAGES["SampleResponse"]()
     for each in drawn:
         response.sequences.add(
@@ -346,6 +362,12 @@ def samples_bytes(drawn: Sequence[Drawn], prompt_logprobs: Sequence[float] | Non
             tokens=np.asarray(each.tokens, dtype="<i4").tobytes(),
             logprobs=np.asarray(each.logprobs, dtype="<f4").tobytes(),
         )
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = np.asarray(prompt_logprobs, dtype="<f4").tobytes()
+    if prompt.logprobs is not None:
+        response.prompt_logprobs = np.asarray(prompt.logprobs, dtype="<f4").tobytes()
+    if prompt.k:
+        rows = [[*row, *[_NO_TOKEN] * (prompt.k - len(row))] for row in prompt.top]
+        top = response.topk_prompt_logprobs
+        top.token_ids = np.asarray([[token for token, _ in row] for row in rows], dtype="<i4").tobytes()
+        top.logprobs = np.asarray([[logprob for _, logprob in row] for row in rows], dtype="<f4").tobytes()
+        top.k, top.length = prompt.k, len(rows)
     return bytes(response.SerializeToString())
