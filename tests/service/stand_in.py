@@ -15,6 +15,8 @@ with workflow.unsafe.imports_passed_through():
 
 SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""
+PUBLISHES = "publishes"
+"""The name of runs that say that they have published a version. Nothing stands in the store."""
 
 
 @workflow.defn(name="SFTWorkflow")
@@ -53,7 +55,8 @@ class StandIn:
             self._show(state="failed", problem=problem)
             await self._record()
             raise ApplicationError(problem.message, type=problem.kind, non_retryable=True)
-        self._show(state="succeeded", phase="done", step=4, metrics={"loss": 1.5})
+        version = 1 if start.run.name == PUBLISHES else None
+        self._show(state="succeeded", phase="done", step=4, metrics={"loss": 1.5}, version=version)
         await self._record()
         return self._status
 

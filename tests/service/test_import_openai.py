@@ -4,16 +4,20 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.service.conftest import Cli, Service, wait_until
+from shared.runs.requests import FIRST_TENANT
+from shared.storage.paths import version_claim
+from tests.service.conftest import Cli, Service, put_versions, wait_until
+from tests.service.stand_in import PUBLISHES
 
 KEY = "sk-canary-of-the-account"
 MODEL = "gpt-4.1-mini-2025-04-14"
-TUNED = f"ft:{MODEL}:docks:quay:Ab1"
+TUNED = f"ft:{MODEL}:docks:{PUBLISHES}:Ab1"
 CHATS = b'{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}\n' * 3
 GRADER = {
     "type": "string_check",
@@ -157,7 +161,7 @@ def jobs_of(service: Service) -> dict[str, dict[str, Any]]:
     return {each["metadata"]["openai_job"]: each for each in listed if each["metadata"]}
 
 
-def test_an_account_is_started_here_once(cli: Cli, service: Service, account: _Server) -> None:
+def test_an_account_is_started_here_once(cli: Cli, service: Service, account: _Server, tmp_path: Path) -> None:
     named = ("--model", f"{MODEL}=org/model")
     would = imported(cli, *named, "--dry-run")
     assert {name: each["state"] for name, each in would.items()} == {
@@ -186,7 +190,7 @@ def test_an_account_is_started_here_once(cli: Cli, service: Service, account: _S
     assert {name: each["id"] for name, each in ours.items()} == {name: each["run"] for name, each in started.items()}
     chats, graded = ours["ftjob-chats"], ours["ftjob-graded"]["method"]["reinforcement"]
     assert chats["hyperparameters"] == {"n_epochs": 3, "batch_size": 1, "learning_rate_multiplier": 1.8}
-    assert chats["user_provided_suffix"] == "quay" and chats["training_file"] == chats["validation_file"]
+    assert chats["user_provided_suffix"] == PUBLISHES and chats["training_file"] == chats["validation_file"]
     assert ours["ftjob-preferred"]["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
     assert graded["grader"]["name"] == "crates" and graded["hyperparameters"]["batch_size"] == 2
     assert ours["ftjob-slashed"]["metadata"] == {"team": "quay", "openai_job": "ftjob-slashed"}
@@ -197,12 +201,16 @@ def test_an_account_is_started_here_once(cli: Cli, service: Service, account: _S
     assert sorted(names) == ["file-chats-chats.jsonl", "file-slashed-__31mchats.jsonl"]
 
     account.asked.clear()
-    wait_until(lambda: jobs_of(service)["ftjob-chats"]["status"] == "succeeded", "the first job's end")
+    made = wait_until(lambda: jobs_of(service)["ftjob-chats"]["fine_tuned_model"], "the first job's model")
+    put_versions(service.store, FIRST_TENANT, PUBLISHES, tmp_path / "adapter", 1, 1)
+    claim = json.dumps({"run_id": chats["id"]}).encode()
+    service.store.put_bytes(version_claim(FIRST_TENANT, "adapters", PUBLISHES, 1), claim)
     again = imported(cli, *named)
     assert {name for name, each in again.items() if each["state"] == "imported before"} == set(started)
-    assert again["ftjob-onward"]["state"] == "waits", "a stand-in publishes nothing to go on from"
+    assert (again["ftjob-onward"]["state"], again["ftjob-onward"]["model"]) == ("started", made)
+    assert jobs_of(service)["ftjob-onward"]["model"] == made == f"{PUBLISHES}:v1"
     assert not any(path.endswith("/content") for path in account.asked), "files are brought once"
-    assert len(jobs_of(service)) == len(started)
+    assert len(jobs_of(service)) == len(started) + 1
     shown = cli("import", "openai", *named)
     assert "imported before" in shown.stdout and "\u001b" not in shown.stdout
 
