@@ -1,12 +1,24 @@
 """What a warm step of a run's own rollouts costs, with weight sync and without, on-policy and sampled one step ahead.
 
-    python -m benchmarks.rollout_step [--steps 8] [--megabytes 40] [--out FILE.json]
+    python -m benchmarks.rollout_step [--steps 7] [--megabytes 16] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder and trains all weights of a model of so many megabytes, once for each case,
-one after another on one machine. `step_s`: from one train step's end to the next one's. `trainer_waits`: the share of
-that time in which the trainer is not at a job, or waits in one until samplers have read its weights. `publishing_s`:
-from the job's end until the step is published and its weights are proven. `num_published`, `store_mb`: versions, and
-what all of them take of the store. Medians over the steps of a run but the first two, which warm trainer and sampler.
+Starts `longshore dev` in a temporary folder and trains a model of so many megabytes, every weight or an adapter of rank
+16, once for each case, one after another on one machine. A step has 8 prompts of 4 samples, and 3 passes over them. All
+figures are of whole cycles of the trainer, from one job's end to the next one's, without the first two:
+
+    step_s             a cycle
+    idle_s             of it, until the next job begins
+    job_s              the job: its groups read, passes, updates, the checkpoint written
+    sync_blocked_s     of the job, until samplers have read the weights
+    passes_s           of the job, passes and updates
+    trainer_waits      the share of all cycles that is idle or blocked
+    trainer_computes   the share that is passes and updates
+
+and the workflow's own: `sampling_s`, `training_s` and `publishing_s`, until the step is published and its weights are
+proven. Seconds are medians. `num_published`, `store_mb`: versions, and what all of them take of the store.
+
+Colocated, trainer and sampler take turns on one device: `device_peak_mb` is the most that lay there together,
+`larger_alone_mb` the most that either had.
 """
 
 import argparse
@@ -15,18 +27,21 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.control_plane import LONGSHORE
 from benchmarks.machine import provenance
+from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev.connection import Connection
 from shared.grading.graders import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
-from shared.jobs.job import PPO, Full
+from shared.jobs.job import PPO, Full, Lora, Trainable
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts
@@ -35,23 +50,43 @@ from shared.runs.status import StepStatus
 
 WARMING, HIDDEN = 2, 256
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"
-CASES: dict[str, tuple[int, WeightSync, int]] = {
-    "store, on-policy": (0, WeightSync(backend="store"), 1),
-    "sync, on-policy": (0, WeightSync(), 1),
-    "sync, on-policy, published at the end": (0, WeightSync(), 1_000_000),
-    "store, one step ahead": (1, WeightSync(backend="store"), 1),
-    "sync, one step ahead": (1, WeightSync(), 1),
-    "sync, one step ahead, samples go on": (1, WeightSync(in_flight="continue"), 1_000_000),
+FULL, ADAPTER = Full(), Lora(rank=16)
+STORE, SYNC = WeightSync(backend="store"), WeightSync()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ahead`: steps that are sampled ahead. `publish_every`: how many versions lie between two that are published."""
+
+    trainable: Trainable
+    sync: WeightSync
+    ahead: int = 0
+    publish_every: int = 1
+    is_colocated: bool = False
+
+
+CASES = {
+    "full, store": Case(FULL, STORE),
+    "full, sync": Case(FULL, SYNC),
+    "full, sync, published at the end": Case(FULL, SYNC, publish_every=1_000_000),
+    "adapter, store": Case(ADAPTER, STORE),
+    "adapter, sync": Case(ADAPTER, SYNC),
+    "adapter, sync, colocated": Case(ADAPTER, SYNC, is_colocated=True),
+    "full, store, one step ahead": Case(FULL, STORE, 1),
+    "full, sync, one step ahead": Case(FULL, SYNC, 1),
+    "full, sync, one step ahead, samples go on": Case(FULL, WeightSync(in_flight="continue"), 1, 1_000_000),
+    "adapter, store, one step ahead": Case(ADAPTER, STORE, 1),
+    "adapter, sync, one step ahead": Case(ADAPTER, SYNC, 1),
 }
-"""By name: steps sampled ahead, how weights travel, and how many versions lie between two that are published."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of each run")
-    parser.add_argument("--megabytes", type=int, default=40, help="of weights")
+    parser.add_argument("--steps", type=int, default=7, help="of each run")
+    parser.add_argument("--megabytes", type=int, default=16, help="of weights")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    started = provenance()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
         environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_CPU_THREADS": "1"}
@@ -60,7 +95,8 @@ def main() -> None:
             figures = _measure(root, Path(folder), options.steps, options.megabytes)
         finally:
             subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
-    result = {"benchmark": "rollout_step", "steps": options.steps, "figures": figures, **provenance()}
+    sizes = {"steps": options.steps, "megabytes": options.megabytes}
+    result = {"benchmark": "rollout_step", **started, **sizes, "figures": figures}
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -76,27 +112,31 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int) -> dict[s
     assert connection is not None
     found = {}
     with Client(connection.api_url, connection.api_key) as client:
-        for name, (ahead, sync, publish_every) in CASES.items():
-            run = _run(model, prompts, num_steps, ahead, sync, publish_every)
-            run_id = client.submit(run, name).run_id
-            events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
+        for name, case in CASES.items():
+            run_id = client.submit(_run(model, prompts, num_steps, case), name).run_id
+            with Device(root) as device:
+                events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
             steps = list(client.steps(run_id))
             assert [step.state for step in steps] == ["done"] * num_steps, steps
             found[name] = _figures(events, steps) | _published(root, run_id)
+            if case.is_colocated:
+                found[name] |= device.figures(events)
+            print(name, found[name], file=sys.stderr, flush=True)
             shutil.rmtree(root / "store" / "sampled")  # so that each run draws its own
     return found
 
 
-def _run(model: Path, prompts: Path, num_steps: int, ahead: int, sync: WeightSync, publish_every: int) -> RLRun:
+def _run(model: Path, prompts: Path, num_steps: int, case: Case) -> RLRun:
     return RLRun(
         model=model.as_uri(),
-        trainable=Full(),
+        trainable=case.trainable,
         loss=PPO(),
         equal_rewards="keep",
-        learning_rate=1e-5,
+        learning_rate=1e-5 if isinstance(case.trainable, Full) else 1e-3,
+        epochs=3,
         max_tokens=128,
         bin_tokens=1024,
-        publish_every=publish_every,
+        publish_every=case.publish_every,
         rollouts=Rollouts(
             prompts=PromptsSource(uri=prompts.as_uri()),
             grader=PythonGrader(name="letters", source=LETTERS),
@@ -104,42 +144,68 @@ def _run(model: Path, prompts: Path, num_steps: int, ahead: int, sync: WeightSyn
             group_size=4,
             max_completion_tokens=64,
             steps=num_steps,
-            off_policy_steps=ahead,
-            weight_sync=sync,
+            off_policy_steps=case.ahead,
+            weight_sync=case.sync,
+            colocate=case.is_colocated,
         ),
     )
 
 
-def _figures(events: list[Event], steps: list[StepStatus]) -> dict[str, float]:
-    """What a run's steps took, but for the first ones."""
-    ends = [event.time for event in events if isinstance(event, Step)][WARMING - 1 :]
-    whole = ends[-1] - ends[0]
-    busy = 0.0
-    began = blocked = 0.0
+@dataclass
+class Job:
+    """When a job of the trainer began and ended, in seconds since 1970, and what of it were passes and waiting."""
+
+    began: float
+    ended: float = 0.0
+    passes_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+def _jobs(events: list[Event]) -> list[Job]:
+    """Return a job a step, in their order. Nothing disturbs these runs, so that each is done once."""
+    jobs = list[Job]()
     for event in events:
         match event:
             case Started():
-                began, blocked = event.time, 0.0
+                jobs.append(Job(event.time))
+            case Step():
+                jobs[-1].passes_s += event.metrics["step_s"]
             case Synced():
-                blocked = event.outcome.blocked_s
-            case Succeeded() if ends[0] <= event.time <= ends[-1] + 60:
-                busy += max(0.0, min(event.time, ends[-1]) - max(began, ends[0])) - blocked
+                jobs[-1].blocked_s = event.outcome.blocked_s
+            case Succeeded():
+                jobs[-1].ended = event.time
+    return jobs
+
+
+def _figures(events: list[Event], steps: list[StepStatus]) -> dict[str, float]:
+    """What a run's steps took, but for the first ones."""
+    jobs = _jobs(events)
+    assert len(jobs) == len(steps)
+    cycles = list(pairwise(jobs[WARMING - 1 :]))
+    whole = {
+        "step_s": [job.ended - before.ended for before, job in cycles],
+        "idle_s": [job.began - before.ended for before, job in cycles],
+        "job_s": [job.ended - job.began for _, job in cycles],
+        "sync_blocked_s": [job.blocked_s for _, job in cycles],
+        "passes_s": [job.passes_s for _, job in cycles],
+    }
+    total = {name: sum(seconds) for name, seconds in whole.items()}
     warm = [step.metrics for step in steps[WARMING:]]
-    medians = {
-        name: round(statistics.median(metrics[f"{name}_seconds"] for metrics in warm), 3)
-        for name in ("sampling", "training", "publishing")
+    of_workflow = {
+        f"{name}_s": [metrics[f"{name}_seconds"] for metrics in warm] for name in ("sampling", "training", "publishing")
     }
     return {
-        "step_s": round(statistics.median(b - a for a, b in pairwise(ends)), 3),
-        "trainer_waits": round(1 - busy / whole, 3),
-        **{f"{name}_s": seconds for name, seconds in medians.items()},
+        **{name: round(statistics.median(seconds), 3) for name, seconds in (whole | of_workflow).items()},
+        "trainer_waits": round((total["idle_s"] + total["sync_blocked_s"]) / total["step_s"], 3),
+        "trainer_computes": round(total["passes_s"] / total["step_s"], 3),
         "sync_used": statistics.mean(metrics.get("sync_used", 0.0) for metrics in warm),
         "stale_token_share": round(statistics.mean(metrics.get("stale_token_share", 0.0) for metrics in warm), 3),
     }
 
 
 def _published(root: Path, run_id: str) -> dict[str, float]:
-    files = list((root / "store").glob(f"**/models/{run_id}/v*/*.safetensors"))
+    kinds = ("adapters", "models")
+    files = [path for kind in kinds for path in (root / "store").glob(f"**/{kind}/{run_id}/v*/*.safetensors")]
     num_bytes = sum(path.stat().st_size for path in files)
     return {"num_published": len({path.parent for path in files}), "store_mb": round(num_bytes / 1e6)}
 

@@ -70,8 +70,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 @pytest.fixture(scope="session")
 def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One to be disturbed, where nothing is found that was made on the other: samples and bins are found by content."""
+    root = tmp_path_factory.mktemp("fresh")
+    (root / "held").mkdir()
+    held = {"PYTHONPATH": str(_HERE / "held_phases"), "PYTHON_HELD_PHASES": str(root / "held")}
     with _shared:
-        yield _shared.enter_context(started(tmp_path_factory.mktemp("fresh"), **QUICK))
+        yield _shared.enter_context(started(root, **QUICK, **held))
 
 
 @pytest.fixture(scope="session")

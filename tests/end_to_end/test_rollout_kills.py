@@ -1,6 +1,6 @@
 """Kills while a run samples, grades, trains and publishes: it ends by itself, with the bits of an undisturbed run.
 
-Kills at random moments: tests/chaos.
+Kills in each phase of a weight sync: test_sync_kills.py; at random moments: tests/chaos.
 """
 
 import json
@@ -111,16 +111,6 @@ KILLS: list[tuple[Point, Victim]] = [
 ]
 
 
-# With full weights the trainer sends every version to the sampler, before it is published.
-FULL_KILLS: list[tuple[Point, Victim]] = [
-    (training, sampler),  # nobody receives what the trainer sends
-    (publishing, sampler),  # what was received is lost before it is proven
-    (training, a_rank),
-    (sampling, sampler_host),
-    (training, gpu_host),
-]
-
-
 # Samples under way go on under what the trainer sends, before the step that made it is durable, published or recorded.
 CONTINUE_KILLS: list[tuple[Point, Victim]] = [
     (training, sampler),
@@ -145,24 +135,6 @@ def test_kills_in_every_phase_change_nothing(
     run_id = fresh_stack.cli(*rollout_options).json["run_id"]
     _kill_in_turn(fresh_stack, run_id, KILLS)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
-
-
-def test_kills_while_full_weights_travel_change_nothing(fresh_stack: Stack, rollout_options: list[str]) -> None:
-    at = rollout_options.index("--lora-rank")
-    options = [
-        *(*rollout_options[:at], *rollout_options[at + 2 :], "--full", "--learning-rate", "0.0003"),
-        *("--off-policy-steps", "0", "--steps", str(len(FULL_KILLS) + 1)),
-    ]
-    alone = fresh_stack.cli(*options, "--wait", "--timeout", "600")
-    shutil.rmtree(fresh_stack.root / "store" / "packed")
-    for folder in ("sampled", "graded"):  # so that the second run draws and grades its own
-        shutil.rmtree(fresh_stack.root / "store" / folder)
-    run_id = fresh_stack.cli(*options).json["run_id"]
-    _kill_in_turn(fresh_stack, run_id, FULL_KILLS)
-    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
-    assert answer.json["status"] == "succeeded", answer
-    models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (alone, answer)]
-    assert models[0].read_bytes() == models[1].read_bytes()
 
 
 def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_make_of_it(

@@ -2,17 +2,15 @@
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from pydantic import ValidationError
 from temporalio.api.history.v1 import HistoryEvent
 
-from shared.chat.completions import SamplerMemory, SamplerReady
+from benchmarks.one_device import Device
 from shared.chat.trajectories import TrajectoryGroup
+from shared.jobs.events import Offloaded, parse_event
 from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
 
@@ -90,46 +88,17 @@ def test_trainer_and_sampler_are_never_on_one_device_together(
     """Colocated, the sampler is seen asleep whenever a job has not offloaded yet; the bits are those of two devices."""
     shutil.rmtree(stack.root / "store" / "sampled")  # so that this run draws its own
     run_id = stack.cli(*rollout_options, "--colocate").json["run_id"]
-    result = stack.root / "store" / "runs" / run_id / "result.json"
-    awake, asleep = [0], list[int]()
-    while not result.exists():
-        before, memory, after = job_on_device(stack), sampler_memory(stack), job_on_device(stack)
-        if memory is not None and before is not None and before == after:
-            assert memory.asleep == 1
-            asleep.append(memory.device_bytes)
-        elif memory is not None and not memory.asleep:
-            awake.append(memory.device_bytes)
-    run = stack.cli("watch", run_id, "--json").json
+    with Device(stack.root) as device:
+        run = stack.cli("watch", run_id, "--json").json
     assert run["status"] == "succeeded"
     assert weights(run["adapter"]) == weights(undisturbed["adapter"])
+    assert device.asleep and not device.together
     logs = (stack.root / "store" / "runs" / run_id / "logs").rglob("log.jsonl")
-    events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
-    training = max(event["metrics"]["memory_bytes"] for event in events if event["event"] == "step")
-    offloaded = [event["device_bytes_after"] for event in events if event["event"] == "offloaded"]
-    assert len(offloaded) == ROLLOUT_STEPS and asleep
-    peak, larger = max(training + max(asleep), max(awake) + max(offloaded)), max(training, *awake)
-    print(f"trainer {training:,.0f} + {max(asleep):,} bytes, sampler {max(awake):,} + {max(offloaded):,} bytes")
-    assert max(awake) > 100_000 and peak <= 1.05 * larger
-
-
-def job_on_device(stack: Stack) -> str | None:
-    """The log of the job whose worker may have something on the device."""
-    for log in stack.host_paths.workers.rglob("log.jsonl"):
-        with suppress(FileNotFoundError):
-            text = log.read_text()
-            if '"started"' in text and '"offloaded"' not in text:
-                return str(log)
-    return None
-
-
-def sampler_memory(stack: Stack) -> SamplerMemory | None:
-    for path in stack.host_paths.workers.glob("*/ready"):
-        with suppress(FileNotFoundError, ValidationError, httpx.TransportError):
-            ready = SamplerReady.model_validate_json(path.read_bytes())
-            key = {"Authorization": f"Bearer {ready.api_key}"}
-            answer = httpx.get(f"{ready.url}/v1/memory", headers=key, trust_env=False)
-            return SamplerMemory.model_validate_json(answer.content)
-    return None
+    events = [parse_event(line) for log in logs for line in log.read_bytes().splitlines()]
+    assert sum(isinstance(event, Offloaded) for event in events) == ROLLOUT_STEPS
+    figures = device.figures(events)
+    print(figures)
+    assert max(device.awake) > 100_000 and figures["device_peak_mb"] <= 1.05 * figures["larger_alone_mb"]
 
 
 def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(

@@ -70,9 +70,9 @@ def num_open():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases=None, **how):
+def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases=None, access=None, **how):
     target = target_of(samplers, version, way, BUCKET).model_copy(update=how)
-    return send(engine.outgoing(slot), target, "run", 0, 1, sent, access_of("run"), phases).wait()
+    return send(engine.outgoing(slot), target, "run", 0, 1, sent, access or access_of("run"), phases).wait()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

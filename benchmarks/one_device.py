@@ -1,0 +1,70 @@
+"""What trainer and sampler hold of a device that they share, seen from outside while a run goes on."""
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from shared.chat.completions import SamplerMemory, SamplerReady
+from shared.jobs.events import Event, Offloaded, Step
+from shared.storage.paths import HostPaths
+
+
+class Device:
+    """Asks a stack's sampler what it holds, again and again while a `with` block runs.
+
+    `awake`: bytes while no job's worker had anything on the device; `asleep`, `together`: while one might have had,
+    which has a sampler asleep or not.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.awake, self.asleep, self.together = list[int](), list[int](), list[int]()
+        self._workers = HostPaths(root).workers
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Device":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def figures(self, events: Iterable[Event]) -> dict[str, float]:
+        """Return the most that lay on the device together, and the most that either had, by a run's events."""
+        events = list(events)
+        trainer = max(event.metrics["memory_bytes"] for event in events if isinstance(event, Step))
+        left = max(event.device_bytes_after for event in events if isinstance(event, Offloaded))
+        sampler = max(self.awake)
+        peak = max(trainer + max(self.asleep + self.together), sampler + left)
+        return {"device_peak_mb": peak / 1e6, "larger_alone_mb": max(trainer, sampler) / 1e6}
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.005):
+            before, memory, after = self.job(), self._sampler(), self.job()
+            if memory is not None and before == after:
+                seen = self.awake if before is None else self.asleep if memory.asleep else self.together
+                if before is not None or not memory.asleep:
+                    seen.append(memory.device_bytes)
+
+    def job(self) -> str | None:
+        """The log of the job whose worker may have something on the device."""
+        for log in self._workers.rglob("log.jsonl"):
+            with suppress(FileNotFoundError):
+                text = log.read_text()
+                if '"started"' in text and '"offloaded"' not in text:
+                    return str(log)
+        return None
+
+    def _sampler(self) -> SamplerMemory | None:
+        for path in self._workers.glob("*/ready"):
+            with suppress(FileNotFoundError, ValidationError, httpx.TransportError):
+                ready = SamplerReady.model_validate_json(path.read_bytes())
+                key = {"Authorization": f"Bearer {ready.api_key}"}
+                answer = httpx.get(f"{ready.url}/v1/memory", headers=key, trust_env=False)
+                return SamplerMemory.model_validate_json(answer.content)
+        return None
