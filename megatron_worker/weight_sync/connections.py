@@ -32,6 +32,7 @@ from shared.errors import InvalidInput
 from shared.jobs.weight_sync import secret_of_run
 
 PATIENCE_S = 120.0  # for the other end's next message; it lives but is stuck
+_LINK_S = 30  # for the other machine to answer the kernel; a link was cut without a word
 _HANDSHAKE_S = 10.0
 _MAX_HANDSHAKES = 8
 _NONCE_BYTES = 32
@@ -144,7 +145,7 @@ def connect(address: str, run_id: str, secret: bytes) -> Connection:
     except (OSError, ValueError) as error:
         raise SyncBroken(f"no sampler listens at {address}: {error}") from error
     try:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _watch_link(own)
         theirs, hello = exactly(own, _NONCE_BYTES, until), Hello(run_id=run_id, nonce=secrets.token_hex(_NONCE_BYTES))
         Connection(own).write(hello)
         return Connection(own, _key(secret, theirs, hello), is_trainer=True)
@@ -230,7 +231,7 @@ def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announ
     own.settimeout(_HANDSHAKE_S)
     run_key, run_id = None, None
     if key is not None:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _watch_link(own)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             own.sendall(nonce)
@@ -243,6 +244,20 @@ def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announ
     if run_id is not None and announcement.run_id != run_id:
         raise SyncBroken("the announcement is of another run")
     return connection, announcement
+
+
+def _watch_link(own: socket.socket) -> None:
+    """Send at once, and have the kernel end the connection when the other machine cannot be reached for a while."""
+    settings = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_KEEPIDLE: max(1, _LINK_S // 3),
+        socket.TCP_KEEPINTVL: max(1, _LINK_S // 3),
+        socket.TCP_KEEPCNT: 2,
+        socket.TCP_USER_TIMEOUT: _LINK_S * 1000,
+    }
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in settings.items():
+        own.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def _key(secret: bytes, nonce: bytes, hello: Hello) -> bytes:

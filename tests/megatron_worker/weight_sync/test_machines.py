@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_worker.weight_sync import connections, receivers
+from megatron_worker.weight_sync import connections
 from megatron_worker.weight_sync.connections import accept_remotely
 from megatron_worker.weight_sync.transports import collective
 from shared.jobs.weight_sync import SyncAccess
@@ -97,12 +97,9 @@ def machines():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A tenth of what a trainer and its samplers wait for each other."""
-    for module, name in (
-        *((connections, "PATIENCE_S"), (receivers, "PATIENCE_S")),
-        *((collective, "_BROADCAST_S"), (collective, "_JOIN_S")),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name) / 10)
+    """A link is given up after seconds, a broadcast soon after it."""
+    monkeypatch.setattr(connections, "_LINK_S", 6)
+    monkeypatch.setattr(collective, "_BROADCAST_S", 10.0)
 
 
 def test_weights_travel_between_machines_whatever_happens_to_a_link(model, tmp_path, machines, quick):
