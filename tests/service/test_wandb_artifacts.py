@@ -92,7 +92,10 @@ def test_a_name_is_used_once_and_data_comes_once(client: httpx.Client, service: 
     path = node["uploadUrl"].removeprefix(f"{service.url}/wandb")
     name, _, value = node["uploadHeaders"][0].partition(":")
     assert client.put(path, content=ROWS, headers={name: value}).status_code == 200
-    assert client.put(path, content=b"other rows").status_code == 200, "as one whose answer was lost: passed over"
+    with service.http() as api:
+        stored = api.get("/usage").json()["stored_bytes"]
+        assert client.put(path, content=b"other rows").status_code == 200, "as one whose answer was lost: passed over"
+        assert api.get("/usage").json()["stored_bytes"] == stored
     assert asked(client, "ArtifactByID", id=artifact_id)["data"]["artifact"]["size"] == str(len(ROWS))
     words = {"entityName": "default", "projectName": "harbour", "artifactCollectionName": "once"}
     assert "used once" in asked(client, "CreateArtifact", input=words)["errors"][0]["message"]
