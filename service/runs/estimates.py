@@ -23,6 +23,7 @@ from shared.settings import PriceSettings
 
 _MEASURED_RUNS = 3
 _LOOKED_AT = 100
+_READ_AT_MOST = 12  # histories: each is read from the store
 _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds")
 
 
@@ -188,7 +189,7 @@ class Estimates:
     async def _measured(self, runs: list[IndexedRun], measure: _Measure) -> dict[str, float]:
         """Return the measure of each of the newest runs that have any."""
         found: dict[str, float] = {}
-        for each in runs:
+        for each in runs[:_READ_AT_MOST]:
             value = measure(each.record.run, await self._histories.of(each.run_id))
             if value is not None:
                 found[each.run_id] = value

@@ -191,8 +191,8 @@ export function bytes(value) {
 export const words = (name) => String(name).replaceAll("_", " ");
 
 /**
- * A table of rows of cells in a frame that scrolls sideways. `names`: of its columns. On a phone a `stacked` one has a block
- * for each row, with the names beside the values.
+ * A table of rows of cells in a frame that scrolls sideways. `names`: of its columns. On narrow screens a `stacked` one has
+ * a block for each row, with the names above the values.
  */
 export function table(names, rows, { stacked = true } = {}) {
   if (stacked) for (const row of rows) [...row.cells].forEach((cell, n) => n && names[n] && (cell.dataset.label = names[n]));
