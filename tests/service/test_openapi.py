@@ -30,6 +30,7 @@ HAS_MORE_RULES = {
     r"POST /api/v1/(validate|preview)": "a model and data that can be brought",
     r"POST /api/v1/sessions": "a published name, where the model is one",
     r"POST /api/v1/keys": "a moment that lies ahead",
+    r"PUT /api/v1/tenants/{tenant}/quotas": "`spending`, where GPU hours have a price",
     r"POST /api/v1/graders/run": "regular expressions, templates and expressions that can be compiled; a server",
     r"POST /v1/fine_tuning/alpha/graders/.*": "the same",
     r"POST /api/v1/webhooks|PATCH /api/v1/webhooks/{webhook_id}": "a host and a port as URLs have them",
