@@ -271,7 +271,7 @@ def test_a_stream_has_the_parts_of_the_whole_answer(sampler):
         whole, streamed = sampler.complete(request), sampler.complete(request, told.append)
         assert streamed.choices == whole.choices
         assert streamed.usage == whole.usage
-        assert len(told) > 5, "it came in pieces"
+        assert len(told) > 1, "it came in pieces"
         for before, after in pairwise(told):
             assert all(later.startswith(earlier) for earlier, later in zip(before, after, strict=True))
     assert [choice.stop_reason for choice in whole.choices].count(stops[0]) >= 1
