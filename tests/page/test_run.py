@@ -82,7 +82,7 @@ def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[s
     page = guest.page
     page.goto(f"/runs/{trained['rl']}")
     expect(page.locator("#facts")).to_contain_text(
-        re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*differs 3")
+        re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*text is not what was sampled: 3")
     )
     for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()

@@ -70,8 +70,13 @@ function summary(state) {
 /** The number of trajectories that could not be trained, and the rules that dropped them. */
 function dropped(metrics) {
   const rules = Object.entries(metrics).filter(([name]) => name.startsWith("dropped_for_"));
-  const reasons = rules.map(([name, count]) => `${name.replace("dropped_for_", "")} ${number(count)}`).join(", ");
+  const reasons = rules.map(([name, count]) => `${reasonOf(name)}: ${number(count)}`).join(", ");
   return [make("span.mark", {}, `${number(metrics.broken_trajectories)} of ${number(metrics.trajectories)}`), make("span.muted.small.under", {}, reasons)];
+}
+
+function reasonOf(metric) {
+  const rule = metric.replace("dropped_for_", "").replaceAll("_", " ");
+  return rule === "differs" ? "text is not what was sampled" : rule;
 }
 
 /** What it has cost, and will at its end by its own estimate. */
