@@ -28,7 +28,8 @@ _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing
 
 
 class Estimate(Frozen):
-    """What a run would do. Tokens are exact where `is_complete` and `is_exact` are true.
+    """What a run would do. Tokens are exact where `is_complete` is true and `epochs` is whole; of a part of a pass they
+    are about, as examples differ.
 
     Of an RL run, examples are prompts, and tokens are those of its samples and of the prompts before them, each prompt
     once a group: `tokens` at most; `seconds` and `cost` at the lengths of earlier samples.

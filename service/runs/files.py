@@ -97,13 +97,15 @@ class RunFiles:
 
     def report(self, status: RunStatus) -> RunReport:
         """The dataset's report and the newest plan's header, as far as they are there."""
-        dataset = packing = None
-        if status.dataset_report is not None:
-            dataset = _report.validate_json(self._at(status.dataset_report))
+        dataset, packing = self.dataset(status), None
         job = self._newest_job(status.run_id)
         if job is not None and isinstance(job.plan, JobPlan):
             packing = PlanHeader.model_validate_json(self._at(f"{job.plan.data.plan.uri}/plan.json"))
         return RunReport(dataset=dataset, packing=packing)
+
+    def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:
+        """The dataset's report, once it is tokenized."""
+        return None if status.dataset_report is None else _report.validate_json(self._at(status.dataset_report))
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""

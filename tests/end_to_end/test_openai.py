@@ -66,6 +66,7 @@ def test_a_job_succeeds(session: dict[str, Any]) -> None:
     assert job["fine_tuned_model"] == f"quay-{session['version']}:v1"
     assert job["created_at"] <= job["finished_at"]
     assert job["trained_tokens"] > 6 * 16 * 20
+    assert job["longshore"]["estimated_tokens"] == pytest.approx(job["trained_tokens"], rel=0.05)
     assert job["hyperparameters"]["batch_size"] == 16
     assert job["fine_tuned_model"].split(":")[0] in session["models"]
 

@@ -199,7 +199,7 @@ def _print_estimate(run: "Run", found: "Estimate") -> None:
             ("tokens a pass", f"{found.dataset_tokens:,}, {found.trained_fraction or 0:.1%} trained"),
             ("passes", f"{found.epochs:g}" if found.is_exact else f"{about}{found.epochs:.3g}"),
             ("steps", f"{about}{found.steps:,}"),
-            ("tokens", f"{found.tokens:,}"),
+            ("tokens", f"{'' if found.epochs.is_integer() else 'about '}{found.tokens:,}"),
         ]
     on = f", measured on {', '.join(found.measured_on)}"
     if found.tokens_per_s is not None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, JsonValue
 
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
-from service.runs.views import SKIPPED, RunHistory, RunView, describe, last_lines, seconds_left
+from service.runs.views import SKIPPED, Cost, RunHistory, RunView, describe, last_lines, seconds_left
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent
@@ -37,12 +37,19 @@ class JobError(BaseModel):
 
 
 class Progress(BaseModel):
-    """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs."""
+    """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs.
+
+    `estimated_tokens`: of the examples of all steps, exact of whole passes; `trained_tokens` is less where examples
+    begin alike, as that is trained once. None before they are validated, and of reinforcement jobs. `cost`: None where
+    GPU hours have no price.
+    """
 
     phase: Phase
     step: int
     num_steps: int | None
+    estimated_tokens: int | None
     gpu_seconds: float
+    cost: Cost | None
     adapter: str | None
 
 
@@ -95,8 +102,13 @@ def status_of(view: RunView) -> Status:
     return "running"
 
 
-def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
-    """Return a run as a job. `trained_tokens`: the number of trained tokens, if the job has ended."""
+def job_of(view: RunView, trained_tokens: int | None, estimated_tokens: int | None = None) -> JobObject:
+    """Return a run as a job.
+
+    Args:
+        trained_tokens: the number of trained tokens, if the job has ended.
+        estimated_tokens: of the examples of all steps, if they are known.
+    """
     sent: dict[str, Any] = view.source.request or {}
     wandb, now = view.source.wandb, time.time()
     left_s = seconds_left(view, now)
@@ -128,6 +140,8 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
             phase=view.phase,
             step=view.step,
             num_steps=view.num_steps,
+            estimated_tokens=estimated_tokens,
+            cost=view.cost,
             gpu_seconds=view.gpu_seconds,
             adapter=view.adapter,
         ),
