@@ -78,9 +78,11 @@ def test_pages_fit_the_screen_and_can_be_read(
         page.emulate_media(color_scheme="light")
         page.goto(path)
         expect(page.locator("main")).to_contain_text(ready)
-        for fold in ("New schedule", "New key", "New webhook"):
+        for fold in ("New schedule", "New key", "New webhook", "Settings, field by field"):
             if page.get_by_text(fold, exact=True).count():
                 page.get_by_text(fold, exact=True).click()
+        if path in ("/new", "/schedules"):
+            expect(page.get_by_label("learning rate")).to_be_visible()
         expect(page.locator("#toast")).to_have_text("")
         found = {"wide": page.evaluate(_WIDE) if one.overflow > 0 else []}
         found |= {"broken": page.evaluate(_BROKEN), "in two lines": page.evaluate(_IN_TWO_LINES)}

@@ -1,5 +1,6 @@
 """A run that is started on the page: its data are uploaded, previewed and counted first."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     page.get_by_role("link", name="New run").click()
     form = page.locator("#new-run")
     start = page.get_by_role("button", name="Start run")
+    expect(form.get_by_label("Other settings")).to_have_value(re.compile("epochs"))  # its script has run
     start.click()
     expect(page.locator("#new-run-model-problem")).to_contain_text("at least 1 character")
     expect(form.locator('[name="model"]')).to_be_focused()
@@ -40,3 +42,31 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     run = api.get(f"/runs/{page.url.rpartition('/')[2]}").json()["run"]
     assert (run["name"], run["model"], run["batch_size"]) == ("boarders", model.as_uri(), 2)
     guest.troubles[:] = [trouble for trouble in guest.troubles if "422" not in trouble]  # as Chromium notes refusals
+
+
+def test_settings_are_fields_that_write_the_json(guest: Guest) -> None:
+    page = guest.page
+    page.goto("/new")
+    settings, fields = page.get_by_label("Other settings"), page.locator("details.settings")
+    fields.get_by_text("Settings, field by field").click()
+    expect(fields.get_by_label("batch size")).to_have_value("8")
+    expect(fields.get_by_label("learning rate")).to_have_attribute("placeholder", "0.0001")
+    fields.get_by_label("rank").fill("4")
+    fields.get_by_label("schedule").select_option("cosine")
+    fields.get_by_label("epochs").fill("")
+    fields.get_by_label("seed").fill("7")
+    expect(settings).to_have_value(re.compile('"seed": 7'))
+    assert json.loads(settings.input_value()) == {
+        "batch_size": 8,
+        "schedule": "cosine",
+        "seed": 7,
+        "trainable": {"rank": 4},
+    }
+    fields.get_by_label("trainable").select_option("full")
+    expect(fields.get_by_label("rank")).to_have_count(0)
+    assert json.loads(settings.input_value())["trainable"] == {"kind": "full"}
+    settings.fill('{"steps": 3}')
+    settings.blur()
+    expect(fields.get_by_label("steps", exact=True)).to_have_value("3")
+    page.get_by_label("Kind").select_option("rl")
+    expect(fields.get_by_text("rollouts", exact=True)).to_be_visible()

@@ -1,6 +1,7 @@
 // What the forms of runs and of schedules share: the fields of a run, and refusals shown at their field.
 
 import { byId, make, Problem } from "./page.js";
+import { prepareFields } from "./settings_fields.js";
 
 const RL_START = { epochs: 1, mini_batches: 1, rollouts: { steps: 50, prompts_per_step: 8, group_size: 8, grader: { type: "string_check", name: "same", input: "{{sample.output_text}}", operation: "eq", reference: "{{item.answer}}" } } };
 export const STARTS = { sft: { epochs: 1, batch_size: 8 }, dpo: { epochs: 1, batch_size: 8 }, rl: RL_START };
@@ -54,8 +55,12 @@ function rulesOf(error) {
 export function prepareSettings(form) {
   const { elements } = form;
   let untouched;
-  const begin = () => { untouched = elements.settings.value = pretty(STARTS[elements.kind.value]); };
-  elements.kind.addEventListener("change", () => { if (elements.settings.value === untouched) begin(); });
+  const drawFields = prepareFields(form, pretty);
+  const begin = () => {
+    untouched = elements.settings.value = pretty(STARTS[elements.kind.value]);
+    drawFields();
+  };
+  elements.kind.addEventListener("change", () => { if (elements.settings.value === untouched) begin(); else drawFields(); });
   begin();
   return begin;
 }
