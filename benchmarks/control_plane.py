@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.machine import provenance
@@ -29,18 +31,27 @@ LONGSHORE = str(Path(sys.executable).parent / "longshore")
 ROWS = 64
 
 
+@contextmanager
+def stack(root: Path, **settings: str) -> Iterator[Connection]:
+    """Start `longshore dev` in a folder, with settings from the environment, and stop it when the block ends."""
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
+    subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
+    try:
+        connection = Connection.read(root)
+        assert connection is not None
+        yield connection
+    finally:
+        subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     num_runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_WORKER_IDLE_S": "120"}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
+        with stack(root, LONGSHORE_WORKER_IDLE_S="120"):
             seconds = _measure(root, Path(folder), num_runs)
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
     result = {
         "what": "seconds from POST /runs/sft to the job file",
         "rows": ROWS,

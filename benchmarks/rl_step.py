@@ -9,9 +9,7 @@ optimizer steps (what the worker itself measured). The first step warms the work
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -19,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
@@ -38,12 +36,8 @@ def main() -> None:
     num_steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
+        with stack(root):
             whole, trained, steps = _measure(root, Path(folder), num_steps)
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
     beyond = [a - b for a, b in zip(whole, trained, strict=True)]
     result = {
         "what": "seconds of a warm train step beyond its training",

@@ -23,17 +23,15 @@ Colocated, trainer and sampler take turns on one device: `device_peak_mb` is the
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
@@ -89,12 +87,8 @@ def main() -> None:
     started = provenance()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_CPU_THREADS": "1"}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
+        with stack(root, LONGSHORE_CPU_THREADS="1"):
             figures = _measure(root, Path(folder), options.steps, options.megabytes)
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
     sizes = {"steps": options.steps, "megabytes": options.megabytes}
     result = {"benchmark": "rollout_step", **started, **sizes, "figures": figures}
     print(json.dumps(result, indent=1))

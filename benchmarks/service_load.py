@@ -17,9 +17,7 @@ Client and stack share the cores.
 import argparse
 import asyncio
 import json
-import os
 import random
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from typing import Any, TypeVar
 import httpx
 from temporalio.client import Client as Temporal
 
-from benchmarks.control_plane import LONGSHORE, tiny_run
+from benchmarks.control_plane import stack, tiny_run
 from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
 from benchmarks.stack_processes import Memory, processor_s
@@ -68,16 +66,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root), **SETTINGS}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
+        with stack(root, **SETTINGS):
             measured = asyncio.run(_measure(root, tiny_run(Path(folder)), options))
             text = json.dumps({"what": "the service under load", **measured, **provenance()}, indent=1)
             print(text, flush=True)
             if options.out is not None:
                 options.out.write_text(text + "\n")
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
 
 
 async def _measure(root: Path, run: SFTRun, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
@@ -43,18 +43,12 @@ def main() -> None:
     num_commands = arguments.commands
     with tempfile.TemporaryDirectory() as folder:
         root, model = Path(folder) / "stack", make_tiny_model(Path(folder) / "model", _CORPUS)
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
-            connection = Connection.read(root)
-            assert connection is not None
+        with stack(root) as connection:
             if arguments.tinker:
                 figures = _tinker(connection, model, num_commands)
             else:
                 with Client(connection.api_url, connection.api_key) as client:
                     figures = _measure(client, model, num_commands)
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
         in_process = _in_process(model, num_commands)
     result: dict[str, object] = {
         "what": "milliseconds from a command's call to its result, on a warm worker",

@@ -14,10 +14,8 @@ median seconds from asking for a worker to having trained two steps, of the runs
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
-from service.dev.connection import Connection
 from service.runs.views import RunView
 from shared.jobs.job import PPO, Lora
 from shared.runs.requests import DPORun, RLRun, SFTRun
@@ -122,15 +119,8 @@ def _until_trained(run: RunView) -> float:
 @contextmanager
 def _started(root: Path, **settings: str) -> Iterator[Client]:
     """Start a stack, and stop it when the block ends."""
-    environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
-    subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-    try:
-        connection = Connection.read(root)
-        assert connection is not None
-        with Client(connection.api_url, connection.api_key) as client:
-            yield client
-    finally:
-        subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+    with stack(root, **settings) as connection, Client(connection.api_url, connection.api_key) as client:
+        yield client
 
 
 Work = Callable[[], RunView]

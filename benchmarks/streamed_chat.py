@@ -10,19 +10,16 @@ seconds.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import httpx
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.sampler import make_model
-from service.dev.connection import Connection
 
 _MODEL = "random/model"
 _WARM_UP = 2
@@ -39,16 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root, model = Path(folder) / "stack", make_model(Path(folder) / "model", "qwen3", arguments.hidden)
         models = json.dumps({_MODEL: str(model)})
-        environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_TINKER__MODELS": models}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
-        try:
-            connection = Connection.read(root)
-            assert connection is not None
+        with stack(root, LONGSHORE_TINKER__MODELS=models) as connection:
             headers = {"authorization": f"Bearer {connection.api_key}"}
             with httpx.Client(base_url=connection.api_url, headers=headers, timeout=600) as client:
                 rounds = [_round(client, seed, arguments.tokens) for seed in range(_WARM_UP + arguments.rounds)]
-        finally:
-            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
     medians = {name: round(statistics.median(r[name] for r in rounds[_WARM_UP:]), 3) for name in rounds[0]}
     result = {
         "what": f"seconds to a chat's first text and to its end, {arguments.tokens} tokens, hidden {arguments.hidden}",

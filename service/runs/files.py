@@ -74,6 +74,7 @@ class RunFiles:
         self._store = store
         self._s3 = s3
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
+        self._report_at = lru_cache(maxsize=256)(self._at)  # lists of jobs ask for the same ones again and again
 
     def jobs(self, run_id: str) -> tuple[JobFile, ...]:
         """Attempts at jobs, in order of job, then of fence."""
@@ -105,7 +106,7 @@ class RunFiles:
 
     def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:
         """The dataset's report, once it is tokenized."""
-        return None if status.dataset_report is None else _report.validate_json(self._at(status.dataset_report))
+        return None if status.dataset_report is None else _report.validate_json(self._report_at(status.dataset_report))
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""

@@ -2,13 +2,13 @@
 
 import asyncio
 from typing import Annotated, Literal
-from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Response
 from fastapi.responses import StreamingResponse
 
 from service.accounts import audit
 from service.accounts.principals import Asking
+from service.apis.file_answers import file_answer, tar_answer
 from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
@@ -80,16 +80,14 @@ async def model_files(model_id: ModelId, backend: Backed, asking: Asking) -> tup
 @router.get("/models/{model_id}/files/{path:path}", response_class=Response)
 async def model_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
     """One file of an adapter or a model."""
-    return _content(await asyncio.to_thread(_files, backend, asking.tenant, model_id), path)
+    return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id), path)
 
 
 @router.get("/models/{model_id}/download", response_class=Response)
 async def download_model(model_id: ModelId, backend: Backed, asking: Asking) -> StreamingResponse:
     """All files of an adapter or a model, as a tar."""
     files = await asyncio.to_thread(_files, backend, asking.tenant, model_id)
-    folder = model_id.replace(":", "-")
-    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(folder)}.tar"}
-    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)
+    return tar_answer(files, model_id.replace(":", "-"))
 
 
 @router.get("/models/{model_id}/base")
@@ -101,7 +99,7 @@ async def base_files(model_id: ModelId, backend: Backed, asking: Asking) -> tupl
 @router.get("/models/{model_id}/base/{path:path}", response_class=Response)
 async def base_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
     """One file of the model that an adapter was trained on."""
-    return _content(await asyncio.to_thread(_base, backend, asking.tenant, model_id), path)
+    return file_answer(await asyncio.to_thread(_base, backend, asking.tenant, model_id), path)
 
 
 def _files(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
@@ -114,9 +112,3 @@ def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
     if target.adapter is None:
         raise InvalidInput("this is a whole model, and no adapter on one", "model_id")
     return PublishedFiles.of_artifact(target.model, backend.settings.s3)
-
-
-def _content(files: PublishedFiles, path: str) -> StreamingResponse:
-    entry = files.entry(path)
-    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
-    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -11,6 +10,7 @@ from pydantic import Field, RootModel
 
 from service.accounts.principals import BEARER, Asking, Principal, reads_or_writes
 from service.apis.errors import RESPONSES
+from service.apis.file_answers import file_answer, tar_answer
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
@@ -321,18 +321,13 @@ async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[Fil
 @router.get("/runs/{run_id}/files/{path:path}", response_class=Response)
 async def run_file(run_id: RunId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
     """One published file."""
-    files = await _published(backend, asking.tenant, run_id)
-    entry = files.entry(path)
-    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
-    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)
+    return file_answer(await _published(backend, asking.tenant, run_id), path)
 
 
 @router.get("/runs/{run_id}/download", response_class=Response)
 async def download_run(run_id: RunId, backend: Backed, asking: Asking) -> StreamingResponse:
     """Everything that the run published, as a tar."""
-    files = await _published(backend, asking.tenant, run_id)
-    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(run_id)}.tar"}
-    return StreamingResponse(files.tar(run_id), media_type="application/x-tar", headers=headers)
+    return tar_answer(await _published(backend, asking.tenant, run_id), run_id)
 
 
 async def _published(backend: Backend, tenant: str, run_id: str) -> PublishedFiles:

@@ -1,7 +1,7 @@
 // The tenant's account: what it uses and what that costs, its keys, its webhooks.
 
 import { act, ago, byId, bytes, clock, get, isSure, make, money, now, number, post, remove, show, table, toast, until } from "./page.js";
-import { showSecret } from "./secrets.js";
+import { makesSecret, ticked } from "./secrets.js";
 import { loadHooks } from "./webhooks.js";
 
 async function loadUsage() {
@@ -44,23 +44,11 @@ async function revoke(key) {
   await loadKeys();
 }
 
-byId("new-key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const form = event.currentTarget, { title, days } = form.elements, said = form.querySelector(".problem");
-  said.hidden = true;
-  act(event.submitter, async () => {
-    try {
-      const scopes = [...form.querySelectorAll("[name=scope]:checked")].map((box) => box.value);
-      const made = await post("/keys", { title: title.value.trim(), scopes, ...(days.value ? { expires_at: now() + Number(days.value) * 86400 } : {}) });
-      form.reset();
-      showSecret(byId("new-key-shown"), "The new key. It is shown this once: keep it now.", made.key);
-      await loadKeys();
-    } catch (error) {
-      said.textContent = error.message;
-      said.hidden = false;
-    }
-  });
-});
+makesSecret(byId("new-key"), "new-key-shown", "The new key. It is shown this once: keep it now.", async (form) => {
+  const { title, days } = form.elements;
+  const expiry = days.value ? { expires_at: now() + Number(days.value) * 86400 } : {};
+  return (await post("/keys", { title: title.value.trim(), scopes: ticked(form, "scope"), ...expiry })).key;
+}, loadKeys);
 
 const say = (id) => (error) => show(byId(id), make("p.problem", { role: "alert" }, error.message));
 loadUsage().catch(say("usage"));

@@ -1,7 +1,7 @@
 // Webhooks: where messages on runs go, what became of them, and a new one.
 
 import { act, ago, byId, clock, get, isSure, make, post, remove, send, show, table, toast } from "./page.js";
-import { showSecret } from "./secrets.js";
+import { makesSecret, showSecret, ticked } from "./secrets.js";
 import { stateBadge } from "./status.js";
 
 export async function loadHooks() {
@@ -43,20 +43,5 @@ function deliveries(found) {
   }));
 }
 
-byId("new-hook").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const form = event.currentTarget, said = form.querySelector(".problem");
-  said.hidden = true;
-  act(event.submitter, async () => {
-    try {
-      const events = [...form.querySelectorAll("[name=event]:checked")].map((box) => box.value);
-      const made = await post("/webhooks", { url: form.elements.url.value.trim(), events });
-      form.reset();
-      showSecret(byId("new-hook-shown"), "The secret that messages are signed with. It is shown this once: keep it now.", made.secret);
-      await loadHooks();
-    } catch (error) {
-      said.textContent = error.message;
-      said.hidden = false;
-    }
-  });
-});
+makesSecret(byId("new-hook"), "new-hook-shown", "The secret that messages are signed with. It is shown this once: keep it now.",
+  async (form) => (await post("/webhooks", { url: form.elements.url.value.trim(), events: ticked(form, "event") })).secret, loadHooks);
