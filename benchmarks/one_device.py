@@ -1,7 +1,7 @@
 """What trainer and sampler hold of a device that they share, seen from outside while a run goes on."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Device:
 
     def __init__(self, root: Path) -> None:
         self.awake, self.asleep, self.together = list[int](), list[int](), list[int]()
-        self._workers = HostPaths(root).workers
+        self._root, self._workers = root, HostPaths(root).workers
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -53,7 +53,7 @@ class Device:
 
     def job(self) -> str | None:
         """The log of the job whose worker may have something on the device."""
-        for log in self._workers.rglob("log.jsonl"):
+        for log in self._workers.glob("*/outputs/*/*/*/log.jsonl"):
             with suppress(FileNotFoundError):
                 text = log.read_text()
                 if '"started"' in text and '"offloaded"' not in text:
@@ -61,10 +61,16 @@ class Device:
         return None
 
     def _sampler(self) -> SamplerMemory | None:
-        for path in self._workers.glob("*/ready"):
-            with suppress(FileNotFoundError, ValidationError, httpx.TransportError):
-                ready = SamplerReady.model_validate_json(path.read_bytes())
+        for ready in samplers(self._root):
+            with suppress(httpx.TransportError):
                 key = {"Authorization": f"Bearer {ready.api_key}"}
                 answer = httpx.get(f"{ready.url}/v1/memory", headers=key, trust_env=False)
                 return SamplerMemory.model_validate_json(answer.content)
         return None
+
+
+def samplers(root: Path) -> Iterator[SamplerReady]:
+    """Yield the samplers of a stack that have come up."""
+    for path in HostPaths(root).workers.glob("*/ready"):
+        with suppress(FileNotFoundError, ValidationError):  # it has gone, or is a worker's
+            yield SamplerReady.model_validate_json(path.read_bytes())

@@ -21,9 +21,9 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
 from megatron_worker.weight_sync.sender import Sending, Sent, send
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full, JobPlan, Lora
+from shared.jobs.job import Adam, Full, Lora
 from shared.jobs.packed import Ints
-from shared.jobs.weight_sync import SyncAccess
+from shared.jobs.weight_sync import SyncAccess, SyncTarget
 from shared.models.peft import read_config
 
 T = TypeVar("T")
@@ -154,16 +154,19 @@ class Dispatcher:
         with self.resident(slot):
             self.engine.save(folder)
 
-    def send_weights(self, slot: Slot, plan: JobPlan, access: SyncAccess | None = None) -> Sending | None:
-        """Begin to send a slot's weights to the samplers of a plan's `sync`; they must not change before `wait`.
+    def send_weights(
+        self, slot: Slot, run_id: str, target: SyncTarget, access: SyncAccess | None = None
+    ) -> Sending | None:
+        """Begin to send a slot's weights to a target's samplers; they must not change before `wait`.
+
+        The slot must be on the device until then (`resident`).
 
         Returns:
             What rank 0 has to wait for; None on the others. Raises InvalidInput as weight_sync.sender.send does.
         """
-        assert plan.sync is not None
-        sent = self._sent.setdefault(slot, Sent()) if plan.sync.backend == "delta" else None
+        sent = self._sent.setdefault(slot, Sent()) if target.backend == "delta" else None
         ranks = self.facts.rank, self.facts.layout.world_size
-        return send(self.engine.outgoing(slot), plan.sync, plan.run_id, *ranks, sent, access)
+        return send(self.engine.outgoing(slot), target, run_id, *ranks, sent, access)
 
     @contextmanager
     def resident(self, slot: Slot) -> Iterator[None]:

@@ -7,7 +7,7 @@ passes of other jobs there.
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -35,11 +35,11 @@ from megatron_worker.training.checkpoint import (
 from megatron_worker.training.evaluation import Evaluator
 from megatron_worker.training.inputs import check_probe, open_data
 from megatron_worker.training.schedule import learning_rate
+from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import Kept, WarmEngine, make_trainable, slots_of, take_engine
 from shared.contract import Artifact
-from shared.jobs.events import Evaluated, Probed, Saved, Started, Step, Synced
+from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
 from shared.jobs.job import Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
-from shared.jobs.weight_sync import SyncAccess
 
 T = TypeVar("T")
 
@@ -221,13 +221,15 @@ def _train(work: Work) -> Generator[None, None, bool]:
         work.report.emit(Step, step=work.step, metrics=metrics)
         save_if_due(work)
         evaluated = yield from evaluate(work)
-    is_sent = work.plan.sync is not None and work.done == work.plan.num_steps
-    access = SyncAccess.read(work.job.log_path) if is_sent else None
-    sending = work.dispatcher.send_weights(work.slot, work.plan, access) if is_sent else None
-    save(work)  # while the weights travel
-    if sending is not None:
-        work.report.emit(Synced, step=work.step, outcome=sending.wait())
+    with sent(work) if work.done == work.plan.num_steps else nullcontext():
+        save(work)
     return evaluated
+
+
+def sent(work: Work) -> AbstractContextManager[None]:
+    """Send the weights to samplers during a `with` block."""
+    send = partial(work.dispatcher.send_weights, work.slot, work.plan.run_id)
+    return sent_meanwhile(send, work.job, work.step, work.report, work.ranks, work.plan.sync)
 
 
 def train_step(work: Work, step: int) -> Generator[None, None, dict[str, float]]:

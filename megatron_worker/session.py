@@ -7,14 +7,13 @@ that left no accumulated gradients. The next lease goes on from it, and repeats 
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from megatron_worker.dispatch import Dispatcher, TargetScores
 from megatron_worker.engine import Outputs, Where
@@ -33,10 +32,10 @@ from megatron_worker.training.checkpoint import (
     load_initial_checkpoint,
     save_checkpoint,
 )
-from megatron_worker.training.command_data import CommandData, pack_data
+from megatron_worker.training.command_data import CommandData, pack_data, read_command
+from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import WarmEngine, make_trainable, slots_of, take_engine
 from shared.errors import InvalidInput
-from shared.field_rules import first_error
 from shared.jobs.commands import (
     Command,
     CommandProblem,
@@ -49,7 +48,6 @@ from shared.jobs.commands import (
     SaveState,
     Skip,
     check_data,
-    command,
 )
 from shared.jobs.events import Applied, Kept, Saved, Started, Step
 from shared.jobs.job import Job, SessionPlan
@@ -223,7 +221,7 @@ class Session:
         began, self._is_touched = time.perf_counter(), False
         asked: Command | None = None
         try:
-            asked = _parsed(data)
+            asked = read_command(data)
             result = yield from self._result(number, asked)
         except (_SlotLost, CancelledEarly):
             raise
@@ -275,7 +273,8 @@ class Session:
                 if not self.sums:
                     self.clean = number
                 self.report.emit(Kept, step=self.clean)
-                self.save()
+                with self.dispatcher.resident(self.slot), self._sent():
+                    self.save()
                 return CommandResult(number=number, kind=asked.kind, step=self.clean)
             case LoadStored():
                 return (yield from self._load_state(number, asked))
@@ -363,6 +362,11 @@ class Session:
     def _largest(self, values: NDArray) -> NDArray:
         return np.array(self.ranks.largest(values.ravel().tolist()), dtype=np.int64).reshape(values.shape)
 
+    def _sent(self) -> AbstractContextManager[None]:
+        """Send the weights to the sampler that answers questions during a `with` block, if they are an adapter's."""
+        send = partial(self.dispatcher.send_weights, self.slot, self.plan.run_id)
+        return sent_meanwhile(send, self.job, self.clean, self.report, self.ranks)
+
     def save(self) -> None:
         """Save a checkpoint as of command `clean`, unless there is one. The weights have not changed since then."""
         if self.saved == self.clean:
@@ -375,14 +379,6 @@ class Session:
 
 class _SlotLost(JobFailed):
     """An error left the slot with a part of another state."""
-
-
-def _parsed(data: bytes) -> Command:
-    try:
-        return command.validate_json(data)
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, place) from None
 
 
 def _metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -26,8 +26,9 @@ from activities.confined import calls as confined
 from activities.host_context import HostContext
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
-from activities.hosts.run_job import RunJob, TrainerSyncs
+from activities.hosts.run_job import RunJob
 from activities.hosts.session import ApplyCommands
+from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.complete import Complete
@@ -230,10 +231,9 @@ def gpu_workers(
 
     lease = Lease(pool, store, signals, host_queue, door if settings.runs_per_worker > 1 else None)
     leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
-    run_job = RunJob(pool, store, signals, TrainerSyncs(sync_key(settings), HostPaths(settings.root_path).profiles))
-    jobs: list[Callable[..., Any]] = [run_job.run_job, ApplyCommands(pool, store).apply_commands]
-    own = _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
-    return leases, own
+    syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
+    jobs = RunJob(pool, store, signals, syncs).run_job, ApplyCommands(pool, store).apply_commands
+    return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 
 
 def sampler_workers(

@@ -3,7 +3,6 @@
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,6 +11,7 @@ from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Metrics, Progress, Signals
+from activities.hosts.trainer_syncs import TrainerSyncs
 from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
@@ -33,10 +33,10 @@ from shared.jobs.events import (
 )
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
-from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
+from shared.jobs.weight_sync import SyncOutcome
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem
-from shared.storage.files import write_atomically, write_privately
+from shared.storage.files import write_atomically
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.01
@@ -77,25 +77,6 @@ class JobResult(Frozen):
     held_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class TrainerSyncs:
-    """What this host adds to its jobs' weight syncs. `key`: by which samplers know the installation's trainers."""
-
-    key: bytes
-    profiles: Path
-
-    def access(self, plan: JobPlan, target: SyncTarget) -> SyncAccess:
-        profile = self.profiles / plan.run_id / target.profile_path if target.profile_path is not None else None
-        if profile is not None:
-            with suppress(OSError):  # the sync says that its profile cannot be written
-                profile.parent.mkdir(parents=True, exist_ok=True)
-        has_address = any(place.address is not None for place in target.places)
-        return SyncAccess(
-            secret=secret_of_run(self.key, plan.run_id).hex() if has_address else None,
-            profile=str(profile) if profile is not None else None,
-        )
-
-
 class RunJob:
     """Does jobs on the workers of this host."""
 
@@ -119,10 +100,7 @@ class RunJob:
         with self._pool.using(request.worker_id, lease) as worker:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
-            attempt = _Attempt(worker, request, lease, start, self._store, self._signals)
-            if isinstance(request.plan, JobPlan) and request.plan.sync is not None and self._syncs is not None:
-                access = self._syncs.access(request.plan, request.plan.sync)
-                write_privately(SyncAccess.path(attempt.job.log_path), access.model_dump_json().encode())
+            attempt = _Attempt(worker, request, lease, start, self._store, self._signals, self._syncs)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
                 return attempt.run()
 
@@ -138,6 +116,7 @@ class _Attempt:
         start: CheckpointRef | None,
         store: ObjectStore,
         signals: Signals,
+        syncs: TrainerSyncs | None,
     ) -> None:
         self.worker = worker
         self.request = request
@@ -163,6 +142,7 @@ class _Attempt:
         )
         self.probe: tuple[float, ...] = ()
         self.sync: SyncOutcome | None = None
+        self.syncs = syncs.of_job(request.plan, self.job.log_path) if syncs is not None else None
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
@@ -170,6 +150,8 @@ class _Attempt:
     def run(self) -> JobResult:
         try:
             self.uploader.job()
+            if self.syncs is not None:
+                self.syncs.begin()
             path = self.worker.paths.job(self.request.plan.run_id, self.request.plan.job_id, self.request.fence)
             write_atomically(path, self.job.model_dump_json(indent=1).encode())
             terminal = self._follow()
@@ -224,6 +206,8 @@ class _Attempt:
             self.worker.offloaded_bytes = event.host_bytes
         if isinstance(event, Synced):
             self.sync = event.outcome
+        if isinstance(event, Step) and self.syncs is not None:
+            self.syncs.look()
         # After a terminal event the whole log is uploaded at once.
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
@@ -249,6 +233,8 @@ class _Attempt:
 
     def _settle(self, output: Path | None) -> None:
         """Upload everything that is left into the store, then delete the local files."""
+        if self.syncs is not None:
+            self.syncs.end()
         self.uploader.finish(output)
         shutil.rmtree(self.outputs, ignore_errors=True)
         self.cancel.unlink(missing_ok=True)

@@ -25,8 +25,10 @@ from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import newest_name
+from shared.models import peft
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
+from shared.storage.artifacts import files_of
 
 _DIGITS = 16
 _WEIGHTS = "weights"  # the folder of a checkpoint that an adapter, or a whole model's weights, lie in
@@ -358,18 +360,31 @@ class ServingAdapters:
             return opened.model
         name = adapter_name(OWNER, adapter)
         self._asked_at[name] = time.monotonic()
-        if name not in opened.client.models():
+        if name not in opened.client.models() and not self._is_there(opened, name, adapter):
             folder = self._host.stage(adapter)
             with self._lock:
                 self._load(opened, name, folder)
         return name
 
+    def _is_there(self, opened: OpenSampler, name: str, adapter: Artifact) -> bool:
+        """Name an adapter that its trainer has sent to the sampler. False where it has not, or others have come since.
+
+        Only the adapter's configuration is staged.
+        """
+        [weights] = [each for each in files_of(adapter, self._host.settings.s3)[1].files if each.path == peft.WEIGHTS]
+        content = peft.content_sha256(peft.read_config(self._host.stage(adapter, (peft.CONFIG,))), weights.sha256)
+        with self._lock:
+            self._make_room(opened, name)
+            return opened.client.name_weights(name, content)
+
     def _load(self, opened: OpenSampler, name: str, folder: Path) -> None:
-        present = {one for one in opened.client.models() if _OURS.fullmatch(one)}
-        if name in present:
-            return
+        if name not in opened.client.models():
+            self._make_room(opened, name)
+            opened.client.load_adapter(name, str(folder))
+
+    def _make_room(self, opened: OpenSampler, name: str) -> None:
+        present = {one for one in opened.client.models() if _OURS.fullmatch(one)} - {name}
         oldest_first = sorted(present, key=lambda one: (self._asked_at.get(one, 0.0), one))
         for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
             opened.client.unload_adapter(old)  # samples that are being drawn from it go on
             self._asked_at.pop(old, None)
-        opened.client.load_adapter(name, str(folder))

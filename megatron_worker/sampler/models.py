@@ -10,14 +10,15 @@ from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
+from megatron_worker.tensors.safetensors_files import file_sha256
 from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
 from megatron_worker.weight_sync.connections import Connection
 from megatron_worker.weight_sync.messages import Announcement, Reply
 from megatron_worker.weight_sync.receiving import Receiving
+from megatron_worker.weight_sync.unnamed import Unnamed
 from shared.chat.completions import (
     DrawnBy,
     LoadAdapterRequest,
@@ -34,7 +35,6 @@ from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
-_MAX_UNNAMED = 4  # synced adapters that nobody has named yet
 R = TypeVar("R", bound=Request)
 
 
@@ -75,7 +75,7 @@ class Models:
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, Adapter] = {}
-        self._unnamed: dict[Sha256, Adapter] = {}
+        self._unnamed = Unnamed[Adapter]()
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
         self._created = int(time.time())
@@ -113,7 +113,7 @@ class Models:
     def adapters(self) -> list[Adapter]:
         """Return all adapters, those without a name too."""
         with self._lock:
-            return [*self._adapters.values(), *self._unnamed.values()]
+            return [*self._adapters.values(), *self._unnamed]
 
     def drop(self) -> tuple[Adapter | None, list[Adapter]]:
         """Forget the weights and all adapters. Returns those that came from folders, and can be read there again."""
@@ -250,13 +250,15 @@ class Models:
                 self._let_go.notify_all()
 
     def name_weights(self, body: bytes) -> str:
-        """Name what came by a sync. Doing it again changes nothing."""
+        """Name what came by a sync, by its digest; an adapter also by its content. Doing it again changes nothing."""
         request = parsed(NameWeightsRequest, body)
         self._refuse_asleep()
         with self._lock:
-            if request.digest in self._unnamed:
-                adapter = self._adapters[request.name] = self._unnamed.pop(request.digest)
-                adapter.name = request.name
+            adapter = self._unnamed.take(request.digest)
+            if adapter is None and (adapter := self._unnamed.take_by_content(request.digest)) is not None:
+                adapter.drawn_by = adapter.drawn_by.of_version(None)  # as if loaded from files, which tell no version
+            if adapter is not None:
+                adapter.name, self._adapters[request.name] = request.name, adapter
             elif self._base is not None and self._synced is not None and self._synced.digest == request.digest:
                 self._base.name = request.name
             elif request.name not in self._adapters:
@@ -319,21 +321,21 @@ class Models:
         _check_shapes(receiving.announcement, shapes)
         receiving.begin(needs_all=True)
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-        digest = _assembled(receiving, tensors)
+        assembly = Assembly(tensors)
+        digest = _assembled(receiving, assembly)
         version, name = receiving.announcement.version, receiving.announcement.name
         adapter = versioned(adapter_of(name or f"sync-{digest}", digest, lora, self._decoder, tensors), version)
         if name is not None:
             self._put(adapter, version)
         else:
-            self._keep_unnamed(digest, adapter)
+            with self._lock:
+                self._refuse_asleep()
+                self._unnamed.keep(digest, receiving.announcement.run_id, adapter)
         receiving.reply(Reply())
-
-    def _keep_unnamed(self, digest: Sha256, adapter: Adapter) -> None:
-        with self._lock:
-            self._refuse_asleep()
-            self._unnamed[digest] = adapter
-            while len(self._unnamed) > _MAX_UNNAMED:
-                del self._unnamed[next(iter(self._unnamed))]
+        if name is None:  # the trainer does not wait for it
+            content = peft_format.content_sha256(lora, file_sha256({each: tensors[each] for each in assembly.names}))
+            with self._lock:
+                self._unnamed.tell_content(digest, content)
 
     def _receive_weights(self, receiving: Receiving) -> None:
         announcement, held = receiving.announcement, self._synced
@@ -348,7 +350,7 @@ class Models:
 
         def write() -> tuple[Adapter, Synced]:
             receiving.go_on()
-            digest, version = _assembled(receiving, targets), announcement.version
+            digest, version = _assembled(receiving, Assembly(targets)), announcement.version
             base = self._whole(announcement.name or f"sync-{digest}", digest, version)
             return base, Synced(announcement.run_id, version, digest)
 
@@ -381,9 +383,8 @@ def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]
         raise InvalidInput("these weights are of another model than the sampler's", "weight_sync")
 
 
-def _assembled(receiving: Receiving, targets: dict[str, Tensor]) -> Sha256:
-    """Write all buckets into the targets. Raises InvalidInput for what is wrong or missing, SyncBroken."""
-    assembly = Assembly(targets)
+def _assembled(receiving: Receiving, assembly: Assembly) -> Sha256:
+    """Put all buckets into their tensors. Raises InvalidInput for what is wrong or missing, SyncBroken."""
     for bucket, buffer in receiving.buckets():
         assembly.put(bucket, buffer)
     digest = assembly.finish()

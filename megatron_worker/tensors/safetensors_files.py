@@ -3,6 +3,7 @@
 No pickle, and no more than one whole tensor in memory.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
+from shared.contract import Sha256
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
@@ -145,6 +147,14 @@ def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iter
             assert tensor.shape == entry.shape, (entry, tensor.shape)
             if file is not None:
                 file.write(_bytes_of(tensor.to(entry.dtype)))
+
+
+def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
+    """Return the SHA-256 of the file that `write_safetensors` makes of some tensors, in their order and dtypes."""
+    found = hashlib.sha256(_header([Entry(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]))
+    for tensor in tensors.values():
+        found.update(_bytes_of(tensor))
+    return found.hexdigest()
 
 
 def _created(path: Path) -> BinaryIO:

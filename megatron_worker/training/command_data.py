@@ -9,10 +9,13 @@ from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from megatron_worker.training.batches import OneStep, PackedBatches
+from shared.errors import InvalidInput
+from shared.field_rules import first_error
 from shared.jobs import bins as packing
-from shared.jobs.commands import Datum, TokenScores
+from shared.jobs.commands import Command, Datum, TokenScores, command
 from shared.jobs.packed import Ints, Units
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 
@@ -30,6 +33,15 @@ class CommandData:
             TokenScores.model_validate({name: values[places].tolist() for name, values in found.items()})
             for places in self.targets_of
         )
+
+
+def read_command(data: bytes) -> Command:
+    """Read a command's file. Raises InvalidInput naming the field and the rule."""
+    try:
+        return command.validate_json(data)
+    except ValidationError as error:
+        place, rule = first_error(error)
+        raise InvalidInput(rule, place) from None
 
 
 def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool, score_all: bool = False) -> CommandData:

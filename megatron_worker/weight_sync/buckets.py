@@ -185,9 +185,13 @@ class Assembly:
 
     Args:
         targets: by name, contiguous tensors to write into.
+
+    Attributes:
+        names: of the tensors that have come, in the sender's order.
     """
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        self.names: dict[str, None] = {}
         self._targets = targets
         self._next_row = dict.fromkeys(targets, 0)
         self._digest = Digest()
@@ -215,6 +219,7 @@ class Assembly:
         """
         pairs = [(part, self.rows(part)) for part in bucket.parts]
         for part, rows in pairs:
+            self.names[part.name] = None
             self._next_row[part.name] += part.num_rows
             if part.num_changes is not None:
                 _change(buffer, part, rows)

@@ -37,10 +37,11 @@ from shared.runs.serving import (
     ServedSampler,
     ServeRequest,
     ServingStart,
+    sampler_of_questions,
+    serving_id,
 )
 from shared.runs.start import timing_of
 from shared.settings import Settings
-from shared.storage.paths import content_key
 from shared.storage.store import ObjectStore
 from workflows import policies
 
@@ -89,11 +90,11 @@ class SamplerLeases:
             SamplerUnavailable: none came up in time. InvalidInput: no sampler can use the model.
             TemporalUnavailable: the server, or every host that runs workflows, is away.
         """
-        serving_id = f"serving-{content_key(key, self._settings.shape)}"
-        grant, until = self._known.get(serving_id, (None, 0.0))
+        workflow_id = serving_id(self._settings, key)
+        grant, until = self._known.get(workflow_id, (None, 0.0))
         if grant is None or time.monotonic() > until:
-            grant = await asyncio.shield(self._ask_once(serving_id, key))
-        return SamplerLease(serving_id, grant)
+            grant = await asyncio.shield(self._ask_once(workflow_id, key))
+        return SamplerLease(workflow_id, grant)
 
     def forget(self, lease: SamplerLease) -> None:
         """Forget a lease whose sampler seems lost."""
@@ -258,7 +259,9 @@ class Inference:
             if attempt:
                 await asyncio.sleep(2.0 ** (attempt - 2))
             # An installation with an inference server of its own leases no sampler.
-            lease = await self.leases.lease(self._key(target)) if self._settings.sampling.url is None else None
+            lease = None
+            if self._settings.sampling.url is None:
+                lease = await self.leases.lease(sampler_of_questions(self._settings, target.model, target.dtype))
             try:
                 start = self._start(tenant, target, asked, lease, so_far.answer_id if so_far else None)
                 return (await self._answered(start, so_far)).answer
@@ -268,16 +271,6 @@ class Inference:
                 if lease is not None:
                     self.leases.forget(lease)
         raise SamplerUnavailable(problem)
-
-    def _key(self, target: Target) -> SamplerKey:
-        serving = self._settings.serving
-        return SamplerKey(
-            model=target.model,
-            dtype=target.dtype,
-            threads=self._settings.cpu_threads,
-            slots=serving.slots,
-            max_model_len=serving.max_model_len,
-        )
 
     def _start(
         self,

@@ -146,7 +146,10 @@ class LoadWeightsRequest(Request):
 
 
 class NameWeightsRequest(Request):
-    """Weights or an adapter that came by a weight sync get the name by which requests ask for them."""
+    """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
+
+    `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
+    """
 
     name: str = Field(min_length=1, max_length=512)
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")

@@ -98,10 +98,15 @@ class SyncTarget(Frozen):
 
 class SyncAccess(Frozen):
     """What a trainer's host writes beside a job's log for its worker alone: the run's secret, in hexadecimal, and the
-    file that traces are appended to."""
+    file that traces are appended to.
+
+    `target`: whom weights are sent to where the plan does not say so: the sampler that answers users' questions. The
+    host writes anew when that changes.
+    """
 
     secret: Sha256 | None = None
     profile: str | None = None
+    target: SyncTarget | None = None
 
     @staticmethod
     def path(log: str) -> Path:

@@ -1,11 +1,13 @@
 """PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. What we do not compute is refused."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shared.contract import Sha256
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 from shared.jobs.job import LINEARS, Linear, Lora
@@ -105,6 +107,11 @@ def read_config(folder: Path, expected: Lora | None = None) -> Lora:
     if expected is not None:
         check_same(found, expected, str(folder))
     return found
+
+
+def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
+    """Identify an adapter by what it computes: its configuration, and the hash of its weights' file."""
+    return hashlib.sha256(f"{json.dumps(config_of(lora))} {weights_sha256}".encode()).hexdigest()
 
 
 def check_same(found: Lora, expected: Lora, place: str) -> None:

@@ -7,9 +7,12 @@ from pydantic import Field
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact, Fence, Frozen
+from shared.jobs.job import Dtype
 from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
+from shared.settings import Settings
+from shared.storage.paths import content_key
 
 
 class LeasedSampler(Frozen):
@@ -77,6 +80,23 @@ class CompletionStart(Frozen):
     request: CompleteRequest
     queue: str
     timing: RunTiming = RunTiming()
+
+
+def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> SamplerKey:
+    """Return the key of the sampler that answers questions to a model, and to adapters on it."""
+    serving = settings.serving
+    return SamplerKey(
+        model=model,
+        dtype=dtype,
+        threads=settings.cpu_threads,
+        slots=serving.slots,
+        max_model_len=serving.max_model_len,
+    )
+
+
+def serving_id(settings: Settings, key: SamplerKey) -> str:
+    """Return the id of the workflow that leases this sampler."""
+    return f"serving-{content_key(key, settings.shape)}"
 
 
 class ServingStart(Frozen):

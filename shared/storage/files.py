@@ -64,8 +64,10 @@ def write_atomically(path: Path, data: bytes, is_durable: bool = True) -> None:
 
 
 def write_privately(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner can read, from the start. Its folder is made."""
+    """Write a file that only its owner can read, from the start: readers see all of it or none. Its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
+    temporary.replace(path)

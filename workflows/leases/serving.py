@@ -82,6 +82,12 @@ class ServingWorkflow:
         if self._leasing.is_warm and self._due_at is None:
             self._due_at = max(workflow.time(), self._leased_at + self._start.share_s)
 
+    @workflow.query
+    def samplers(self) -> list[LeaseGrant]:
+        """Return the sampler, if one is up."""
+        grant = self._leasing.grant
+        return [grant] if self._leasing.is_warm and grant is not None else []
+
     @workflow.signal
     def sampler_leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that the sampler is up."""

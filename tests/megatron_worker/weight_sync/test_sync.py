@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from megatron_worker.weight_sync.transports.shared_memory import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.jobs.weight_sync import SyncAccess, SyncTarget
+from shared.models import peft
+from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows
@@ -117,7 +119,7 @@ def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
         expected = load_adapter("a", tmp_path / "saved" / "weights", samplers[0].decoder)
         for one in samplers:
             assert [card.id for card in one.models.cards().data] == [NAME]
-            one.models.name_weights(json.dumps({"name": "run-1", "digest": done.digest}).encode())
+            named(one, "run-1", done.digest)
             found = one.models.find("run-1")
             assert found.lora_weights.keys() == expected.lora_weights.keys()
             for name, lora in expected.lora_weights.items():
@@ -125,7 +127,52 @@ def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
                 assert torch.equal(found.lora_weights[name].b_OR, lora.b_OR)
                 assert found.lora_weights[name].scale == lora.scale
         with pytest.raises(Refused, match="no weights of this digest"):
-            samplers[0].models.name_weights(json.dumps({"name": "run-2", "digest": "0" * 64}).encode())
+            named(samplers[0], "run-2", "0" * 64)
+
+
+def test_an_adapter_is_named_by_its_content_alone(model, tmp_path, engine):
+    """Whoever has an adapter's files finds the one that its trainer has sent, and no other: not of another scale."""
+    driven = start(engine, model, "lora")
+    train(driven, STEPS, learning_rate=1e-3)
+    driven.save(tmp_path / "saved")
+    folder = tmp_path / "saved" / "weights"
+    config, file = peft.read_config(folder), sha256_file(folder / peft.WEIGHTS)
+    with listening(model, tmp_path, 1) as [sampler]:
+        done = sync(driven, "run", [sampler], 1)
+        other = config.model_copy(update={"alpha": config.alpha * 2})
+        with pytest.raises(Refused, match="no weights of this digest"):
+            named(sampler, "other", peft.content_sha256(other, file))
+        for _ in range(500):  # its content is known a moment after the trainer's last answer
+            with suppress(Refused):
+                named(sampler, "a", peft.content_sha256(config, file))
+                break
+            time.sleep(0.01)
+        assert sampler.models.find("a").weights_sha256() == load_adapter("b", folder, sampler.decoder).weights_sha256()
+        assert sampler.models.find("a").drawn_by.policy_version is None
+        with pytest.raises(Refused, match="no weights of this digest"):
+            named(sampler, "again", done.digest)
+
+
+def test_of_adapters_that_nobody_names_the_newest_of_a_run_stays_and_no_run_takes_all_room(model, tmp_path):
+    driven = start("megatron", model, "lora")
+    with listening(model, tmp_path, 1) as [sampler]:
+        first, *_, last = [train_and_sync(driven, sampler, "a", version) for version in range(12)]
+        others = [train_and_sync(driven, sampler, f"run-{number}", 0) for number in range(7)]
+        assert len(sampler.models.adapters()) == 8
+        for digest in (last, *others):
+            named(sampler, digest[:8], digest)
+        with pytest.raises(Refused, match="no weights of this digest"):
+            named(sampler, "first", first)
+
+
+def train_and_sync(driven, sampler, run_id, version):
+    train(driven, STEPS[:1], learning_rate=1e-3)
+    target = target_of([sampler], version, "shared_memory", BUCKET)
+    return send(driven.outgoing("run"), target, run_id, 0, 1, None, access_of(run_id)).wait().digest
+
+
+def named(sampler, name, digest):
+    sampler.models.name_weights(json.dumps({"name": name, "digest": digest}).encode())
 
 
 class Killed(Exception):
@@ -285,5 +332,5 @@ def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
         assert second.problems == {} and second.num_bytes == 0 and second.digest == first.digest
         with pytest.raises(Refused, match="does not exist"):
             samplers[0].models.find(NAME)
-        samplers[0].models.name_weights(json.dumps({"name": "v2", "digest": second.digest}).encode())
+        named(samplers[0], "v2", second.digest)
         assert samplers[0].models.find("v2")

@@ -1,0 +1,129 @@
+"""A host's part in its jobs' weight syncs: it tells workers what samplers know them by, and who answers questions."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.service import RPCError
+
+from shared.jobs.job import AnyPlan, JobPlan, Lora, is_policy_loss
+from shared.jobs.leases import LeaseGrant
+from shared.jobs.weight_sync import SyncAccess, SyncTarget, WeightSync, secret_of_run
+from shared.runs.serving import sampler_of_questions, serving_id
+from shared.settings import Settings
+from shared.storage.files import write_privately
+from shared.storage.paths import HostPaths
+
+_PAUSE_S = 1.0
+_PATIENCE = timedelta(seconds=5)
+
+Find = Callable[[AnyPlan], "Future[LeaseGrant | None]"]
+
+
+class QuestionSamplers:
+    """Finds the samplers that answer users' questions, by their serving workflows. Whoever asks does not wait."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+        self._client, self._loop, self._settings = client, loop, settings
+
+    def __call__(self, plan: AnyPlan) -> "Future[LeaseGrant | None]":
+        key = sampler_of_questions(self._settings, plan.model, plan.dtype)
+        return asyncio.run_coroutine_threadsafe(self._find(serving_id(self._settings, key)), self._loop)
+
+    async def _find(self, workflow_id: str) -> LeaseGrant | None:
+        handle = self._client.get_workflow_handle(workflow_id)
+        try:
+            up = await handle.query("samplers", result_type=list[LeaseGrant], rpc_timeout=_PATIENCE)
+        except (RPCError, WorkflowQueryFailedError):  # nobody has asked this model, or nobody answers now
+            return None
+        return up[0] if up else None
+
+
+@dataclass(frozen=True)
+class TrainerSyncs:
+    """What this host adds to its jobs' weight syncs.
+
+    `key`: by which samplers know the installation's trainers. `root`: of this host. `find`: looks for the
+    sampler that answers questions to what a plan trains.
+    """
+
+    key: bytes
+    root: Path
+    find: Find
+
+    def of_job(self, plan: AnyPlan, log_path: str) -> "JobSyncs":
+        return JobSyncs(self, plan, SyncAccess.path(log_path))
+
+
+class JobSyncs:
+    """Writes beside a job's log what its worker needs to send weights."""
+
+    def __init__(self, host: TrainerSyncs, plan: AnyPlan, path: Path) -> None:
+        self._host, self._plan, self._path = host, plan, path
+        self._looking: Future[LeaseGrant | None] | None = None
+        self._looked_at = 0.0
+        self._is_told = self._is_over = False
+
+    def begin(self) -> None:
+        """Write what samplers know the trainer by, where the plan names samplers."""
+        if isinstance(self._plan, JobPlan) and self._plan.sync is not None:
+            self._write(self._plan.sync, self._plan.sync.profile_path)
+        self.look()
+
+    def end(self) -> None:
+        """Write no more: the job's folder is about to go."""
+        self._is_over = True
+
+    def look(self) -> None:
+        """Have the sampler found, without waiting, that answers questions to what a client trains step by step.
+
+        Its client samples from that one as a rule. The worker sends it the next weights that it saves, beside the
+        store: where that comes to nothing, the sampler loads them from there.
+        """
+        now = time.monotonic()
+        is_looking = self._looking is not None and not self._looking.done()
+        if _is_asked(self._plan) and not is_looking and now > self._looked_at + _PAUSE_S:
+            self._looked_at, self._looking = now, self._host.find(self._plan)
+            self._looking.add_done_callback(self._found)
+
+    def _found(self, looking: "Future[LeaseGrant | None]") -> None:
+        grant = None if looking.cancelled() else looking.result()
+        sync, target = WeightSync(), None
+        if grant is not None and grant.weights_socket is not None:
+            target = SyncTarget(
+                sockets=(grant.weights_socket,),
+                addresses=(grant.weights_address,),
+                version=0,
+                backend="auto",
+                bucket_bytes=sync.bucket_bytes,
+            )
+        if (target is not None or self._is_told) and not self._is_over:
+            self._is_told = True
+            self._write(target)
+
+    def _write(self, target: SyncTarget | None, profile_path: str | None = None) -> None:
+        run_id, profile = self._plan.run_id, None
+        if profile_path is not None:
+            profile = HostPaths(self._host.root).profiles / run_id / profile_path
+            with suppress(OSError):  # the sync says that its profile cannot be written
+                profile.parent.mkdir(parents=True, exist_ok=True)
+        has_address = target is not None and any(place.address is not None for place in target.places)
+        access = SyncAccess(
+            secret=secret_of_run(self._host.key, run_id).hex() if has_address else None,
+            profile=str(profile) if profile is not None else None,
+            target=target,
+        )
+        write_privately(self._path, access.model_dump_json().encode())
+
+
+def _is_asked(plan: AnyPlan) -> bool:
+    """Return True for a plan whose client trains an adapter step by step, on what it has sampled itself."""
+    if not isinstance(plan.trainable, Lora):
+        return False
+    return not isinstance(plan, JobPlan) or (is_policy_loss(plan.loss) and plan.sync is None and not plan.probe)

@@ -1,0 +1,116 @@
+"""What the first question to a new version costs where the trainer has sent it to the sampler, beside the store's way.
+
+    python -m benchmarks.asked_versions [--rank 256] [--rounds 10] [--hidden 1024] [--out FILE.json]
+
+Starts `longshore dev` in a temporary folder and opens a session that trains an adapter of a model of random weights (4
+layers, float32). Each round makes two versions, and then asks each for one token, over HTTP: first the newer one, which
+the sampler has from the trainer, then the older one, whose place the newer one has taken there, so that it is read from
+the store, then the newer one again, which is served by then. The first answers start the sampler and do not count.
+`save_s` is the time of a `save_state` with `publish`, weights sent or not. Prints JSON: medians in seconds.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from activities.sampling.client import Sampler
+from benchmarks.control_plane import stack
+from benchmarks.machine import provenance
+from benchmarks.one_device import samplers
+from benchmarks.sampler import make_model
+from longshore.client import Client, Session
+from shared.jobs.commands import Datum
+from shared.jobs.job import Lora
+from shared.runs.requests import SessionRun
+
+NAME = "asked"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    about = provenance()
+    with tempfile.TemporaryDirectory() as folder:
+        root, model = Path(folder) / "stack", make_model(Path(folder) / "model", "qwen3", arguments.hidden)
+        with stack(root) as connection:
+            headers = {"authorization": f"Bearer {connection.api_key}"}
+            run = SessionRun(
+                model=str(model), trainable=Lora(rank=arguments.rank), max_tokens=256, name=NAME, idle_s=600
+            )
+            with (
+                Client(connection.api_url, connection.api_key) as client,
+                httpx.Client(base_url=connection.api_url, headers=headers, timeout=600) as door,
+            ):
+                session = client.open(run)
+                first, alone_s = _version(session)
+                _ask(door, first)
+                rounds = [_round(session, door, root) for _ in range(arguments.rounds)]
+        files = root / "store" / "tenants" / "default" / "adapters" / NAME
+        num_bytes = max(path.stat().st_size for path in files.rglob("adapter_model.safetensors"))
+    result = {
+        "what": "seconds until the first token of a version that nobody has asked before",
+        "adapter_mb": round(num_bytes / 1e6, 1),
+        **{name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]},
+        "save_not_sent_s": round(alone_s, 3),
+        **about,
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+
+
+def _round(session: Session, door: httpx.Client, root: Path) -> dict[str, float]:
+    older, _ = _version(session)
+    newer, save_s = _version(session)
+    sent_s = _seconds(lambda: _ask(door, newer))
+    from_trainer = _sent(root)
+    stored_s = _seconds(lambda: _ask(door, older))
+    assert from_trainer == _sent(root) and len(from_trainer) > 0, "the older version came from the trainer, too"
+    return {
+        "sent_s": sent_s,
+        "stored_s": stored_s,
+        "served_s": _seconds(lambda: _ask(door, newer)),
+        "save_s": save_s,
+    }
+
+
+def _version(session: Session) -> tuple[str, float]:
+    """Make and publish a version. Returns its name, and how long saving took."""
+    session.forward_backward([Datum(tokens=tuple(range(3, 35)))]).result(600)
+    session.optim_step(learning_rate=1e-3).result(600)
+    began = time.perf_counter()
+    version = session.save_state(publish=True).result(600).version
+    return f"{NAME}:v{version}", time.perf_counter() - began
+
+
+def _ask(door: httpx.Client, model: str) -> None:
+    asked = {"model": model, "prompt": "Which crane lifts crate 7?", "max_tokens": 1}
+    door.post("/v1/completions", json=asked).raise_for_status()
+
+
+def _seconds(do: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    do()
+    return time.perf_counter() - began
+
+
+def _sent(root: Path) -> set[str]:
+    """The adapters that the sampler has from a trainer: they come from no folder."""
+    [ready] = samplers(root)
+    with Sampler(ready.url, ready.api_key, socket_path=ready.socket) as sampler:
+        return {name for name, card in sampler.models().items() if card.parent and "/" not in (card.root or "/")}
+
+
+if __name__ == "__main__":
+    main()
