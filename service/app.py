@@ -153,7 +153,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
     )
     app.state.backend, app.state.in_hand = backend, in_hand
     app.state.tinker_samples = tinker_samples.Samples(backend)
-    for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router):
+    for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router, wandb_artifacts.open_router):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)

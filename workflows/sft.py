@@ -58,7 +58,12 @@ class SFTWorkflow(RunHandlers):
             eval_data=eval_data,
             num_steps=packed.num_steps,
         )
-        self._run.show(phase="waiting_for_worker", num_steps=plan.num_steps, dataset_report=units.report_uri)
+        self._run.show(
+            phase="waiting_for_worker",
+            num_steps=plan.num_steps,
+            planned_tokens=packed.num_tokens,
+            dataset_report=units.report_uri,
+        )
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")

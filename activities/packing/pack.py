@@ -1,12 +1,10 @@
 """Pack: units into a plan of steps and bins."""
 
 from collections.abc import Iterator
-from itertools import count, islice
 from pathlib import Path
-from typing import Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 from temporalio import activity
 
 from activities.host_context import HostContext
@@ -15,37 +13,23 @@ from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.jobs.bins import Indices
 from shared.jobs.packed import PlanHeader, PlanWriter, Units
+from shared.jobs.steps import Cut, check_epochs, steps_of
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, packed
 
 _VERSION = "pack-1"  # raise it when the same input gives another plan
 
 
-MOST_STEPS_OF_EPOCHS = 50_000
-
-
-class PackRequest(Frozen):
-    """Units, and how to cut them into steps: `epochs` or `steps`, and `batch_size` or `batch_tokens`; or `whole`.
-
-    An epoch's last step may be smaller. With `steps` the data is repeated for as many epochs as needed.
-    """
+class PackRequest(Cut):
+    """Units, and how to cut them into steps; or `whole`, for evaluation."""
 
     units: Artifact
-    seed: int = Field(ge=0, lt=2**63)
-    epochs: float | None = Field(default=None, gt=0)
-    steps: int | None = Field(default=None, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)
-    batch_tokens: int | None = Field(default=None, ge=1)
     bin_tokens: int = Field(ge=2)
     whole: bool = Field(default=False, description="evaluation: every unit once, in order")
 
-    @model_validator(mode="after")
-    def _one_length_one_batch(self) -> Self:
-        if not self.whole and ((self.epochs is None) == (self.steps is None)):
-            raise ValueError("give exactly one of epochs and steps")
-        if not self.whole and ((self.batch_size is None) == (self.batch_tokens is None)):
-            raise ValueError("give exactly one of batch_size and batch_tokens")
-        return self
+    @property
+    def _is_cut(self) -> bool:
+        return not self.whole
 
     @property
     def key(self) -> str:
@@ -58,6 +42,7 @@ class Packed(Frozen):
     plan: Artifact
     num_steps: int
     num_bins: int
+    num_tokens: int | None = Field(default=None, description="of the units of all steps")
     packing_efficiency: float
 
 
@@ -83,13 +68,15 @@ class Pack:
             plan=plan,
             num_steps=header.num_steps,
             num_bins=header.num_bins,
+            num_tokens=header.num_tokens,
             packing_efficiency=header.packing_efficiency,
         )
 
 
 def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHeader:
     """Stream a plan for units of these lengths into a folder. Not sealed."""
-    _check_epochs(tokens_U, request)
+    if not request.whole:
+        check_epochs(tokens_U, request)
     longest = int(tokens_U.max(initial=0))
     capacity = _capacity(longest, request)
     writer = PlanWriter(folder, capacity)
@@ -97,22 +84,6 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
         bins = packing.pack(tokens_U[step].tolist(), capacity)
         writer.append_step([step[each] for each in bins])
     return writer.close(tokens_U)
-
-
-def _check_epochs(tokens_U: Indices, request: PackRequest) -> None:
-    """Raise InvalidInput if `epochs` would be more than MOST_STEPS_OF_EPOCHS steps, as that is likely a mistake."""
-    if request.epochs is None or request.whole:
-        return
-    size, batch = (
-        (int(tokens_U.sum()), request.batch_tokens)
-        if request.batch_size is None
-        else (len(tokens_U), request.batch_size)
-    )
-    num_steps = round(request.epochs * size / (batch or 1))
-    if num_steps > MOST_STEPS_OF_EPOCHS:
-        found = f"{request.epochs:g} epochs of {len(tokens_U):,} examples are {num_steps:,} steps"
-        advice = "give fewer epochs or a larger batch (or, if you mean it, the number of steps)"
-        raise InvalidInput(f"{found}, {MOST_STEPS_OF_EPOCHS:,} at most: {advice}", "epochs")
 
 
 def _capacity(longest: int, request: PackRequest) -> int:
@@ -131,21 +102,4 @@ def _steps(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
     """Cut the units into steps."""
     if request.whole:
         return iter([np.arange(len(tokens_U))])
-    return islice(_endless(tokens_U, request), request.steps)
-
-
-def _endless(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
-    """Yield the steps of one epoch after another. A fraction of an epoch is the first part of its order."""
-    for epoch in count():
-        order_U = packing.epoch_order(len(tokens_U), request.seed, epoch)
-        if request.epochs is not None:
-            left = request.epochs - epoch
-            order_U = order_U[: round(min(1.0, left) * len(order_U))] if left > 0 else order_U[:0]
-            if epoch == 0 and not len(order_U):
-                order_U = packing.epoch_order(len(tokens_U), request.seed, 0)[:1]
-        if not len(order_U):
-            return
-        if request.batch_size is not None:
-            yield from packing.steps_by_count(order_U, request.batch_size)
-        elif request.batch_tokens is not None:
-            yield from packing.steps_by_tokens(order_U, tokens_U, request.batch_tokens)
+    return steps_of(tokens_U, request)

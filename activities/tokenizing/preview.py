@@ -1,6 +1,8 @@
 """Preview a dataset before training: how its first rows are tokenized, and the report that tokenizing would give."""
 
-from collections.abc import Iterator
+import time
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -11,22 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 from temporalio import activity
 
+from activities.confined.calls import Kind
 from activities.formats.dataset import open_dataset, open_prompts
 from activities.host_context import HostContext, beating
 from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.render_prompts import rendered
+from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import Block, KeptRows, Pair, Tally, keep_pairs, keep_rows
+from activities.tokenizing.units import Block, KeptPairs, KeptRows, Pair, Tally, keep_pairs, keep_rows
 from shared.errors import InvalidInput
-from shared.runs.previews import LostRow, Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
+from shared.jobs.steps import Cut, RunLength, check_epochs, length_of, length_of_draws
+from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
 from shared.runs.start import ModelRequest
 from shared.storage.paths import RunKeys, content_key
 from shared.storage.stored_bytes import Ledger
 
 R = TypeVar("R")
-_MAX_LISTED = 20
+_FEW_ROWS = 100_000  # counting more leaves places to others
 _MAX_CHARACTERS = 30_000  # of all rows together, since a preview is a Temporal payload
 
 
@@ -45,91 +49,109 @@ class PreviewDataset:
             model = Resolve(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(host, keeps_parts=False).download(download).dataset
+            kind: Kind = "short" if request.max_rows <= _FEW_ROWS else "dataset"
             with beating():
-                return host.confined(preview_with, host.stage(dataset), tokenizer_files(host, model), request)
+                files = tokenizer_files(host, model)
+                return host.confined(preview_with, host.stage(dataset), files, request, start.cut, kind=kind)
         finally:
             for item in list(host.store.list(f"{RunKeys(run_id).prefix}/")):
                 host.store.delete(item.key)
             Ledger(host.store, tenant).forget(run_id)
 
 
-def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest) -> Preview:
+def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest, cut: Cut | None) -> Preview:
     """Call `preview_of` in a confined process. Raises InvalidInput as it does."""
-    return preview_of(dataset, tokenizer.load(), request)
+    return preview_of(dataset, tokenizer.load(), request, cut)
 
 
-def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
-    """Tokenize a dataset's first rows, and show some of them."""
+def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest, cut: Cut | None = None) -> Preview:
+    """Tokenize a dataset's first rows, and show some of them; with a cut, tell how long a run on them is."""
     if request.are_prompts:
-        return _preview_of_prompts(dataset, tokenizer, request)
+        return _preview_of_prompts(dataset, tokenizer, request, cut)
     opened = open_dataset(dataset, request.source)
-    examples = _Counted(iter(opened), request.max_rows)
-    tally, shown = Tally(opened.format.name, request.max_tokens), list[PreviewRow]()
+    examples = _Counted(iter(opened), request)
+    tally, shown, tokens_U = Tally(opened.format.name, request.max_tokens), list[PreviewRow](), array("q")
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_control_tokens(batch.control_tokens)
+            num_left = request.num_rows - len(shown)
             if opened.format.has_pairs:
                 pairs = keep_pairs(batch.block, request.max_tokens)
-                pairs.count(tally)
-                for number in range(min(len(pairs.pairs), request.num_rows - len(shown))):
+                for number in range(min(len(pairs.pairs), num_left)):
                     shown.append(_pair_row(batch.block, pairs.pairs[number], number, tokenizer, _budget(shown)))
-                continue
-            kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+                kept: KeptRows | KeptPairs = pairs
+            else:
+                rows = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+                for row in range(min(len(batch.block.places), num_left)):
+                    shown.append(_row(rows, row, tokenizer, _budget(shown)))
+                kept = rows
             kept.count(tally)
-            for row in range(min(len(batch.block.places), request.num_rows - len(shown))):
-                shown.append(_row(kept, row, tokenizer, _budget(shown)))
-    problem = None
-    try:
-        tally.refuse_losses(request.max_lost_fraction, request.source.uri)
-    except InvalidInput as error:
-        problem = str(error)
-    return Preview(report=tally.report(), is_complete=examples.is_at_end, problem=problem, rows=tuple(shown))
+            tokens_U.extend(kept.num_tokens_U.tolist())
+    problem = _problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri)
+    return Preview(
+        report=tally.report(),
+        is_complete=examples.is_at_end,
+        problem=problem or (cut and _problem(check_epochs, np.array(tokens_U, dtype=np.int64), cut)),
+        rows=tuple(shown),
+        length=_length(tokens_U, cut, are_prompts=False),
+    )
 
 
-def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
+def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest, cut: Cut | None) -> Preview:
     """Render the first prompts as rollouts do, and count their tokens. None of them is trained."""
     opened = open_prompts(dataset, request.source)
-    questions = _Counted(iter(opened), request.max_rows)
-    lengths, places, shown = list[int](), list[str](), list[PreviewRow]()
+    questions = _Counted(iter(opened), request)
+    tally, shown, tokens_U = PromptTally(opened, request.max_tokens), list[PreviewRow](), array("q")
     for question, token_ids in rendered(questions.first(), tokenizer):
-        lengths.append(len(token_ids))
-        if len(token_ids) > request.max_tokens and len(places) < _MAX_LISTED:
-            places.append(question.place)
+        if is_kept := tally.count(question, token_ids):
+            tokens_U.append(len(token_ids))
         if len(shown) < request.num_rows:
-            shown.append(_prompt_row(question.place, token_ids, request.max_tokens, tokenizer, _budget(shown)))
-    num_tokens_R = np.array(lengths, dtype=np.int64)
-    kept_R = num_tokens_R <= request.max_tokens
+            shown.append(_prompt_row(question.place, token_ids, is_kept, tokenizer, _budget(shown)))
+    counted = tally.report()
     report = Report(
-        format=opened.format.name,
-        num_rows=len(lengths),
-        num_kept=int(kept_R.sum()),
-        num_tokens=int(num_tokens_R[kept_R].sum()),
+        format=counted.format,
+        num_rows=counted.num_rows,
+        num_kept=counted.num_prompts,
+        num_tokens=tally.num_tokens,
         num_targets=0,
         trained_fraction=0.0,
         max_tokens=request.max_tokens,
-        longest_tokens=int(num_tokens_R.max(initial=0)),
+        longest_tokens=counted.longest_tokens,
         num_truncated=0,
-        num_too_long=int((~kept_R).sum()),
+        num_too_long=counted.num_too_long,
         num_fully_masked=0,
         lengths=(),
-        lost=tuple(LostRow(place=place, reason="its prompt leaves no room for an answer") for place in places),
+        lost=counted.lost,
     )
-    problem = None
-    if report.num_too_long > request.max_lost_fraction * report.num_rows or not report.num_kept:
-        problem = (
-            f"{report.num_too_long} of {report.num_rows} prompts have more than {request.max_tokens} tokens, and leave "
-            "no room for an answer"
-        )
-    return Preview(report=report, is_complete=questions.is_at_end, problem=problem, rows=tuple(shown))
+    return Preview(
+        report=report,
+        is_complete=questions.is_at_end,
+        problem=_problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri),
+        rows=tuple(shown),
+        length=_length(tokens_U, cut, are_prompts=True),
+    )
 
 
-def _prompt_row(
-    place: str, token_ids: list[int], max_tokens: int, tokenizer: ModelTokenizer, budget: int
-) -> PreviewRow:
+def _length(tokens_U: "array[int]", cut: Cut | None, are_prompts: bool) -> RunLength | None:
+    if cut is None:
+        return None
+    return (length_of_draws if are_prompts else length_of)(np.array(tokens_U, dtype=np.int64), cut)
+
+
+def _problem(check: Callable[..., None], *arguments: object) -> str | None:
+    """Return what a check refuses."""
+    try:
+        check(*arguments)
+    except InvalidInput as error:
+        return str(error)
+    return None
+
+
+def _prompt_row(place: str, token_ids: list[int], is_kept: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
     text = tokenizer.decode(token_ids[: max(0, budget)])[: max(0, budget)]
     return PreviewRow(
         place=place,
-        fate="kept" if len(token_ids) <= max_tokens else "too_long",
+        fate="kept" if is_kept else "too_long",
         num_tokens=len(token_ids),
         num_targets=0,
         spans=(Span(text=text, trained=False),) if text else (),
@@ -139,14 +161,18 @@ def _prompt_row(
 
 @dataclass
 class _Counted(Generic[R]):
-    """The first rows of a stream. `is_at_end`: there were no more."""
+    """The rows of a stream that a preview counts. `is_at_end`: there were no more."""
 
     examples: Iterator[R]
-    limit: int
+    request: PreviewRequest
     is_at_end: bool = field(default=False, init=False)
 
     def first(self) -> Iterator[R]:
-        yield from islice(self.examples, self.limit)
+        end = time.monotonic() + self.request.max_seconds
+        for row in islice(self.examples, self.request.max_rows):
+            yield row
+            if time.monotonic() > end:
+                break
         self.is_at_end = next(self.examples, None) is None
 
 

@@ -125,7 +125,7 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
         InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long.
     """
     opened = open_prompts(dataset, request.source)
-    tally = _Tally(opened, request.max_prompt_tokens)
+    tally = PromptTally(opened, request.max_prompt_tokens)
     usable = (
         PromptRow(question.place, tuple(token_ids), question.item)
         for question, token_ids in rendered(opened, tokenizer)
@@ -133,7 +133,7 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     )
     write_rows(usable, folder)
     report = tally.report()
-    _refuse_losses(report, tally.shortest, request)
+    tally.refuse_losses(request.max_lost_fraction, request.source.uri)
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
     return report
 
@@ -196,14 +196,15 @@ def _plain(question: Question) -> str:
 
 
 @dataclass
-class _Tally:
-    """Counts rows as they come."""
+class PromptTally:
+    """Counts rows as they come. `num_tokens`: of the prompts that are short enough."""
 
     dataset: Dataset[Question]
     max_tokens: int
     num_rows: int = 0
     num_answers: int = 0
     num_too_long: int = 0
+    num_tokens: int = 0
     longest: int = 0
     shortest: int = 1 << 62
     probe: tuple[int, ...] = ()
@@ -218,6 +219,7 @@ class _Tally:
         self.num_answers += question.had_answer
         self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
         if num_tokens <= self.max_tokens:
+            self.num_tokens += num_tokens
             self.probe = self.probe or _probe_of(token_ids)
             return True
         self.num_too_long += 1
@@ -239,29 +241,28 @@ class _Tally:
             lost=tuple(self.lost),
         )
 
+    def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
+        """Raise InvalidInput when no prompt is left, or more are lost than the run allows."""
+        if not self.num_rows:
+            raise InvalidInput("the dataset is empty: no file holds a row", place)
+        if self.num_too_long == self.num_rows:
+            raise InvalidInput(
+                f"all {self.num_rows} prompts are too long: the shortest has {self.shortest} tokens, and "
+                f"{self.max_tokens} leave room for an answer",
+                place,
+            )
+        if self.num_too_long > max_lost_fraction * self.num_rows:
+            first = "; ".join(f"{row.place} ({row.reason})" for row in self.lost[:_MAX_NAMED])
+            raise InvalidInput(
+                f"{self.num_too_long} of {self.num_rows} prompts are too long to be answered, more than "
+                f"max_lost_fraction {max_lost_fraction:g}; first: {first}",
+                place,
+            )
+
 
 def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
     """Return the first ids of a prompt as a probe. A single id is repeated, as the first token has no logprob."""
     return tuple(token_ids[:_PROBE_TOKENS]) if len(token_ids) > 1 else (*token_ids, *token_ids)
-
-
-def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest) -> None:
-    place = request.source.uri
-    if not report.num_rows:
-        raise InvalidInput("the dataset is empty: no file holds a row", place)
-    if not report.num_prompts:
-        raise InvalidInput(
-            f"all {report.num_rows} prompts are too long: the shortest has {shortest} tokens, and "
-            f"{report.max_prompt_tokens} leave room for an answer",
-            place,
-        )
-    if report.num_too_long > request.max_lost_fraction * report.num_rows:
-        first = "; ".join(f"{row.place} ({row.reason})" for row in report.lost[:_MAX_NAMED])
-        raise InvalidInput(
-            f"{report.num_too_long} of {report.num_rows} prompts are too long to be answered, more than "
-            f"max_lost_fraction {request.max_lost_fraction:g}; first: {first}",
-            place,
-        )
 
 
 # Prompts as files.

@@ -3,7 +3,7 @@
 A preference pair is one unit: what both answers begin with once, the chosen and the rejected one as branches. The loss
 DPO tells them apart by columns alone: sequences 2k and 2k + 1 are a pair; the chosen has advantage +1, the rejected -1.
 
-Legend: R rows of a block, two a pair; T tokens of a block, one row behind the other; L tokens of one row.
+Legend: R rows of a block, two a pair; T tokens of a block, one row behind the other; L tokens of one row; U units.
 """
 
 from collections import Counter
@@ -185,6 +185,11 @@ class KeptRows:
     target_T: NDArray[np.bool_]
     truncate: bool
 
+    @property
+    def num_tokens_U(self) -> NDArray[np.int64]:
+        """Tokens of each unit."""
+        return np.bincount(self.block.row_T[self.kept_T], minlength=len(self.kept_R))[self.kept_R]
+
     def count(self, tally: Tally) -> None:
         """Tell the tally what became of each row."""
         block, cut_R = self.block, self.too_long_R & self.truncate
@@ -205,7 +210,7 @@ class KeptRows:
         """Append the kept rows as units: label x[t] is predicted from the hidden state of token t-1."""
         block, row_T, num_rows = self.block, self.block.row_T, len(self.block.num_tokens_R)
         writer.extend(
-            np.bincount(row_T[self.kept_T], minlength=num_rows)[self.kept_R],
+            self.num_tokens_U,
             np.bincount(row_T[self.target_T], minlength=num_rows)[self.kept_R],
             token_id=block.id_T[self.kept_T],
             hidden_index=block.position_T[self.target_T] - 1,
@@ -248,6 +253,11 @@ class KeptPairs:
     def units(self) -> list[TreeUnit]:
         """The units of the pairs that are kept."""
         return [pair.unit for pair in self.pairs if pair.unit is not None and pair.fits]
+
+    @property
+    def num_tokens_U(self) -> NDArray[np.int64]:
+        """Tokens of each unit."""
+        return np.array([unit.num_tokens for unit in self.units], dtype=np.int64)
 
     def count(self, tally: Tally) -> None:
         """Tell the tally what became of each pair."""

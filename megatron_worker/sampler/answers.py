@@ -19,6 +19,7 @@ from megatron_worker.sampler.models import Models, Refused, parsed
 from megatron_worker.sampler.sequence import End, Ending, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
+    TOKEN_ID,
     Choice,
     CompletionChunk,
     CompletionRequest,
@@ -291,21 +292,23 @@ class Answers:
             rows = [(sequence.prompt[0], None, [])]
             rows += zip(sequence.prompt[1:], scores.logprobs, scores.top, strict=True)
         rows += zip(sequence.token_ids[drawn], values[drawn], tops, strict=True)
+        by_id = bool(request.return_tokens_as_token_ids)
         texts = [self._token_text(token) for token, _, _ in rows]
+        names = [f"{TOKEN_ID}{token}" for token, _, _ in rows] if by_id else texts
         offsets = accumulate(map(len, texts), initial=sum(len(self._token_text(token)) for token in before))
         return TokenLogprobs(
-            tokens=texts,
+            tokens=names,
             token_logprobs=[value for _, value, _ in rows],
             text_offset=list(offsets)[:-1],
             top_logprobs=[
-                None if value is None else self._likeliest(top[: request.logprobs]) | {text: value}
-                for text, (_, value, top) in zip(texts, rows, strict=True)
+                None if value is None else self._likeliest(top[: request.logprobs], by_id) | {name: value}
+                for name, (_, value, top) in zip(names, rows, strict=True)
             ],
         )
 
-    def _likeliest(self, top: list[tuple[int, float]]) -> dict[str, float]:
-        """Name likely tokens by their text. Of tokens of the same text the likeliest stays."""
-        return {self._token_text(token): value for token, value in reversed(top)}
+    def _likeliest(self, top: list[tuple[int, float]], by_id: bool) -> dict[str, float]:
+        """Name likely tokens, by their text or their id. Of tokens of the same text the likeliest stays."""
+        return {f"{TOKEN_ID}{token}" if by_id else self._token_text(token): value for token, value in reversed(top)}
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)

@@ -23,7 +23,7 @@ from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Sessions, is_from_p
 from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
 from service.apis import errors as problems
-from service.apis.art.wandb_artifacts import WANDB, wandb_key
+from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
 from service.apis.page import pages
 from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_BODY_BYTES as MAX_BATCH_BYTES
@@ -32,7 +32,7 @@ from service.errors import DatabaseUnavailable
 logger = logging.getLogger("longshore.service")
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = ("/health", "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS)
+OPEN_PATHS = ("/health", "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS, *TELEMETRY)
 _LOOKS = ("GET", "HEAD")
 UPLOAD_PATHS = re.compile(
     r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs"

@@ -11,6 +11,7 @@ from service.runs.runs import Runs
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem
+from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 
 PREVIEW_WORKFLOW, GRADER_WORKFLOW = "PreviewWorkflow", "GraderWorkflow"
@@ -28,10 +29,14 @@ class Checks:
         self._temporal = temporal
         self._places = places
 
-    async def preview(self, tenant: str, request: PreviewRequest) -> Preview:
-        """Tokenize a dataset's first rows. Raises InvalidInput for data that cannot be read."""
+    async def preview(self, tenant: str, request: PreviewRequest, cut: Cut | None = None) -> Preview:
+        """Tokenize a dataset's first rows; with a cut, tell how long a run on them is.
+
+        Raises:
+            InvalidInput: the data cannot be read.
+        """
         await self._runs.check_access(tenant, request)
-        start = PreviewStart(tenant=tenant, request=await self._runs.sealed(request))
+        start = PreviewStart(tenant=tenant, request=await self._runs.sealed(request), cut=cut)
         async with self._places.place(tenant):
             workflow_id = f"preview-{secrets.token_hex(8)}"
             return await self._temporal.ask(

@@ -4,7 +4,6 @@ Steps and tokens are counted as the run would count them; time and cost are thos
 the same model and method. Where there is none, nothing is guessed.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean, median
@@ -17,6 +16,7 @@ from service.runs.rows import IndexedRun, RunRows
 from service.runs.views import Histories, RunHistory, devices_of
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import DatasetRun, RLRun, Run, SessionRun
 from shared.settings import PriceSettings
@@ -24,12 +24,12 @@ from shared.settings import PriceSettings
 _MEASURED_RUNS = 3
 _LOOKED_AT = 100
 _READ_AT_MOST = 12  # histories: each is read from the store
+_ALL_ROWS = 1 << 40
 _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds")
 
 
 class Estimate(Frozen):
-    """What a run would do. Tokens are exact where `is_complete` is true and `epochs` is whole; of a part of a pass they
-    are about, as examples differ.
+    """What a run would do: of the rows that were counted, exactly so (`is_exact`).
 
     Of an RL run, examples are prompts, and tokens are those of its samples and of the prompts before them, each prompt
     once a group: `tokens` at most; `seconds` and `cost` at the lengths of earlier samples.
@@ -45,7 +45,9 @@ class Estimate(Frozen):
     steps: int
     samples: int | None = None
     tokens: int
-    is_exact: bool = Field(description="False with batch_tokens and of RL, where numbers are about, or at most")
+    is_exact: bool = Field(
+        description="False of RL, whose tokens are at most these, and of very many steps of batch_tokens"
+    )
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
     measured_on: tuple[str, ...] = Field(default=(), description="runs")
@@ -54,16 +56,6 @@ class Estimate(Frozen):
     seconds: float | None = Field(default=None, description="of training; waiting, loading and evaluating not included")
     cost: float | None = Field(default=None, description="of these seconds, where a GPU hour has a price")
     currency: str = "USD"
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """The length of a run. `is_exact`: False with batch_tokens, where the number of steps is approximate."""
-
-    epochs: float
-    steps: int
-    tokens: int
-    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -114,11 +106,17 @@ class Estimates:
             too_long=run.too_long,
             max_lost_fraction=run.max_lost_fraction,
             num_rows=0,
+            max_rows=_ALL_ROWS,
         )
-        counted = await self._checks.preview(tenant, request)
-        length = length_of(run, counted.report.num_kept, counted.report.num_tokens)
+        cut = Cut(
+            seed=run.seed,
+            epochs=run.epochs,
+            steps=run.steps,
+            batch_size=run.batch_size,
+            batch_tokens=run.batch_tokens,
+        )
+        found = _counts(await self._checks.preview(tenant, request, cut))
         pace = await self._pace(tenant, run, _tokens_per_s)
-        found = _counts(counted, length)
         if isinstance(pace, str):
             return found.model_copy(update={"not_measured": pace})
         return found.model_copy(
@@ -126,7 +124,7 @@ class Estimates:
                 "tokens_per_s": pace.value,
                 "measured_on": pace.run_ids,
                 "same_layout": pace.is_alike,
-                "seconds": length.tokens / pace.value,
+                "seconds": found.tokens / pace.value,
             }
         )
 
@@ -140,28 +138,25 @@ class Estimates:
             max_tokens=run.max_tokens - rollouts.max_completion_tokens,
             max_lost_fraction=rollouts.max_lost_fraction,
             num_rows=0,
+            max_rows=_ALL_ROWS,
             are_prompts=True,
         )
-        counted = await self._checks.preview(tenant, request)
-        num_prompts, prompt_tokens = counted.report.num_kept, counted.report.num_tokens
-        steps = rollouts.steps
-        if steps is None:
-            steps = max(1, math.floor((rollouts.epochs or 0) * num_prompts / rollouts.prompts_per_step))
-        groups = steps * rollouts.prompts_per_step if num_prompts else 0
-        samples = groups * rollouts.group_size
-        passes = groups / num_prompts if num_prompts else 0.0
-        most = round(passes * prompt_tokens) + samples * rollouts.max_completion_tokens
-        found = _counts(counted, RunLength(passes, steps, most, False)).model_copy(update={"samples": samples})
+        per_step = rollouts.prompts_per_step
+        cut = Cut(seed=run.seed, epochs=rollouts.epochs, steps=rollouts.steps, batch_size=per_step)
+        found = _counts(await self._checks.preview(tenant, request, cut))
+        samples = found.steps * per_step * rollouts.group_size if found.examples else 0
+        most = found.tokens + samples * rollouts.max_completion_tokens
+        found = found.model_copy(update={"samples": samples, "tokens": most, "is_exact": False})
         pace = await self._pace(tenant, run, _seconds_per_sample)
         if isinstance(pace, str):
             return found.model_copy(update={"not_measured": pace})
-        per_step = pace.value * rollouts.prompts_per_step * rollouts.group_size
+        step_s = pace.value * per_step * rollouts.group_size
         return found.model_copy(
             update={
-                "seconds_per_step": per_step,
+                "seconds_per_step": step_s,
                 "measured_on": pace.run_ids,
                 "same_layout": pace.is_alike,
-                "seconds": per_step * steps,
+                "seconds": step_s * found.steps,
             }
         )
 
@@ -199,8 +194,9 @@ class Estimates:
         return found
 
 
-def _counts(counted: Preview, length: RunLength) -> Estimate:
-    report = counted.report
+def _counts(counted: Preview) -> Estimate:
+    report, length = counted.report, counted.length
+    assert length is not None, "a cut was sent"
     return Estimate(
         problem=counted.problem,
         is_complete=counted.is_complete,
@@ -213,30 +209,6 @@ def _counts(counted: Preview, length: RunLength) -> Estimate:
         tokens=length.tokens,
         is_exact=length.is_exact,
     )
-
-
-def length_of(run: DatasetRun, num_examples: int, tokens: int) -> RunLength:
-    """Compute the steps and tokens of a run on so many examples and tokens, as activities/packing does."""
-    if not num_examples:
-        return RunLength(0.0, 0, 0, True)
-    if run.batch_size is not None:
-        per_epoch = math.ceil(num_examples / run.batch_size)
-    else:
-        per_epoch = max(1, math.ceil(tokens / (run.batch_tokens or 1)))
-    is_exact = run.batch_size is not None
-    if run.epochs is not None:
-        whole, part = int(run.epochs), run.epochs - int(run.epochs)
-        rest = round(part * num_examples)
-        if not whole:
-            rest = max(1, rest)
-        partly = math.ceil(rest / run.batch_size) if run.batch_size else math.ceil(per_epoch * rest / num_examples)
-        return RunLength(
-            run.epochs, whole * per_epoch + partly, round(tokens * (whole + rest / num_examples)), is_exact
-        )
-    steps = run.steps or 0
-    whole, left = divmod(steps, per_epoch)
-    share = min(1.0, left * run.batch_size / num_examples) if run.batch_size else left / per_epoch
-    return RunLength(whole + share, steps, round(tokens * (whole + share)), is_exact)
 
 
 def _machine(run: Run) -> tuple[object, ...]:

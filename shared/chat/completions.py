@@ -15,6 +15,8 @@ from shared.field_rules import only
 
 MAX_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 20
+TOKEN_ID = "token_id:"
+"""What a token's name among logprobs begins with, where it is not its text."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -76,6 +78,9 @@ class CompletionRequest(Request):
         default=None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt's own tokens, and so many likeliest beside"
     )
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="vLLM's: tokens are named token_id:123 among the logprobs"
+    )
     stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
     stream_options: StreamOptions | None = None
     top_k: TopK = None

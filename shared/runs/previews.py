@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.contract import Frozen
+from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
 from shared.runs.sources import Format, RowsSource
 
@@ -58,14 +59,16 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+    max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
     are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
 
 
 class PreviewStart(Frozen):
-    """A preview's request, and its tenant."""
+    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to be told its length."""
 
     tenant: Tenant
     request: PreviewRequest
+    cut: Cut | None = None
 
 
 class Span(Frozen):
@@ -91,9 +94,13 @@ class PreviewRow(Frozen):
 
 
 class Preview(Frozen):
-    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would."""
+    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would.
+
+    `length`: of a run on the rows that were counted, if it was asked for.
+    """
 
     report: Report
     is_complete: bool
     problem: str | None
     rows: tuple[PreviewRow, ...]
+    length: RunLength | None = None

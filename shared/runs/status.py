@@ -77,6 +77,9 @@ class RunStatus(Frozen):
     version: int | None = None
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
+    planned_tokens: int | None = Field(
+        default=None, description="of the examples of all steps, once they are packed; not of RL runs"
+    )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
     notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")

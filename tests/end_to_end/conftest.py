@@ -63,8 +63,9 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
     named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
+    priced = {"LONGSHORE_PRICES__GPU_HOUR": "36"}  # a cent a second
     with _shared:
-        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS, **named))
+        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS, **named, **priced))
 
 
 @pytest.fixture(scope="session")

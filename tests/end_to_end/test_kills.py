@@ -5,10 +5,14 @@ Kills at random moments: tests/chaos.
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from service.dev.connection import Connection
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
@@ -149,3 +153,48 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
     assert checkpoints
     stack.cli("resume", run_id)
     _assert_undisturbed(stack, run_id, undisturbed)
+
+
+def test_a_spending_limit_holds_whatever_is_killed(stack: Stack, undisturbed: Answer, sft_options: list[str]) -> None:
+    """Kills as the limit is set, while it holds, and as it is raised: no step beyond it, no step lost."""
+    key = _asked(stack, "POST", "/tenants", {"tenant": "thrifty", "title": "Thrifty"})["key"]["key"]
+    theirs = Stack(stack.root, {"LONGSHORE_API_KEY": key})
+    run_id = _submit(theirs, sft_options)
+
+    def paused() -> dict[str, Any] | None:
+        view = _asked(stack, "GET", f"/runs/{run_id}", key=key)
+        return view if view["state"] == "paused" else None
+
+    wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
+    _asked(stack, "PUT", "/tenants/thrifty/quotas", {"spending": 1e-6})
+    for victim in (web_service, gpu_host):
+        kill(stack, victim)
+    held = wait_until(paused, "the limit pauses it")
+    assert held["paused_by"].startswith("quota spending: thrifty's runs of the last 30 days cost") and held["step"] < 60
+    for victim in (control_host, temporal_server, web_service):
+        kill(stack, victim)
+    assert paused() == held
+    again = theirs.cli("resume", run_id, check=False)
+    assert again.code != 0 and "quota spending" in again.stderr, again
+    _asked(stack, "PUT", "/tenants/thrifty/quotas", {})
+    for victim in (web_service, control_host):
+        kill(stack, victim)
+    _assert_undisturbed(theirs, run_id, undisturbed)
+
+
+def _asked(stack: Stack, method: str, path: str, body: object = None, key: str | None = None) -> dict[str, Any]:
+    """What the service answers, as soon as it is there: its operator, or whose key it is."""
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    headers = {"authorization": f"Bearer {key or connection.api_key}"}
+
+    def answer() -> httpx.Response | None:
+        with suppress(httpx.TransportError):
+            address = f"{connection.api_url}/api/v1{path}"
+            return httpx.request(method, address, json=body, headers=headers, timeout=60, trust_env=False)
+        return None
+
+    found = wait_until(answer, f"{method} {path}")
+    assert found.is_success, found.text
+    told: dict[str, Any] = found.json()
+    return told

@@ -130,6 +130,8 @@ def whole(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     told["by_base"] = list(base.sample(prompt, 1, params).result().sequences[0].tokens)
     scored = base.sample(prompt, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=3).result()
     told["top"] = [list(prompt.to_ints()), scored.topk_prompt_logprobs]
+    [likely] = base.sample(prompt, 1, params, topk_sample_logprobs=3).result().sequences
+    told["drawn_top"] = [list(prompt.to_ints()), list(likely.tokens), list(likely.logprobs), likely.topk_logprobs]
     told["stopped"] = (
         base.sample(prompt, 1, types.SamplingParams(max_tokens=6, seed=11, stop=[told["by_base"][2]]))
         .result()

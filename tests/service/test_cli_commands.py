@@ -310,7 +310,7 @@ def test_an_estimate_of_rl_counts_prompts_and_samples(
     assert after["measured_on"] == [run_id] and after["seconds"] == pytest.approx(6 * 12 * 4.5 / 4)
     assert re.search(r"^training +about 1m 21s$", cli(*rl).stdout, re.MULTILINE)
     refused = cli(*rl, "--max-tokens", "12")
-    assert refused.code == 100 and "leave no room for an answer" in refused.stdout, refused
+    assert refused.code == 100 and "prompts are too long: the shortest has" in refused.stdout, refused
 
 
 def test_a_run_is_paused_resumed_and_tried_again(cli: Cli, api: httpx.Client) -> None:

@@ -1,22 +1,17 @@
-"""What the command line computes for itself: spans of time, how long a run still takes, what a run would come to."""
+"""What the command line computes for itself: spans of time, how long a run still takes, how a run is shown."""
 
 import io
 import time
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
-from activities.packing.pack import PackRequest, write_plan
 from service.cli.exits import Stop
 from service.cli.output.follow import Bar
 from service.cli.output.render import seconds_of, span
 from service.cli.output.runs import phases, summary, took
-from service.runs.estimates import length_of
 from service.runs.views import RunView, seconds_left
-from shared.contract import Artifact, Fence
+from shared.contract import Fence
 from shared.jobs.events import Step
 from shared.runs.events import RunEvent
 from shared.runs.requests import SFTRun
@@ -128,31 +123,3 @@ def test_resume_is_not_offered_where_it_would_fail_the_same_way(kind: str) -> No
     view = view_of(state="failed", problem={"kind": kind, "message": "train.jsonl:3: no assistant turn"})
     assert "longshore resume" not in summary(view) and "resume would fail the same way" in summary(view)
     assert "longshore resume sft-1" in summary(view.model_copy(update={"problem": None}))
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    num_tokens=st.lists(st.integers(2, 64), min_size=1, max_size=60),
-    epochs=st.one_of(st.none(), st.floats(0.01, 4)),
-    batch_size=st.integers(1, 20),
-)
-def test_an_estimate_has_the_steps_and_tokens_that_packing_makes(
-    num_tokens: list[int], epochs: float | None, batch_size: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    length = {"epochs": epochs} if epochs is not None else {"steps": 7}
-    tokens_U = np.array(num_tokens)
-    found = length_of(sft(batch_size=batch_size, max_tokens=64, **length), len(tokens_U), int(tokens_U.sum()))
-    units = Artifact(uri="file:///units", sha256="0" * 64)
-    request = PackRequest(units=units, seed=0, batch_size=batch_size, bin_tokens=64, **length)
-    header = write_plan(tokens_U, request, tmp_path_factory.mktemp("plan"))
-    assert found.steps == header.num_steps and found.is_exact
-    # Which examples a part of an epoch has is the seed's affair: they differ by their lengths alone.
-    assert abs(found.epochs * len(tokens_U) * tokens_U.mean() - found.tokens) <= len(tokens_U) * 0.51 + tokens_U.max()
-
-
-def test_steps_of_tokens_are_nearly_told() -> None:
-    rng = np.random.default_rng(0)
-    tokens_U = rng.integers(8, 64, 1000)
-    found = length_of(sft(epochs=2, batch_tokens=1024, max_tokens=64), len(tokens_U), int(tokens_U.sum()))
-    assert not found.is_exact and found.tokens == 2 * tokens_U.sum()
-    assert found.steps == pytest.approx(2 * tokens_U.sum() / 1024, rel=0.05)

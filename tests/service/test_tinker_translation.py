@@ -205,7 +205,7 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
     stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
     assert samples.question(stopped, "m", 0, 0, 1).stop_token_ids == [2, 9]
-    for name, value in (("topk_sample_logprobs", 1), ("prompt_alt_tokens_k", 2), ("record_stability_info", True)):
+    for name, value in (("prompt_alt_tokens_k", 2), ("target_prompt_logprobs", {}), ("record_stability_info", True)):
         with pytest.raises(InvalidInput) as caught:
             asked.model_copy(update={name: value}).check()
         assert caught.value.place == name

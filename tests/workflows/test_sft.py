@@ -322,7 +322,16 @@ async def test_a_run_that_is_stopped_again_before_it_goes_on_is_what_it_was(stac
         await handle.result()
     after = await stack.result(handle.id)
     assert after.state == way
-    kept = ("step", "num_steps", "checkpoint", "metrics", "gpu_seconds", "started_at", "dataset_report")
+    kept = (
+        "step",
+        "num_steps",
+        "planned_tokens",
+        "checkpoint",
+        "metrics",
+        "gpu_seconds",
+        "started_at",
+        "dataset_report",
+    )
     assert {name: getattr(after, name) for name in kept} == {name: getattr(before, name) for name in kept}
     assert after.timeline[: len(before.timeline)] == before.timeline
 

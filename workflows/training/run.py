@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 _MOST_SPANS = 64
 # Fields of the status that a resumed run keeps from before until it has newer values.
 _KEPT_WHEN_RESUMED = (
-    *("started_at", "step", "num_steps", "metrics", "checkpoint", "dataset_report"),
+    *("started_at", "step", "num_steps", "planned_tokens", "metrics", "checkpoint", "dataset_report"),
     *("adapter", "adapter_sha256", "name", "version", "policy_version"),
     *("notices", "skipped_steps"),
 )
@@ -34,6 +34,7 @@ class StatusChanges(TypedDict, total=False):
     phase: Phase
     step: int
     num_steps: int
+    planned_tokens: int | None
     metrics: dict[str, float]
     checkpoint: CheckpointRef | None
     adapter: str | None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Request
+from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from service.accounts.principals import Asking, Principal, reads_or_writes
@@ -33,6 +33,8 @@ _OPERATION = re.compile(r"\s*(?:query|mutation)\s+(?P<name>[A-Za-z]{1,64})\b")
 _WORD = r"[^/\\#?%:\x00-\x1f\x7f]{1,128}"
 _NAME = re.compile(rf"(?P<entity>{_WORD})/(?P<project>{_WORD})/(?P<name>{_WORD})(:(v0|latest))?")
 _MOST_FILES = 16
+TELEMETRY = tuple(f"{at}/sdk/otel/v1/{kind}" for at in ("", WANDB) for kind in ("logs", "metrics", "traces"))
+"""Where W&B's package sends what it measures of itself, by OpenTelemetry's protocol and without a key."""
 
 router = APIRouter(
     route_class=JsonRoute, prefix=WANDB, include_in_schema=False, dependencies=[Depends(reads_or_writes)]
@@ -290,3 +292,15 @@ async def passed_over(request: Request) -> dict[str, str]:
     async for _ in request.stream():
         pass
     return {}
+
+
+open_router = APIRouter(include_in_schema=False)
+
+
+async def _telemetry() -> Response:
+    """Accept telemetry and drop it unread: an empty message of protobuf says that all of it was taken."""
+    return Response(media_type="application/x-protobuf")
+
+
+for _path in TELEMETRY:
+    open_router.add_api_route(_path, _telemetry, methods=["POST"])

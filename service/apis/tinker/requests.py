@@ -178,7 +178,7 @@ class Sample(Request):
     seq_id: int | None = Field(default=None, ge=0, lt=2**63)
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    topk_sample_logprobs: int = 0
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
@@ -186,9 +186,8 @@ class Sample(Request):
 
     def check(self) -> None:
         """Refuse by its value what no sampler here tells. Raises InvalidInput."""
-        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if getattr(self, name):
-                raise InvalidInput("samplers here tell the likeliest tokens of the prompt alone: give 0", name)
+        if self.prompt_alt_tokens_k:
+            raise InvalidInput("samplers here draw no tokens within the prompt: give 0", "prompt_alt_tokens_k")
         if self.target_prompt_logprobs is not None:
             raise InvalidInput("samplers here score the prompt's own tokens alone", "target_prompt_logprobs")
         if self.record_stability_info:

@@ -7,7 +7,7 @@ the newest are kept in memory for clients that ask twice. Others are drawn again
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +22,11 @@ from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.door import AtDoor, Door
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
 from service.apis.tinker.requests import CreateSampler, Sample, SamplingParams
-from service.apis.tinker.wire import Drawn, PromptScores, samples_bytes
+from service.apis.tinker.wire import Drawn, Likely, PromptScores, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
-from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
 
@@ -227,7 +227,8 @@ async def _published(door: Door, name: str) -> tuple[Target, str]:
 def parts(asked: Sample) -> list[tuple[int, int]]:
     """Divide a request's samples over questions whose answers have a bounded size: (first, how many)."""
     told = 1 + asked.topk_prompt_logprobs if _scores_prompt(asked) else 0
-    tokens = (asked.sampling_params.max_tokens or 1) + told * len(asked.prompt.ids)
+    drawn = (asked.sampling_params.max_tokens or 1) * (1 + asked.topk_sample_logprobs)
+    tokens = drawn + told * len(asked.prompt.ids)
     most = max(1, _ANSWER_TOKENS // tokens)
     return [(first, min(most, asked.num_samples - first)) for first in range(0, asked.num_samples, most)]
 
@@ -250,7 +251,8 @@ def question(asked: Sample, model: str, seed: int, first: int, n: int) -> Comple
                 "stop_token_ids": stop_ids or None,
                 "ignore_eos": params.stop is not None and not stop and not stop_ids,
                 "seed": seed + first,
-                "logprobs": 0,
+                "logprobs": asked.topk_sample_logprobs,
+                "return_tokens_as_token_ids": True if asked.topk_sample_logprobs else None,
                 "prompt_logprobs": asked.topk_prompt_logprobs if _scores_prompt(asked) and first == 0 else None,
                 "return_token_ids": True,
             }
@@ -280,8 +282,16 @@ def answer_bytes(asked: Sample, answers: Sequence[CompletionResponse]) -> bytes:
         for choice in sorted(answer.choices, key=lambda each: each.index):
             assert choice.token_ids is not None and choice.logprobs is not None
             logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
-            drawn.append(Drawn(choice.token_ids, logprobs, choice.finish_reason == "stop"))
+            top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
+            stopped = choice.finish_reason == "stop"
+            drawn.append(Drawn(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
     return samples_bytes(drawn, _prompt_scores(asked, answers[0]) if _scores_prompt(asked) else PromptScores())
+
+
+def _likeliest(told: Mapping[str, float], k: int) -> Likely:
+    """Return the k likeliest tokens of a place. The one that was drawn is told too, however unlikely."""
+    ranked = sorted(told.items(), key=lambda each: -each[1])[:k]
+    return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
 def _prompt_scores(asked: Sample, answer: CompletionResponse) -> PromptScores:

@@ -43,8 +43,8 @@ _SCHEMA = {
     "BatchedEntry": "key=1 string, value=2 BatchedTensor",
     "ArrayRecord": "type_tag=1 string, fields=2 BatchedEntry*, num_datums=3 int64",
     "ForwardBackwardOutput": "loss_fn_output_type=1 string, loss_fn_outputs=2 ArrayRecord*, metrics=3 NumberEntry*",
-    "SampledSequence": "stop_reason=1 int32, tokens=2 bytes, logprobs=3 bytes",
     "TopkLogprobs": "token_ids=1 bytes, logprobs=2 bytes, k=3 int32, length=4 int32",
+    "SampledSequence": "stop_reason=1 int32, tokens=2 bytes, logprobs=3 bytes, topk_sampled_logprobs=4 TopkLogprobs",
     "SampleResponse": "sequences=1 SampledSequence*, prompt_logprobs=2 bytes, topk_prompt_logprobs=3 TopkLogprobs, "
     "prompt_cache_hit_tokens=4 int32",
 }
@@ -52,6 +52,8 @@ _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES: "dict[int, np.dtype[Any]]" = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 _STOP, _LENGTH = 0, 1
 _NO_TOKEN = (0, -99999.0)
+Likely = Sequence[tuple[int, float]]
+"""Tokens that are likely in one place, and their log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -333,11 +335,16 @@ def _add_record(output: Any, scores: Sequence[Scores], shape: tuple[int, ...]) -
 
 @dataclass(frozen=True)
 class Drawn:
-    """One sample: token ids, their log-probabilities, and whether it ended by itself."""
+    """One sample: token ids, their log-probabilities, and whether it ended by itself.
+
+    `top`: the likeliest tokens in each place, at most `k`.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stopped: bool
+    top: Sequence[Likely] = ()
+    k: int = 0
 
 
 @dataclass(frozen=True)
@@ -349,7 +356,7 @@ class PromptScores:
     """
 
     logprobs: Sequence[float] | None = None
-    top: Sequence[Sequence[tuple[int, float]]] = ()
+    top: Sequence[Likely] = ()
     k: int = 0
 
 
@@ -357,17 +364,22 @@ def samples_bytes(drawn: Sequence[Drawn], prompt: PromptScores) -> bytes:
     """Write a SampleResponse."""
     response = MESSAGES["SampleResponse"]()
     for each in drawn:
-        response.sequences.add(
+        sequence = response.sequences.add(
             stop_reason=_STOP if each.stopped else _LENGTH,
             tokens=np.asarray(each.tokens, dtype="<i4").tobytes(),
             logprobs=np.asarray(each.logprobs, dtype="<f4").tobytes(),
         )
+        _put_top(sequence.topk_sampled_logprobs, each.top, each.k)
     if prompt.logprobs is not None:
         response.prompt_logprobs = np.asarray(prompt.logprobs, dtype="<f4").tobytes()
-    if prompt.k:
-        rows = [[*row, *[_NO_TOKEN] * (prompt.k - len(row))] for row in prompt.top]
-        top = response.topk_prompt_logprobs
-        top.token_ids = np.asarray([[token for token, _ in row] for row in rows], dtype="<i4").tobytes()
-        top.logprobs = np.asarray([[logprob for _, logprob in row] for row in rows], dtype="<f4").tobytes()
-        top.k, top.length = prompt.k, len(rows)
+    _put_top(response.topk_prompt_logprobs, prompt.top, prompt.k)
     return bytes(response.SerializeToString())
+
+
+def _put_top(message: Any, top: Sequence[Likely], k: int) -> None:
+    """Write the likeliest tokens of each place; nothing where k is 0."""
+    if k:
+        rows = [[*row, *[_NO_TOKEN] * (k - len(row))] for row in top]
+        message.token_ids = np.asarray([[token for token, _ in row] for row in rows], dtype="<i4").tobytes()
+        message.logprobs = np.asarray([[logprob for _, logprob in row] for row in rows], dtype="<f4").tobytes()
+        message.k, message.length = k, len(rows)

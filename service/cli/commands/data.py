@@ -166,7 +166,8 @@ def estimate(
 ) -> Answer:
     """Estimate tokens, steps, time and cost of a run, without starting it.
 
-    A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
+    A local dataset is uploaded, and its rows are counted, for two minutes at most. Exit code 100 if a run would refuse
+    it.
     """
     if words[0] not in _UNITS:
         raise Stop("estimate knows sft, dpo and rl, with the options of longshore submit", USAGE)
@@ -197,9 +198,9 @@ def _print_estimate(run: "Run", found: "Estimate") -> None:
     else:
         rows += [
             ("tokens a pass", f"{found.dataset_tokens:,}, {found.trained_fraction or 0:.1%} trained"),
-            ("passes", f"{found.epochs:g}" if found.is_exact else f"{about}{found.epochs:.3g}"),
+            ("passes", f"{found.epochs:.4g}"),
             ("steps", f"{about}{found.steps:,}"),
-            ("tokens", f"{'' if found.epochs.is_integer() else 'about '}{found.tokens:,}"),
+            ("tokens", f"{about}{found.tokens:,}"),
         ]
     on = f", measured on {', '.join(found.measured_on)}"
     if found.tokens_per_s is not None:

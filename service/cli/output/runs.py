@@ -82,6 +82,7 @@ def print_details(view: "RunView") -> None:
         ("name", run.name),
         ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
         ("submitted", f"{ago(view.created_at)}{owner}"),
+        ("tokens", f"{view.planned_tokens:,} in all steps" if view.planned_tokens else None),
         ("took", took(view)),
         ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
         ("cost", cost_in_words(view)),

@@ -8,20 +8,28 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
+from activities.packing.pack import PackRequest, write_plan
 from activities.tokenizing.preview import PreviewDataset, preview_of
+from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
+from activities.tokenizing.tokenize import TokenizeRequest, write_units
+from shared.contract import Artifact
 from shared.errors import InvalidInput
+from shared.jobs.packed import Units
+from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model
 
+ARTIFACT = Artifact(uri="file:///a", sha256="0" * 64)
 
-def look(tmp_path: Path, rows: list[Any], **fields: Any) -> Preview:
+
+def look(tmp_path: Path, rows: list[Any], cut: Cut | None = None, **fields: Any) -> Preview:
     folder = tmp_path / "rows"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = open_model(write_model(tmp_path / "model", "chatml"))
-    return preview_of(folder, tokenizer, PreviewRequest(source=DatasetSource(uri="f"), model_uri="m", **fields))
+    return preview_of(folder, tokenizer, PreviewRequest(source=DatasetSource(uri="f"), model_uri="m", **fields), cut)
 
 
 def row(k: int) -> dict[str, str]:
@@ -51,6 +59,47 @@ def test_lost_rows_are_shown_with_their_fate_and_the_problem_is_told(tmp_path: P
 def test_only_so_many_rows_are_counted(tmp_path: Path) -> None:
     preview = look(tmp_path, [row(k) for k in range(50)], max_rows=20)
     assert preview.report.num_rows == 20 and not preview.is_complete
+    late = look(tmp_path / "late", [row(k) for k in range(50)], max_seconds=1e-9)
+    assert late.report.num_rows == 1 and not late.is_complete
+
+
+def test_prompts_are_refused_in_the_words_of_the_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "crate " * (1 + k)} for k in range(20)]
+    for limit, share in ((12, 0.1), (3, 1.0), (40, 1.0)):
+        folder = tmp_path / f"{limit}-{share}"
+        preview = look(folder, rows, max_tokens=limit, max_lost_fraction=share, are_prompts=True)
+        asked = PromptsRequest(
+            dataset=ARTIFACT,
+            model=ARTIFACT,
+            source=DatasetSource(uri="f"),
+            max_prompt_tokens=limit,
+            max_lost_fraction=share,
+        )
+        written = folder / "written"
+        written.mkdir()
+        problem = None
+        try:
+            report = write_prompts(folder / "rows", open_model(folder / "model"), asked, written)
+        except InvalidInput as error:
+            problem = str(error)
+        assert preview.problem == problem and (problem is None) == (limit == 40)
+        if problem is None:
+            assert preview.report.lost == report.lost and preview.report.num_kept == report.num_prompts
+            assert preview.report.longest_tokens == report.longest_tokens
+
+
+def test_with_a_cut_the_length_of_a_run_is_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "crate " * k, "completion": f"a{k}"} for k in range(1, 24)]
+    cut = Cut(seed=3, epochs=1.3, batch_size=4)
+    preview = look(tmp_path, rows, cut=cut, max_tokens=30)
+    tokenize = TokenizeRequest(
+        dataset=ARTIFACT, model=ARTIFACT, source=DatasetSource(uri="f"), max_tokens=30, max_lost_fraction=1
+    )
+    write_units(tmp_path / "rows", open_model(tmp_path / "model"), tokenize, tmp_path / "units")
+    request = PackRequest(units=ARTIFACT, bin_tokens=30, **cut.model_dump())
+    plan = write_plan(Units.read_lengths(tmp_path / "units"), request, tmp_path / "plan")
+    assert preview.length is not None and preview.report.num_kept < 23
+    assert (preview.length.steps, preview.length.tokens) == (plan.num_steps, plan.num_tokens)
 
 
 def test_a_preview_fits_into_a_payload(tmp_path: Path) -> None:

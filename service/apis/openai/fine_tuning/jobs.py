@@ -21,12 +21,10 @@ from service.apis.openai.fine_tuning.results import FILE_ID
 from service.apis.openai.fine_tuning.runs import Examples, run_of, source_of
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
-from service.runs.estimates import length_of
 from service.runs.views import RunView
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.runs.previews import Report
-from shared.runs.requests import MAX_METADATA, DPORun, RunId, SFTRun
+from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
@@ -51,17 +49,7 @@ async def _job(backend: Backend, tenant: str, run_id: str) -> RunView:
 async def _shown(backend: Backend, view: RunView) -> JobObject:
     has_ended = view.state not in ("running", "paused")
     trained_tokens = (await backend.histories.of(view.run_id)).trained_tokens() if has_ended else None
-    return job_of(view, trained_tokens, await asyncio.to_thread(_estimated_tokens, backend, view))
-
-
-def _estimated_tokens(backend: Backend, view: RunView) -> int | None:
-    """Return the tokens of the examples of all steps; None before they are tokenized, and of reinforcement jobs."""
-    if isinstance(view.run, SFTRun | DPORun):
-        with suppress(NotFound):
-            if (report := backend.run_files.dataset(view)) is not None:
-                counted = Report.model_validate(report)
-                return length_of(view.run, counted.num_kept, counted.num_tokens).tokens
-    return None
+    return job_of(view, trained_tokens)
 
 
 @router.post("")

@@ -39,9 +39,8 @@ class JobError(BaseModel):
 class Progress(BaseModel):
     """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs.
 
-    `estimated_tokens`: of the examples of all steps, exact of whole passes; `trained_tokens` is less where examples
-    begin alike, as that is trained once. None before they are validated, and of reinforcement jobs. `cost`: None where
-    GPU hours have no price.
+    `estimated_tokens`: of the examples of all steps; `trained_tokens` is less where examples begin alike, as that is
+    trained once. None before they are validated, and of reinforcement jobs. `cost`: None where GPU hours have no price.
     """
 
     phase: Phase
@@ -102,12 +101,11 @@ def status_of(view: RunView) -> Status:
     return "running"
 
 
-def job_of(view: RunView, trained_tokens: int | None, estimated_tokens: int | None = None) -> JobObject:
+def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
     """Return a run as a job.
 
     Args:
         trained_tokens: the number of trained tokens, if the job has ended.
-        estimated_tokens: of the examples of all steps, if they are known.
     """
     sent: dict[str, Any] = view.source.request or {}
     wandb, now = view.source.wandb, time.time()
@@ -140,7 +138,7 @@ def job_of(view: RunView, trained_tokens: int | None, estimated_tokens: int | No
             phase=view.phase,
             step=view.step,
             num_steps=view.num_steps,
-            estimated_tokens=estimated_tokens,
+            estimated_tokens=view.planned_tokens,
             cost=view.cost,
             gpu_seconds=view.gpu_seconds,
             adapter=view.adapter,

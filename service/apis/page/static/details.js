@@ -36,7 +36,7 @@ export function report(found) {
 }
 
 function packed(plan) {
-  return [make("h3", {}, "Packing"), facts([["Steps", number(plan.num_steps)], ["Bins", number(plan.num_bins)], ["Tokens of a bin", number(plan.bin_tokens)], ["Filled", percent(plan.packing_efficiency)]])];
+  return [make("h3", {}, "Packing"), facts([["Steps", number(plan.num_steps)], ["Tokens of all steps", number(plan.num_tokens)], ["Bins", number(plan.num_bins)], ["Tokens of a bin", number(plan.bin_tokens)], ["Filled", percent(plan.packing_efficiency)]])];
 }
 
 /** Show a dataset's first rows as a run's model will see them, and its report. Raises Problem. */

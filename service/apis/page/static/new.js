@@ -65,9 +65,8 @@ const withDefaults = (run) => (run.kind === "rl" ? run : { ...(run.steps ? {} : 
 
 /** Steps, tokens, time and cost of the run, before it is started. */
 function estimated(found) {
-  const about = found.is_exact ? "" : "about ";
-  const isCounted = found.samples === null && Number.isInteger(found.epochs);
-  const tokens = `${isCounted ? "" : found.samples === null ? "about " : "at most "}${number(found.tokens)}`;
+  const about = found.is_exact || found.samples !== null ? "" : "about ";
+  const tokens = `${found.samples === null ? about : "at most "}${number(found.tokens)}`;
   const parts = [
     ["Steps", `${about}${number(found.steps)}`],
     [found.samples === null ? "Examples" : "Prompts", `${number(found.examples)} of ${number(found.rows)} rows`],
