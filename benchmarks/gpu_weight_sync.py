@@ -18,76 +18,35 @@ With `--device cpu --tiny` all this runs without a device, and its figures mean 
 
 import argparse
 import json
-import os
-import secrets
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from activities.sampling.client import Sampler
 from benchmarks.machine import accelerator, provenance
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
+from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
-from megatron_worker.tensors.safetensors_files import Entry, write_model
-from megatron_worker.weight_sync.sender import send
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.chat.completions import SamplerReady
 from shared.jobs.layout import Layout
-from shared.jobs.weight_sync import SyncAccess, SyncTarget, Transport, secret_of_run
+from shared.jobs.weight_sync import Transport
 
 Figures = dict[str, object]
-TEXT = tuple(range(3, 67))
-RUN = "benchmark"
 BUCKET_BYTES = 512 << 20
 
 
-@dataclass(frozen=True)
-class Receiver:
-    """The sampler's process: a client of it, where it takes weights, and by what key."""
-
-    client: Sampler
-    socket: str
-    address: str | None
-    key: bytes
-
-
-@contextmanager
-def sampler(model: Path, folder: Path, device: torch.device) -> Iterator[Receiver]:
-    key = secrets.token_bytes(32)
-    (folder / "key").write_text(key.hex())
-    options = ["--weights-socket", str(folder / "weights.sock"), "--ready-file", str(folder / "ready"), "--slots", "1"]
-    options += ["--weights-address", "127.0.0.1", "--weights-key-file", str(folder / "key"), "--device", device.type]
-    command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--dtype", "bfloat16", *options]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "4"}, stdout=sys.stderr)
-    try:
-        while not (folder / "ready").exists():
-            assert process.poll() is None, "the sampler has ended"
-            time.sleep(0.05)
-        ready = SamplerReady.model_validate_json((folder / "ready").read_bytes())
-        with Sampler(ready.url, ready.api_key) as client:
-            yield Receiver(client, str(folder / "weights.sock"), ready.weights_address, key)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def write_weights(engine: RandomMegatron, sizes: Sizes, folder: Path) -> Path:
+def write_folder(engine: RandomMegatron, sizes: Sizes, folder: Path) -> Path:
     """Write the engine's weights, and a tokenizer of next to nothing, as a Hugging Face folder."""
     model = write_config(folder / "model", sizes)
     shutil.copyfile(make_tiny_model(folder / "tiny", ["hello there"]) / "tokenizer.json", model / "tokenizer.json")
-    outgoing = engine.outgoing(None)
-    entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
-    write_model(model, entries, (tensor for _, tensor in outgoing.tensors), max_bytes=5 << 30)
+    write_weights(engine, model)
     return model
 
 
@@ -118,10 +77,10 @@ def measure(sizes: Sizes, folder: Path, device: Device, rounds: int) -> Figures:
     empty = device.used
     engine = Changing(write_config(folder / "config", sizes), Layout(), "bfloat16", device.device)
     trainer = device.used - empty
-    model = write_weights(engine, sizes, folder)
+    model = write_folder(engine, sizes, folder)
     engine.place("host")
     left = device.used
-    with sampler(model, folder, device.device) as receiver:
+    with sampler(model, folder / "sampler", device.device.type, threads=4) as receiver:
         alone = device.used
         figures: Figures = {
             "colocated": attempt(partial(colocated, engine, receiver, device, trainer + empty, alone - left + empty)),
@@ -179,33 +138,10 @@ def synced(engine: Changing, receiver: Receiver, way: Transport, rounds: int, fi
 
 def sync(engine: Changing, receiver: Receiver, way: Transport, version: int) -> dict[str, float]:
     engine.change()
-    target = SyncTarget(
-        sockets=(receiver.socket,),
-        addresses=(receiver.address,),
-        version=version,
-        backend=way,
-        bucket_bytes=BUCKET_BYTES,
-    )
-    access = SyncAccess(secret=secret_of_run(receiver.key, RUN).hex())
-    began = time.perf_counter()
-    sending = send(engine.outgoing(None), target, RUN, 0, 1, None, access)
-    assert sending is not None
-    blocked = time.perf_counter() - began
-    done = sending.wait()
-    update = time.perf_counter() - began
-    assert not done.problems, "; ".join(done.problems.values())
-    assert done.digest is not None
-    assert receiver.client.name_weights(f"v{version}", done.digest)
-    serving = time.perf_counter() - began
+    seconds, done = timed_sync(engine, [receiver], target_of([receiver], way, version, BUCKET_BYTES))
     receiver.client.score(f"v{version}", TEXT)
     gigabytes = done.weight_bytes / 1e9
-    return {
-        "gb": gigabytes,
-        "blocked_s": blocked,
-        "update_s": update,
-        "serving_s": serving,
-        "gb_per_s": gigabytes / serving,
-    }
+    return {"gb": gigabytes, **asdict(seconds), "gb_per_s": gigabytes / seconds.serving_s}
 
 
 def attempt(part: Callable[[], Figures]) -> Figures:

@@ -23,80 +23,41 @@ After every sync both samplers must give the same log-probabilities of a text.
 import argparse
 import json
 import os
-import secrets
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
+from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.safetensors_files import Entry, write_model
-from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.sender import Sent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
-from shared.chat.completions import SamplerReady
 from shared.jobs.job import Adam, CrossEntropy, Full
 from shared.jobs.layout import Layout
-from shared.jobs.weight_sync import SyncAccess, SyncTarget, secret_of_run
+from shared.jobs.weight_sync import SyncTarget
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
 
 SIZES = Sizes(hidden=1024, layers=1, heads=16, kv_heads=8, head_dim=64, ffn=3072, vocab=512, tied=True)
 NUM_SAMPLERS = 2
-TEXT = tuple(range(3, 67))
 BUCKET_BYTES = 64 << 20
 LEARNING_RATE = 1e-6
 MOST_TRAINED = 1e9  # bytes of weights
-RUN = "benchmark"
-KEY = secrets.token_bytes(32)
 BACKENDS = (
     *("store", "shared_memory", "collective", "delta by shared_memory", "delta by collective"),
     *("delta by store", "cuda_ipc"),
 )
-
-
-@dataclass(frozen=True)
-class Receiver:
-    """A sampler process: a client of it, its socket, its address and what it holds."""
-
-    client: Sampler
-    socket: str
-    address: str
-    memory: PeakMemory
-
-
-@contextmanager
-def sampler(model: Path, folder: Path) -> Iterator[Receiver]:
-    folder.mkdir()
-    (folder / "key").write_text(KEY.hex())
-    options = ["--weights-socket", str(folder / "weights.sock"), "--ready-file", str(folder / "ready"), "--slots", "1"]
-    options += ["--weights-address", "127.0.0.1", "--weights-key-file", str(folder / "key")]
-    command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--dtype", "bfloat16", *options]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        while not (folder / "ready").exists():
-            assert process.poll() is None, "the sampler has ended"
-            time.sleep(0.05)
-        ready = SamplerReady.model_validate_json((folder / "ready").read_bytes())
-        assert ready.weights_address is not None
-        with Sampler(ready.url, ready.api_key) as client:
-            yield Receiver(client, str(folder / "weights.sock"), ready.weights_address, PeakMemory(process.pid))
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:
@@ -127,7 +88,9 @@ def measure(model: Path, folder: Path, weight_bytes: float, backends: list[str],
                 if backend == "store":
                     measured.append(by_store(engine, model, samplers, folder, version))
                 else:
-                    measured.append(by_sync(engine, samplers, target_of(samplers, backend, version), sent))
+                    measured.append(
+                        by_sync(engine, samplers, target_of(samplers, backend, version, BUCKET_BYTES), sent)
+                    )
                 print(f"{backend}: {measured[-1]}", file=sys.stderr, flush=True)
             found[backend] = summary(backend, measured)
     return found
@@ -172,38 +135,14 @@ class Untrained(MegatronEngine):
             part.copy_(master + LEARNING_RATE * torch.randn_like(exact).sign_())
 
 
-def target_of(samplers: list[Receiver], backend: str, version: int) -> SyncTarget:
-    """`delta` takes the collective where no sampler's socket is on this machine."""
-    elsewhere = "-elsewhere" if backend == "delta by collective" else ""
-    return SyncTarget(
-        sockets=tuple(one.socket + elsewhere for one in samplers),
-        addresses=tuple(one.address for one in samplers),
-        version=version,
-        backend=backend.partition(" ")[0],
-        bucket_bytes=BUCKET_BYTES,
-    )
-
-
 def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: Sent) -> dict[str, float]:
-    access = SyncAccess(secret=secret_of_run(KEY, RUN).hex())
     own = PeakMemory(os.getpid())
     for memory in (own, *(one.memory for one in samplers)):
         memory.start()
-    began = time.perf_counter()
-    sending = send(engine.outgoing(None), target, RUN, 0, 1, sent, access)
-    assert sending is not None
-    blocked = time.perf_counter() - began
-    done = sending.wait()
-    update = time.perf_counter() - began
-    assert not done.problems, done.problems
-    assert done.digest is not None
-    for one in samplers:
-        assert one.client.name_weights(f"v{target.version}", done.digest)
-    serving = time.perf_counter() - began
+    seconds, done = timed_sync(engine, samplers, target, sent)
     extra = {"trainer_extra_bytes": own.extra_bytes(), "sampler_extra_bytes": extra_of(samplers)}
     check(samplers, f"v{target.version}")
-    times = {"blocked_s": blocked, "update_s": update, "serving_s": serving}
-    return {**times, "bytes": done.num_bytes, "weight_bytes": done.weight_bytes, **extra}
+    return {**asdict(seconds), "bytes": done.num_bytes, "weight_bytes": done.weight_bytes, **extra}
 
 
 def by_store(
@@ -243,9 +182,7 @@ def save_weights(engine: MegatronEngine, model: Path, folder: Path) -> None:
     for path in model.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    outgoing = engine.outgoing(None)
-    entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
-    write_model(folder, entries, (tensor for _, tensor in outgoing.tensors), max_bytes=5 << 30)
+    write_weights(engine, folder)
     seal(folder)
 
 
