@@ -112,7 +112,7 @@ class FsdpEngine(SlotEngine[Adapter, Optimizer]):
         """The output embedding, [V, H], gathered from all ranks at each call. Collective."""
         name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
         head = next(s for s in self._model.slices if s.name == name)
-        return self._ranks.whole(head, self._model.shards), whole_vocabulary(self.facts.vocab_size)
+        return self._ranks.whole(head, self._model.shards, self._dtype), whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"

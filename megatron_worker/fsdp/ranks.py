@@ -38,14 +38,16 @@ class Ranks:
         """Return this rank's place among those that a tensor is split over: all of them."""
         return self
 
-    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], _dtype: torch.dtype) -> Tensor:
         """Gather a whole tensor on every rank from the shard of each. Collective where the tensor is split."""
         local = parameters[tensor_slice.name]
         if tensor_slice.split is None or self.size == 1:
             return local
         share = -(-tensor_slice.shape[0] // self.size)
-        padded = local.new_zeros(share, *tensor_slice.shape[1:])
-        padded[: len(local)] = local
+        padded = local
+        if len(local) < share:
+            padded = local.new_zeros(share, *tensor_slice.shape[1:])
+            padded[: len(local)] = local
         everyone = local.new_empty(self.size * share, *tensor_slice.shape[1:])
         dist.all_gather_into_tensor(everyone, padded)
         return everyone[: tensor_slice.shape[0]]

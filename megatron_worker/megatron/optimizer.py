@@ -5,7 +5,7 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,13 +85,13 @@ class Optimizer:
             share.copy_(own)
 
     def gathered(self, state: State) -> Mapping[str, Tensor]:
-        """Return a state in float32 by the parameters' names; for masters possibly the working weights. Collective."""
+        """Return a state in float32 by the parameters' names; for masters possibly the working weights.
+
+        Looking a parameter up is collective.
+        """
         if self._is_working(state):
             return self._working.views
-        whole = self._working.like(torch.float32)
-        for region, share in zip(self._regions, self._shares(state), strict=True):
-            whole.buffer[region.all] = region.copies.join_shares(share)
-        return whole.views
+        return Gathered(self._working, self._regions, self._shares(state))
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with, on all ranks that hold them."""
@@ -165,3 +165,47 @@ class Optimizer:
         weights, grads = self._shares("master"), self._owned(self.grad.buffer)
         for own in zip(weights, grads, self._shares("exp_avg"), self._shares("exp_avg_sq"), strict=True):
             update(*own, adam, learning_rate, self.step_count)
+
+
+class Gathered(Mapping[str, Tensor]):
+    """A state in float32 by the parameters' names. Each is gathered from the ranks' shares when it is looked up.
+
+    Looking up is collective: all ranks that hold a parameter ask for it, in the same order. Only the last one is kept,
+    for several tensors of one parameter.
+    """
+
+    def __init__(self, working: Flat, regions: Sequence[Region], shares: Sequence[Tensor]) -> None:
+        self._working = working
+        self._shares = list(zip(regions, shares, strict=True))
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # it is let go before the next one takes memory
+            self._last = name, self._gathered(name)
+        return self._last[1]
+
+    def _gathered(self, name: str) -> Tensor:
+        shape, start = self._working.shapes[name], self._working.offsets[name]
+        region, share = next((r, share) for r, share in self._shares if r.start <= start < r.stop)
+        if region.copies.size == 1:
+            return share[start - region.start :][: math.prod(shape)].view(shape)
+        whole = share.new_empty(math.prod(shape))
+        for rank in range(region.copies.size):
+            held = region.share_of(rank)
+            first, last = max(start, held.start), min(start + len(whole), held.stop)
+            if first < last:
+                part = whole[first - start : last - start]
+                if rank == region.copies.rank:
+                    part.copy_(share[first - held.start : last - held.start])
+                region.copies.broadcast(part, rank)
+        return whole.view(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._working.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._working.shapes)
+
+    def __len__(self) -> int:
+        return len(self._working.shapes)

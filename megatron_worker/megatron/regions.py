@@ -27,8 +27,12 @@ class Region:
     @property
     def own(self) -> slice:
         """This rank's share."""
+        return self.share_of(self.copies.rank)
+
+    def share_of(self, rank: int) -> slice:
+        """Return the share of a rank of `copies`."""
         size = (self.stop - self.start) // self.copies.size
-        return slice(self.start + self.copies.rank * size, self.start + (self.copies.rank + 1) * size)
+        return slice(self.start + rank * size, self.start + (rank + 1) * size)
 
 
 def arrange(

@@ -100,6 +100,10 @@ class Base:
     parameters: Mapping[str, Tensor]
     storages: list[Tensor]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storages[0].dtype
+
 
 class Slots(Generic[AdapterT, OptimizerT]):
     """Any number of adapters, trainable or not, of which at most one is active; or a base that is trained itself.
@@ -267,23 +271,26 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of the base, one at a time, on every rank."""
-        return ((p.name, self._ranks.whole(p, self._base.parameters)) for p in self._base.slices)
+        parameters, dtype = self._base.parameters, self._base.dtype
+        return ((p.name, self._ranks.whole(p, parameters, dtype)) for p in self._base.slices)
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         adapter, training = self.adapters[name], self.trainings.get(name)
-        weights = adapter.flat.views if training is None else training.optimizer.gathered("master")
-        return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.slices)
+        weights: Mapping[str, Tensor] = adapter.flat.views
+        dtype = adapter.flat.buffer.dtype
+        if training is not None:
+            weights, dtype = training.optimizer.gathered("master"), torch.float32
+        return ((p.name, self._ranks.whole(p, weights, dtype).float()) for p in adapter.slices)
 
     def outgoing(self, slot: str | None) -> Outgoing:
         """Return a slot's weights (None: the base's), to be read before they change. Reading each is collective."""
-        parameter = next(iter(self._base.parameters.values()))
         if slot is None:
             shapes = {p.name: p.shape for p in self._base.slices}
-            return Outgoing(None, parameter.dtype, parameter.device, shapes, self.named_weights())
+            return Outgoing(None, self._base.dtype, self._device, shapes, self.named_weights())
         adapter = self.adapters[slot]
         shapes = {p.name: p.shape for p in adapter.slices}
-        return Outgoing(adapter.lora, torch.float32, parameter.device, shapes, self.adapter_weights(slot))
+        return Outgoing(adapter.lora, torch.float32, self._device, shapes, self.adapter_weights(slot))
 
     @property
     def _trains_base(self) -> bool:

@@ -61,8 +61,8 @@ class StateRanks(Protocol):
         """Return the ranks that a tensor, of an expert or not, is split over."""
         ...
 
-    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Gather a whole tensor on every rank from those that hold it. Collective."""
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype, /) -> Tensor:
+        """Gather a whole tensor, of `dtype`, on every rank from those that hold it. Collective."""
         ...
 
     def agreement(self) -> AbstractContextManager[None]: ...
@@ -102,7 +102,7 @@ def write_model_folder(
         folder: None on ranks that only help gathering; below too.
     """
     dtype = next(iter(parameters.values())).dtype
-    tensors = _whole(slices, parameters, ranks)
+    tensors = _whole(slices, parameters, ranks, dtype)
     with all_drawn(tensors):
         if folder is not None:
             _write_beside_weights(folder, model, dtype)
@@ -137,7 +137,7 @@ def write_adapter(
     ranks: StateRanks,
 ) -> None:
     """Write PEFT's folder, in float32 whatever the engine computes in."""
-    tensors = _whole(slices, parameters, ranks)
+    tensors = _whole(slices, parameters, ranks, torch.float32)
     with all_drawn(tensors):
         if folder is not None:
             peft_format.write_config(folder, lora)
@@ -167,7 +167,7 @@ def write_optimizer(
     states = _states(master)
     entries = [Entry(f"{state}.{s.name}", torch.float32, s.shape) for state in states for s in slices]
     entries.append(Entry(STEP, torch.int64, ()))
-    moments = chain.from_iterable(_whole(slices, optimizer.gathered(state), ranks) for state in states)
+    moments = chain.from_iterable(_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state in states)
     tensors = chain(moments, [torch.tensor(optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
@@ -177,8 +177,10 @@ def _states(master: bool) -> tuple[State, ...]:
     return ("exp_avg", "exp_avg_sq", "master") if master else ("exp_avg", "exp_avg_sq")
 
 
-def _whole(slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks) -> Iterator[Tensor]:
-    return (ranks.whole(s, parameters) for s in slices)
+def _whole(
+    slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    return (ranks.whole(s, parameters, dtype) for s in slices)
 
 
 def _read(

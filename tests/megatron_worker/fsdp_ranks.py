@@ -130,9 +130,9 @@ def run_mutated(model: Path, layout: Layout, out: Path) -> None:
     mutated(FSDPModule, "set_gradient_divide_factor", lambda _: lambda self, f: None, three("full-average", "full"))
 
     def own(original: Any) -> Any:
-        def whole(self: Ranks, tensor_slice: TensorSlice, shards: Mapping[str, Tensor]) -> Tensor:
+        def whole(self: Ranks, tensor_slice: TensorSlice, shards: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
             name = tensor_slice.name
-            return original(self, tensor_slice, {name: torch.zeros_like(shards[name])} if self.rank else shards)
+            return original(self, tensor_slice, {name: torch.zeros_like(shards[name])} if self.rank else shards, dtype)
 
         return whole
 

@@ -24,7 +24,7 @@ from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import Model
 from megatron_worker.megatron.parallel import collectives, dispatch
-from megatron_worker.megatron.parallel.mesh import Group
+from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, CrossEntropy, Dtype, Full, Lora
 from shared.jobs.layout import Layout
@@ -118,7 +118,7 @@ def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[st
     for region in optimizer._regions:
         whole.buffer[region.all] = region.copies.join_shares(optimizer.grad.buffer[region.own])
     optimizer.zero_grad()
-    return {p.name: engine._mesh.whole(p, whole.views).clone() for p in training.slices}
+    return {p.name: engine._mesh.whole(p, whole.views, torch.float32).clone() for p in training.slices}
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:
@@ -241,6 +241,19 @@ def _same_shard(_: Any) -> Any:
     return local
 
 
+def _own_everywhere(original: Any) -> Any:
+    def gathered(self: Mesh, tensor_slice: TensorSlice, parameter: torch.Tensor) -> torch.Tensor:
+        whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice.expert)
+        if (split := tensor_slice.split) is not None:
+            own = tensor_slice.local(whole, group.rank, group.size).clone()
+            for part in whole.chunk(group.size, dim=split):
+                size = min(part.shape[split], own.shape[split])
+                part.narrow(split, 0, size).copy_(own.narrow(split, 0, size))
+        return whole
+
+    return gathered
+
+
 def _own_alone(_: Any) -> Any:
     return lambda self, tensor: tensor.chunk(self.size)[self.rank].clone()
 
@@ -272,7 +285,7 @@ def _kept(_: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Change]] = {
     "skip-reduce": (Group, "sum_shares", _own_alone),
     "average-for-sum": (Group, "sum_shares", lambda original: lambda self, x: original(self, x) / self.size),
-    "drop-shard": (Group, "gather", lambda _: lambda self, x: [x] * self.size),
+    "drop-shard": (Mesh, "_gathered", _own_everywhere),
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
     "same-shard": (TensorSlice, "local", _same_shard),

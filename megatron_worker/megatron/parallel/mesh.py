@@ -124,16 +124,16 @@ class Mesh:
         """Return the ranks that a tensor, of an expert or not, is split over."""
         return self.tp if expert is None else self.etp
 
-    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Gather a whole tensor on every rank from those that hold it; a view where that is this rank. Collective.
 
         Args:
-            parameters: this rank's, all of one dtype.
+            parameters: this rank's, all of `dtype`. Only those that the tensor is in are looked up.
         """
         if tensor_slice.parameter in parameters:
             whole = self._gathered(tensor_slice, parameters[tensor_slice.parameter].detach())
         else:
-            whole = next(iter(parameters.values())).new_empty(tensor_slice.shape)
+            whole = torch.empty(tensor_slice.shape, dtype=dtype, device=self.device)
         if tensor_slice.expert is not None and tensor_slice.stage == self.pp.rank:
             self.ep.broadcast(whole, tensor_slice.ep_rank)
         self.pp.broadcast(whole, tensor_slice.stage)
@@ -145,8 +145,14 @@ class Mesh:
         local, split = tensor_slice.read(parameter, share), tensor_slice.split
         if split is None:
             return local
-        whole = local if group.size == 1 else torch.cat(group.gather(local), dim=split)
-        return whole.narrow(split, 0, tensor_slice.shape[split])
+        if split == 0 or group.size == 1:
+            return group.join_shares(local)[: tensor_slice.shape[0]]
+        whole, theirs = local.new_empty(tensor_slice.shape), torch.empty_like(local)  # not all ranks' parts beside it
+        for rank, part in enumerate(whole.chunk(group.size, dim=split)):
+            sent = local if rank == group.rank else theirs
+            group.broadcast(sent, rank)
+            part.copy_(sent)
+        return whole
 
     def counts(self, placement: Placement) -> bool:
         """Return True if a norm counts this rank's tensors. Of ranks with the same gradient only one counts it."""
