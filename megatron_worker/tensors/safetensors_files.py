@@ -5,6 +5,7 @@ No pickle, and no more than one whole tensor in memory.
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iter
             assert tensor.shape == entry.shape, (entry, tensor.shape)
             if file is not None:
                 file.write(_bytes_of(tensor.to(entry.dtype)))
+            del tensor  # before the next one is drawn
 
 
 def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
@@ -164,15 +166,14 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
-    """Draw the remaining tensors at the end of the block, also after an error.
+    """Draw the remaining tensors at the end of the block, also after an error; each is let go before the next.
 
     Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
     """
     try:
         yield
     finally:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
