@@ -1,6 +1,7 @@
 """A host's part in its jobs' weight syncs: it tells workers what samplers know them by, and who answers questions."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -94,15 +95,7 @@ class JobSyncs:
 
     def _found(self, looking: "Future[LeaseGrant | None]") -> None:
         grant = None if looking.cancelled() else looking.result()
-        sync, target = WeightSync(), None
-        if grant is not None and grant.weights_socket is not None:
-            target = SyncTarget(
-                sockets=(grant.weights_socket,),
-                addresses=(grant.weights_address,),
-                version=0,
-                backend="auto",
-                bucket_bytes=sync.bucket_bytes,
-            )
+        target = None if grant is None else _target(grant)
         if (target is not None or self._is_told) and not self._is_over:
             self._is_told = True
             self._write(target)
@@ -120,6 +113,16 @@ class JobSyncs:
             target=target,
         )
         write_privately(self._path, access.model_dump_json().encode())
+
+
+def _target(grant: LeaseGrant) -> SyncTarget | None:
+    """Return where to send weights; None for a sampler that takes none, or is out of this machine's reach."""
+    socket, address = grant.weights_socket, grant.weights_address
+    if socket is None or (address is None and not os.access(socket, os.W_OK)):
+        return None
+    return SyncTarget(
+        sockets=(socket,), addresses=(address,), version=0, backend="auto", bucket_bytes=WeightSync().bucket_bytes
+    )
 
 
 def _is_asked(plan: AnyPlan) -> bool:
