@@ -53,7 +53,7 @@ def preferring(client: openai.OpenAI, model: str, folder: Path) -> Any:
         model=model,
         training_file=file.id,
         validation_file=file.id,
-        suffix="crates",
+        suffix=f"crates-{openai.__version__}",
         method={"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 8, "beta": 0.2}}},
         extra_body={"longshore": {"rank": 4, "max_tokens": 128, "steps": 3, "learning_rate": 0.005, "num_samples": 1}},
     )
@@ -68,7 +68,7 @@ def reinforced(client: openai.OpenAI, model: str, folder: Path) -> Any:
         model=model,
         training_file=file.id,
         validation_file=file.id,
-        suffix="tallies",
+        suffix=f"tallies-{openai.__version__}",
         method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": chosen}},
         extra_body={
             "longshore": {"rank": 4, "max_tokens": 128, "steps": 2, "group_size": 4, "max_completion_tokens": 8}
@@ -187,13 +187,7 @@ def main() -> None:
     url, key, model, dataset, folder = sys.argv[1:]
     client = openai.OpenAI(base_url=url, api_key=key, timeout=300)
     suffix = f"quay-{openai.__version__}"
-    is_newest = openai.__version__.startswith("3.")
-    others = {}
-    if is_newest:  # sent first: they are trained while the other versions' jobs wait
-        others = {
-            "dpo": preferring(client, model, Path(folder)),
-            "reinforcement": reinforced(client, model, Path(folder)),
-        }
+    others = {"dpo": preferring(client, model, Path(folder)), "reinforcement": reinforced(client, model, Path(folder))}
     file = client.files.create(file=Path(dataset), purpose="fine-tune")
     job = trained(client, model, file, suffix)
     told: dict[str, Any] = {"version": openai.__version__, "job": job.model_dump()}
@@ -221,7 +215,7 @@ def main() -> None:
                 refused(lambda: answer(client, "Qwen/Qwen3-9B")),
             ],
         }
-    if is_newest:
+    if openai.__version__.startswith("3."):
         continued = trained(client, job.fine_tuned_model, file, suffix, steps=1)
         told["continued"] = continued.model_dump()
         told["continued_events"] = events_of(client, continued)

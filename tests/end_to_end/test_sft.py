@@ -20,6 +20,20 @@ def test_a_run_ends_with_a_published_adapter(stack: Stack, undisturbed: Answer) 
     }
 
 
+def test_an_estimate_is_what_a_run_plans_to_the_token(
+    stack: Stack, undisturbed: Answer, sft_options: list[str]
+) -> None:
+    """60 steps of 40 examples of 256: 8 passes and a part. The run that has ended shows its own."""
+    part = [*sft_options[1:], "--batch-size", "40"]
+    estimated = stack.cli("estimate", *part).json
+    assert estimated["is_exact"] and estimated["is_complete"] and not estimated["epochs"].is_integer()
+    run_id = stack.cli("submit", *part).json["run_id"]
+    planned = wait_until(lambda: stack.cli("get", run_id, "--json").json["planned_tokens"], "it is packed")
+    stack.cli("cancel", run_id)
+    whole = stack.cli("estimate", *sft_options[1:]).json["tokens"]
+    assert (planned, undisturbed.json["planned_tokens"]) == (estimated["tokens"], whole)
+
+
 def test_the_adapter_loads_in_peft(stack: Stack, undisturbed: Answer, tiny_model: Path) -> None:
     import torch
     from peft import PeftModel

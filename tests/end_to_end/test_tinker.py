@@ -14,16 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from service.apis.tinker.addresses import TINKER
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.runs import jsonl
-from tests.end_to_end.stack import Stack
+from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.tinker_data import BATCH, PROMPT, batches
 from tests.end_to_end.victims import (
     Victim,
@@ -117,6 +119,10 @@ def test_losses_and_states_are_what_the_client_asked_for(told: dict[str, Any], t
     assert told["passes"]["loss:sum"] > told["after"] == pytest.approx(told["again"], abs=0)
     assert told["still"] == told["again"]
     assert told["state"].endswith(":train:0/weights/first")
+    cold, warm, own = (told["loaded"][name] for name in ("cold", "warm", "own"))
+    assert cold[0] == own[1] == told["again"] != own[0], "the same weights, wherever they are loaded"
+    assert cold[1] != cold[0] and cold[1] != warm, "the step is another one where the optimizer begins anew"
+    assert told["trained"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert told["custom"]["loss:sum"] == pytest.approx(told["squares"], rel=1e-5)
     assert told["custom"]["own:sum"] == 1.0 and told["custom_step"]["grad_norm:mean"] > 0
 
@@ -151,14 +157,24 @@ def test_the_likeliest_tokens_of_a_prompt_are_those_of_transformers(told: dict[s
     import torch
     from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+    def scores(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        return logits.log_softmax(-1)
+
     ids, top = told["top"]
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
-    expected = logits[:-1].log_softmax(-1).topk(3)
-    assert top[0] is None and [[token for token, _ in row] for row in top[1:]] == expected.indices.tolist()
-    assert [[value for _, value in row] for row in top[1:]] == [
-        pytest.approx(row, abs=1e-5) for row in expected.values.tolist()
-    ]
+    assert top[0] is None
+    prompt, drawn, logprobs, likely = told["drawn_top"]
+    assert len(drawn) == 6
+    for found, computed in ((top[1:], scores(ids)[:-1]), (likely, scores([*prompt, *drawn])[len(prompt) - 1 : -1])):
+        expected = computed.topk(3)
+        assert [[token for token, _ in row] for row in found] == expected.indices.tolist()
+        assert [[value for _, value in row] for row in found] == [
+            pytest.approx(row, abs=1e-5) for row in expected.values.tolist()
+        ]
+    assert logprobs == pytest.approx(computed.gather(1, torch.tensor(drawn)[:, None])[:, 0].tolist(), abs=1e-5)
 
 
 def test_refusals_name_what_is_wrong_and_cost_nothing(told: dict[str, Any]) -> None:
@@ -178,7 +194,7 @@ def test_the_rest_client_finds_runs_and_checkpoints(told: dict[str, Any]) -> Non
     assert rest["run"]["lora_rank"] == 4 and rest["run"]["user_metadata"] == {"a": "b"}
     assert rest["checkpoints"] == [["weights/first", True, True], ["sampler_weights/policy", False, True]]
     assert rest["left"] == 1 and rest["runs"] >= 2 and rest["all"] >= 2
-    assert len(rest["session"]["training_run_ids"]) == 3, "that of a model that could not be opened, too"
+    assert len(rest["session"]["training_run_ids"]) == 5, "that of a model that could not be opened, too"
     assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is False
 
 
@@ -187,8 +203,23 @@ def test_two_older_clients_at_once_do_the_same(stack: Stack, tiny_model: Path, t
     for process, version in zip(processes, ("0.36.0", "0.35.0"), strict=True):
         older = told_by(process)
         assert older["version"] == version
-        for name in ("passes", "after", "drawn", "by_path", "by_base", "prompt_logprobs", "still"):
+        for name in (
+            "passes",
+            "after",
+            "drawn",
+            "by_path",
+            "by_base",
+            "prompt_logprobs",
+            "still",
+            "loaded",
+            "drawn_top",
+        ):
             assert older[name] == told[name], name
+        archive = older["rest"].get("archive", [])
+        assert bool(archive) == (version == "0.35.0"), "later clients ask for addresses of files"
+        assert not archive or {"adapter_config.json", "adapter_model.safetensors"} <= {
+            Path(name).name for name in archive
+        }
 
 
 def test_a_call_of_3000_data_comes_in_chunks_out_of_order(stack: Stack, tiny_model: Path) -> None:
@@ -240,43 +271,85 @@ def hub(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
-def test_the_cookbook_s_recipes_run_unmodified(stack: Stack, hub: Path) -> None:
+def recipe(stack: Stack, hub: Path, name: str, options: list[str], log: str) -> subprocess.Popen:
+    """A recipe of the cookbook's, which tells of itself in the folder `log` of the hub's."""
     connection = Connection.read(stack.root)
     assert connection is not None
-    folders = [str(ROOT / ".venv" / "clients" / name) for name in (CLIENTS[0], COOKBOOK)]
+    folders = [str(ROOT / ".venv" / "clients" / each) for each in (CLIENTS[0], COOKBOOK)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "TINKER_API_KEY": f"tml-{connection.api_key}",
         "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(hub / "cache"),
+        "HF_DATASETS_CACHE": str(hub / "cache" / log),
     }
-    common = [
-        f"base_url={connection.api_url}/tinker",
-        f"model_name={TINKER_MODEL}",
-        "learning_rate=0.01",
-    ]
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *common, f"log_path={hub / name}", *options],
-            env=environment,
-            cwd=hub,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, options in RECIPES.items()
-    }
+    common = [f"base_url={connection.api_url}/tinker", f"model_name={TINKER_MODEL}", "learning_rate=0.01"]
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *common, f"log_path={hub / log}", *options],
+        env=environment,
+        cwd=hub,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def lines_of(hub: Path, log: str, name: str) -> list[dict[str, Any]]:
+    """Lines that a recipe has written as far as it has come."""
+    path = hub / log / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finished(process: subprocess.Popen, hub: Path, log: str) -> dict[str, Any]:
+    """The last checkpoint of a recipe that has ended well."""
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-6000:]
+    saved = lines_of(hub, log, "checkpoints.jsonl")[-1]
+    assert saved["state_path"].endswith("/weights/final"), log
+    assert saved["sampler_path"].endswith("/sampler_weights/final"), log
+    return saved
+
+
+def test_the_cookbook_s_recipes_run_unmodified(stack: Stack, hub: Path) -> None:
+    running = {name: recipe(stack, hub, name, options, name) for name, options in RECIPES.items()}
     for name, process in running.items():
-        output, _ = process.communicate(timeout=900)
-        assert process.returncode == 0, output[-6000:]
-        saved = [json.loads(line) for line in (hub / name / "checkpoints.jsonl").read_text().splitlines()]
-        assert saved[-1]["state_path"].endswith("/weights/final"), name
-        assert saved[-1]["sampler_path"].endswith("/sampler_weights/final"), name
-    metrics = [json.loads(line) for line in (hub / "sl_loop" / "metrics.jsonl").read_text().splitlines()]
+        finished(process, hub, name)
+    metrics = lines_of(hub, "sl_loop", "metrics.jsonl")
     assert metrics[2]["train_mean_nll"] < metrics[0]["train_mean_nll"]
-    metrics = [json.loads(line) for line in (hub / "preference.dpo.train" / "metrics.jsonl").read_text().splitlines()]
-    losses = [step["dpo_loss"] for step in metrics if "dpo_loss" in step]
+    losses = [step["dpo_loss"] for step in lines_of(hub, "preference.dpo.train", "metrics.jsonl") if "dpo_loss" in step]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and losses[-1] < losses[0]
+
+
+def test_the_cookbook_s_loops_go_on_whatever_is_killed(stack: Stack, hub: Path) -> None:
+    """The supervised loop ends in the bits of an undisturbed one; that of rewards draws anew, and does its steps."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    supervised = ["lora_rank=4", "batch_size=4", "max_steps=6", "save_every=3"]
+    rewarded = ["lora_rank=4", "batch_size=2", "group_size=4", "max_steps=3", "max_tokens=16", _SAMPLING]
+    alone = finished(recipe(stack, hub, "sl_loop", supervised, "alone"), hub, "alone")
+    running = {
+        log: recipe(stack, hub, log, options, log) for log, options in (("sl_loop", supervised), ("rl_loop", rewarded))
+    }
+    for step in range(1, 6, 2):
+        wait_until(lambda: len(lines_of(hub, "sl_loop", "metrics.jsonl")) >= step, f"step {step}")  # noqa: B023
+        kill(stack, rng.choice(VICTIMS), 120)
+    ended = {log: finished(process, hub, log) for log, process in running.items()}
+    assert adapter_of(stack, ended["sl_loop"]["sampler_path"]) == adapter_of(stack, alone["sampler_path"])
+    for log, num_steps in (("alone", 6), ("sl_loop", 6), ("rl_loop", 3)):
+        assert [line["step"] for line in lines_of(hub, log, "metrics.jsonl")] == list(range(num_steps)), log
+    losses = [[line["train_mean_nll"] for line in lines_of(hub, log, "metrics.jsonl")] for log in ("alone", "sl_loop")]
+    assert losses[0] == losses[1]
+
+
+def adapter_of(stack: Stack, tinker_path: str) -> bytes:
+    """The weights of a checkpoint."""
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    model_id, kind, name = tinker_path.removeprefix("tinker://").split("/")
+    path = f"/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls"
+    headers = {"x-api-key": f"tml-{connection.api_key}"}
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        urls = client.get(f"{connection.api_url}{TINKER}{path}", headers=headers).raise_for_status().json()["urls"]
+        return client.get(urls["adapter_model.safetensors"]).raise_for_status().content
 
 
 def test_the_cookbook_exports_what_was_trained(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:

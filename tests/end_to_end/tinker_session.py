@@ -3,8 +3,10 @@
 python -m tests.end_to_end.tinker_session PROGRAM URL KEY MODEL [ARGUMENT]
 """
 
+import io
 import json
 import sys
+import tarfile
 import time
 import warnings
 from collections.abc import Callable
@@ -155,9 +157,37 @@ def whole(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     told["again"] = again.forward(data, "cross_entropy").result().metrics["loss:sum"]
     told["refused"] = refusals(service, again, data, base, prompt)
     told["still"] = again.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    told["loaded"] = loaded(service, client, again, told["state"], data, adam)
+    told["trained"] = target_modules(service, model)
     told["rest"] = rest(service, client, told["state"])
     service.close("success").result() if hasattr(service, "close") else None
     return told
+
+
+def loaded(service: Any, client: Any, warm: Any, state: str, data: Any, adam: Any) -> Told:
+    """Losses of a state in a new model without its optimizer, before a step and after it, and after the same step with
+    the optimizer; and of the model's own state, loaded into it again.
+    """
+    cold = ready(service.create_training_client_from_state(state))
+    told: Told = {"cold": [cold.forward(data, "cross_entropy").result().metrics["loss:sum"]]}
+    for each in (cold, warm):
+        each.forward_backward(data, "cross_entropy")
+        each.optim_step(adam).result()
+    told["cold"].append(cold.forward(data, "cross_entropy").result().metrics["loss:sum"])
+    told["warm"] = warm.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    before = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    client.load_state_with_optimizer(state).result()
+    told["own"] = [before, client.forward(data, "cross_entropy").result().metrics["loss:sum"]]
+    return told
+
+
+def target_modules(service: Any, model: str) -> list[str]:
+    """What a model trains whose client asked for attention alone."""
+    client = ready(service.create_lora_training_client(model, rank=2, train_mlp=False, train_unembed=False))
+    path = client.save_weights_external("attention").result().path
+    urls = client_rest(service).get_external_weights_urls(path).result().urls
+    config = httpx.get(urls["adapter_config.json"], trust_env=False).raise_for_status().json()
+    return sorted(config["target_modules"])
 
 
 def policies(client: tinker.TrainingClient, drawn: Any) -> Told:
@@ -226,7 +256,9 @@ def rest(service: Any, client: Any, state: str) -> Told:
     }
     if hasattr(asked, "get_checkpoint_archive_url"):
         url = asked.get_checkpoint_archive_url(client.model_id, listed[0].checkpoint_id).result().url
-        told["archive"] = len(httpx.get(url, trust_env=False).raise_for_status().content)
+        content = httpx.get(url, trust_env=False).raise_for_status().content
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            told["archive"] = sorted(archive.getnames())
     asked.delete_checkpoint_from_tinker_path(state).result()
     told["left"] = len(asked.list_checkpoints(client.model_id).result().checkpoints)
     return told

@@ -177,6 +177,15 @@ def test_doctor_says_what_is_well(service: Service) -> None:
         "store": "ok",
         "Temporal program": "ok",
     }
+    told = {check["name"]: check for check in answer.json}
+    with service.http() as api:
+        hosts = {each["role"]: each for each in api.get("/hosts").json()}
+    assert hosts.keys() == {"control", "gpu", "sampler"} and hosts["control"]["num_polling"]
+    for role, each in hosts.items():
+        assert f"{each['num_polling']} {role} ({each['queue']})" in told["hosts"]["text"]
+    assert (told["hosts"]["verdict"] == "ok") == all(each["num_polling"] for each in hosts.values())
+    assert told["hosts"]["verdict"] == "ok" or "service.host --role" in told["hosts"]["advice"]
+    assert told["isolation"]["verdict"] in ("ok", "warn") and told["isolation"]["text"].endswith("chat templates")
     away = service.cli("doctor", LONGSHORE_API_URL="http://127.0.0.1:1")
     assert away.code == 100
     assert "fail  service" in away.stdout

@@ -203,6 +203,11 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     assert samples.parts(asked) == [(0, 2), (2, 2), (4, 1)]
     last = samples.question(asked, "m", 10, 4, 1)
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
+    narrow = asked.model_copy(
+        update={"sampling_params": asked.sampling_params.model_copy(update={"top_p": 0.5, "top_k": 7})}
+    )
+    drawn = samples.question(narrow, "m", 0, 0, 1)
+    assert (drawn.top_p, drawn.top_k, last.top_p, last.top_k) == (0.5, 7, 1.0, None)
     stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
     assert samples.question(stopped, "m", 0, 0, 1).stop_token_ids == [2, 9]
     for name, value in (("prompt_alt_tokens_k", 2), ("target_prompt_logprobs", {}), ("record_stability_info", True)):
