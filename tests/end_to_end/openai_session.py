@@ -138,6 +138,34 @@ def formed(client: openai.OpenAI, model: str) -> list[str]:
     return [choice.message.content or "" for choice in completion.choices]
 
 
+def drawn(client: openai.OpenAI, model: str, **settings: Any) -> list[dict[str, Any]]:
+    """Answers as text, how each ended, and its tokens with their log-probabilities."""
+    completion = client.chat.completions.create(model=model, messages=[QUESTION], logprobs=True, **settings)
+    return [
+        {
+            "text": choice.message.content or "",
+            "end": choice.finish_reason,
+            "tokens": [token.token for token in choice.logprobs.content],
+            "logprobs": [token.logprob for token in choice.logprobs.content],
+        }
+        for choice in completion.choices
+    ]
+
+
+def by_settings(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """What each setting of a chat comes to."""
+    at_random: Any = {"temperature": 1, "seed": 5, "n": 2, "max_tokens": 8}
+    greedy: Any = {"temperature": 0, "max_tokens": 24}
+    return {
+        "seeded": [drawn(client, model, **at_random) for _ in range(2)],
+        "likeliest": drawn(client, model, temperature=1.5, seed=3, max_tokens=8, extra_body={"top_k": 1}),
+        "biased": drawn(client, BASE, **greedy, logit_bias={"70": 100}),
+        "plain": drawn(client, BASE, **greedy),
+        "penalized": drawn(client, BASE, **greedy, presence_penalty=2, frequency_penalty=2),
+        "objects": drawn(client, BASE, n=8, seed=1, max_tokens=300, response_format={"type": "json_object"}),
+    }
+
+
 def forced(client: openai.OpenAI, model: str) -> list[dict[str, str]]:
     """The calls of an answer that has to call."""
     port = {"type": "object", "properties": {"port": {"enum": ["north", "south"]}}, "required": ["port"]}
@@ -206,6 +234,7 @@ def main() -> None:
             "streamed": streamed(client, job.fine_tuned_model),
             "formed": formed(client, job.fine_tuned_model),
             "forced": forced(client, job.fine_tuned_model),
+            "by_settings": by_settings(client, job.fine_tuned_model),
             "earlier": answer(client, checkpoints[-1].fine_tuned_model_checkpoint),
             "responded": responded(client, job.fine_tuned_model),
             "base": [answer(client, BASE), client.models.retrieve(BASE).id],

@@ -116,6 +116,19 @@ def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: P
     assert session["earlier"] != session["answer"], "after two steps it says something else"
 
 
+def test_settings_of_a_chat_do_what_they_say(session: dict[str, Any]) -> None:
+    told = session["by_settings"]
+    first, again = told["seeded"]
+    assert first == again and first[0]["text"] != first[1]["text"], "n samples, the same by the same seed"
+    assert all(logprob <= 0 for one in first for logprob in one["logprobs"])
+    assert told["likeliest"][0]["text"] == session["answer"], "of one token there is no choice"
+    assert len(set(told["biased"][0]["tokens"])) == 1 and len(told["biased"][0]["tokens"]) == 24
+    assert len(set(told["penalized"][0]["tokens"])) > len(set(told["plain"][0]["tokens"]))
+    ended = [json.loads(one["text"]) for one in told["objects"] if one["end"] == "stop"]
+    assert ended and all(isinstance(one, dict) for one in ended)
+    assert all(one["text"].startswith("{") for one in told["objects"])
+
+
 def test_responses_say_what_chats_say(session: dict[str, Any]) -> None:
     told = session["responded"]
     assert told["text"] == told["deltas"] == told["streamed"] == session["answer"]
