@@ -326,7 +326,10 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
 def make_deterministic(plan: WorkerPlan) -> None:
     """Set threads, deterministic algorithms and the seed, so that results do not depend on earlier jobs."""
     torch.set_num_threads(plan.threads_per_rank)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    else:  # the same, without an import of torch's compiler, which nothing uses there: a third of a second
+        torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costly, finds only bugs
     torch.manual_seed(plan.seed)
 

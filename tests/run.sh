@@ -10,6 +10,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONNODEBUGRANGES=1
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same modules, each for itself
 export LONGSHORE_TEST_SEED="${LONGSHORE_TEST_SEED:-$(date +%s)}"
 cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 failures="$cache/v/longshore/failures"
