@@ -80,11 +80,20 @@ def test_an_engine_goes_on_from_the_other_s_checkpoint(model, ten_steps, tmp_pat
 
 
 def test_the_fsdp_engine_needs_no_megatron(tmp_path):
-    """With any family it is torch and transformers alone: what megatron-core asks of a machine, it does not."""
+    """With any family it is torch and transformers alone: what megatron-core asks of a machine, it does not.
+
+    Nor does a job's beginning load torch's compiler, which nothing uses without CUDA.
+    """
     folders = [str(distinct_model(tmp_path / family, family, tied)) for family, tied in FAMILIES]
     program = f"""
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+import torch
+from megatron_worker.runner import make_deterministic
+make_deterministic(SimpleNamespace(threads_per_rank=1, seed=0))
+assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+assert torch.cuda.is_available() or "torch._dynamo" not in sys.modules
 from megatron_worker.fsdp.engine import FsdpEngine
 from shared.jobs.layout import Layout
 for folder in {folders!r}:
