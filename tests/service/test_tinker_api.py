@@ -10,8 +10,9 @@ import pytest
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF
 from shared.jobs.commands import CommandHead
+from shared.settings import RateLimitSettings
 from shared.storage.paths import RunKeys
-from tests.service.conftest import KEY, Service, new_key
+from tests.service.conftest import KEY, Service, new_key, serving
 from tests.service.tinker_bodies import SPOILT, batch, compressed, spoilt
 
 SENT = {"content-type": PROTOBUF}
@@ -150,6 +151,38 @@ def test_keys_scopes_and_tenants_hold_here(service: Service, acme: str, model: d
     with httpx.Client(base_url=service.url, trust_env=False) as other:
         assert other.get("/api/v1/runs", headers={"x-api-key": f"tml-{KEY}"}).status_code == 401
         assert other.get("/tinker/files/none.none/adapter_model.safetensors").status_code == 403
+
+
+def test_quotas_the_audit_log_and_rates_hold_here(service: Service, acme: str, tiny_model: Path) -> None:
+    begun = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+    with asking(service, acme) as theirs, service.http() as operator, service.http(acme) as native:
+        session_id = said(theirs.post("/create_session", json=begun))["session_id"]
+        assert operator.put("/tenants/acme/quotas", json={"concurrent_runs": 0}).status_code == 200
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": str(tiny_model), "lora_config": {"rank": 4}}
+        refused(theirs.post("/create_model", json=body), 403, "concurrent_runs")  # a 429 the SDK repeats for minutes
+        assert operator.put("/tenants/acme/quotas", json={}).status_code == 200
+        made = said(theirs.post("/create_model", json=body))
+        assert said(theirs.post("/session_heartbeat", json={"session_id": session_id})) == {"type": "session_heartbeat"}
+        stored = native.get("/usage").json()["stored_bytes"]
+        assert said(theirs.post("/telemetry", json={"events": [{"event": "x" * 1000}]})) == {"status": "accepted"}
+        assert native.get("/usage").json()["stored_bytes"] == stored, "telemetry is dropped"
+        assert said(theirs.post(f"/sessions/{session_id}/finish", json={"reason": {"type": "success"}}))
+        entries = native.get("/audit", params={"limit": 50}).json()["entries"]
+    found = [(each["path"].removeprefix(TINKER), each["status"], each["target"]) for each in reversed(entries)]
+    known = [
+        each for each in found if each[0] in ("/create_session", "/create_model", f"/sessions/{session_id}/finish")
+    ]
+    assert [each[:2] for each in known] == [
+        ("/create_session", 200),
+        ("/create_model", 403),
+        ("/create_model", 200),
+        (f"/sessions/{session_id}/finish", 200),
+    ]
+    assert known[0][2] == session_id and known[3][2].split(" ")[0] == session_id and made["request_id"]
+    hasty = service.settings.model_copy(update={"rate_limit": RateLimitSettings(per_s=0.001, burst=2)})
+    with serving(hasty) as slow, asking(slow, acme) as theirs:
+        answers = [theirs.get("/training_runs") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429] and answers[2].headers["retry-after"]
 
 
 def test_a_checkpoint_that_fails_can_be_named_and_is_not_loaded(door: httpx.Client, model: dict[str, Any]) -> None:
