@@ -75,6 +75,7 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.show(phase="checking")
         recovered = Recovered()
         if start.resumed:
+            self._sampling.go_on_after(self._run.problem_before)
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do(RunRecords.recover_steps, request)
             self._steps.next = recovered.last_step + 1

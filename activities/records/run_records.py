@@ -172,6 +172,7 @@ def policy_of(done: StepStatus) -> Policy:
         adapter=adapter,
         checkpoint=done.checkpoint.artifact,
         synced=done.synced,
+        num_refuted=int(done.metrics.get("sync_given_up", 0)),
     )
 
 

@@ -55,6 +55,7 @@ class SampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
     `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
+    `refuted`: versions of which a sampler failed the proof when samples were under way: they are drawn again.
     """
 
     run_id: RunId
@@ -63,6 +64,7 @@ class SampleRequest(Drawing, PolicyWeights):
     prompts: Artifact
     rows: Rows
     place: SamplerPlace
+    refuted: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -71,6 +73,7 @@ class SampleRequest(Drawing, PolicyWeights):
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
         if self.in_place is not None:  # what is drawn depends on when newer versions came, and is of this run alone
             weights.append(f"{self.in_place} of {self.run_id}")
+        weights += [f"again after version {version}" for version in self.refuted]
         match self.place:
             case ServedSampler():
                 server = self.place.model_dump_json()

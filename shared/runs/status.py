@@ -141,7 +141,7 @@ class Policy(Frozen):
     """The policy as a step left it: `adapter` is what was published of it, None where nothing was yet.
 
     After a step with full weights it is the whole model. `checkpoint`: the step's, by which samplers know the policy.
-    `synced`: the digest of what samplers were sent.
+    `synced`: the digest of what samplers were sent. `num_refuted`: samplers that failed its proof.
     """
 
     after_step: int
@@ -149,6 +149,7 @@ class Policy(Frozen):
     adapter: Artifact | None
     checkpoint: Artifact | None = None
     synced: Sha256 | None = None
+    num_refuted: int = 0
 
 
 class RolloutData(Frozen):

@@ -18,6 +18,7 @@ from activities.sampling.samplers import adapter_name
 from service.cli.client import Client
 from service.dev.connection import Connection
 from shared.chat.completions import SamplerReady
+from shared.jobs.weight_sync import newest_name
 from shared.runs.requests import RLRun
 from shared.storage.store import LocalStore
 from tests.activities.sampling.injected import write_weights
@@ -274,13 +275,72 @@ def _before_a_proof(stack: Stack, run_id: str, num_grants: int) -> Iterator[tupl
         wait_until(lambda: _num_grants(stack, run_id) >= num_grants, "samplers")
         checkpoint = find_newest(store, run_id).checkpoint
         assert checkpoint is not None
-        with ExitStack() as clients:
-            samplers = list[tuple[Sampler, str]]()
-            for path in stack.host_paths.workers.glob("*/ready"):
-                if b"api_key" in (said := path.read_bytes()):
-                    ready = SamplerReady.model_validate_json(said)
-                    samplers.append((clients.enter_context(Sampler(ready.url, ready.api_key)), ready.model))
+        with _samplers(stack) as samplers:
             yield samplers, adapter_name(run_id, checkpoint.artifact)
+    finally:
+        signal_all(held, signal.SIGCONT)
+
+
+@contextmanager
+def _samplers(stack: Stack) -> Iterator[list[tuple[Sampler, str]]]:
+    """Clients of all samplers, each with the model's name there."""
+    with ExitStack() as clients:
+        samplers = list[tuple[Sampler, str]]()
+        for path in stack.host_paths.workers.glob("*/ready"):
+            if b"api_key" in (said := path.read_bytes()):
+                ready = SamplerReady.model_validate_json(said)
+                samplers.append((clients.enter_context(Sampler(ready.url, ready.api_key)), ready.model))
+        yield samplers
+
+
+def test_what_was_drawn_under_weights_that_fail_the_proof_is_drawn_again(
+    fresh_stack: Stack, rollout_options: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """With `continue`: another adapter is what the next step is drawn by, instead of what the trainer then sends."""
+    for folder in ("packed", "sampled", "graded"):
+        shutil.rmtree(fresh_stack.root / "store" / folder, ignore_errors=True)
+    wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
+    run_id = fresh_stack.cli(*rollout_options, "--steps", "8", "--sync-in-flight", "continue").json["run_id"]
+    with _while_the_next_step_is_drawn(fresh_stack, run_id) as version, _samplers(fresh_stack) as [(sampler, _)]:
+        sampler.update_weights(newest_name(run_id), version, wrong, is_adapter=True)
+        wait_until(lambda: _num_sampled(fresh_stack) == version + 1, "samples by the wrong adapter")
+    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    assert answer.json["status"] == "succeeded", answer
+    told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
+    assert sum(metrics["sync_given_up"] for metrics in told) == told[version - 1]["sync_given_up"] == 1
+    assert _num_grants(fresh_stack, run_id) == 2
+    hashes_of_versions(fresh_stack, run_id)
+    drawn = (fresh_stack.root / "store" / "sampled").glob("*/completions/completions.jsonl")
+    by = [one for path in drawn for line in path.read_text().splitlines() for one in json.loads(line)["drawn_by"]]
+    assert len({one["weights_sha256"] for one in by if one["policy_version"] == version}) == 2, "nothing was at stake"
+
+
+def _num_sampled(stack: Stack) -> int:
+    """The number of steps whose samples are all drawn."""
+    return _count(stack, "sampled/*/samples/manifest.json")
+
+
+@contextmanager
+def _while_the_next_step_is_drawn(stack: Stack, run_id: str) -> Iterator[int]:
+    """Hold the trainer before it sends a version, while the step after it is sampled. Yields the version."""
+    held, version = wait_until(lambda: a_rank(stack), "a trainer"), 0
+
+    def is_held() -> bool:
+        nonlocal version
+        wait_until(lambda: training(stack, run_id), "a step", every_s=0.01)
+        signal_all(held, signal.SIGSTOP)
+        version = 1 + _count(stack, f"runs/{run_id}/steps/*.json")
+        with _samplers(stack) as samplers:
+            [card] = [one for sampler, _ in samplers for one in [sampler.models().get(newest_name(run_id))]]
+        is_before = card is not None and (card.policy_version or 0) == version - 1
+        if is_before and _num_sampled(stack) == version:
+            return True
+        signal_all(held, signal.SIGCONT)
+        return False
+
+    try:
+        wait_until(is_held, "samples under way before a sync", every_s=0.01)
+        yield version
     finally:
         signal_all(held, signal.SIGCONT)
 

@@ -130,8 +130,17 @@ def _samples(
         sampling=Sampling(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
         seed=_seed(run.seed, "samples", step),
         place=place,
+        refuted=_refuted(run, policies),
         **dict(_weights_of(run, policies, policy, model)),
     )
+
+
+def _refuted(run: RLRun, policies: Sequence[Policy]) -> tuple[int, ...]:
+    """Return versions under which samples may have been drawn before a sampler failed the proof of them."""
+    if rollouts_of(run).weight_sync.in_flight == "finish":
+        return ()
+    refuted = {one.version: one.num_refuted for one in policies}
+    return tuple(version for version, number in refuted.items() for _ in range(number))
 
 
 def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy, model: Artifact | None = None) -> PolicyWeights:

@@ -123,12 +123,16 @@ class RolloutSource:
 
     async def stop(self) -> None:
         """Cancel rollouts under way and give the sampler back. Finished samples are in the store, and are reused."""
+        await self._drop()
+        self.sampling.release()
+
+    async def _drop(self) -> None:
+        """Cancel rollouts under way, and forget those that have ended and are not trained."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.sampling.release()
 
     async def _roll(self, step: int) -> Rolled:
         """Sample, grade and group one step. Only one step is sampled at a time; others may be graded meanwhile."""
@@ -195,10 +199,13 @@ class RolloutSource:
     async def take_up(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Let samplers prove the policy that a step made, and begin to sample from it before it is published.
 
+        Where a sampler failed that and may have drawn by what it had, all that is not trained yet is drawn again.
         Where held-out prompts may yet show that the run ends with this step, nothing is begun.
         """
-        policy = policy_of(step)
-        metrics = await self.prove(policy, logprobs)
+        metrics = await self.prove(policy_of(step), logprobs)
+        policy = policy_of(step.model_copy(update={"metrics": step.metrics | metrics}))
+        if policy.num_refuted and self.sampling.draws_unproven:
+            await self._drop()
         self._add(policy)
         if not rollout_requests.may_end_with(self.start.run, step.step):
             self._begin(step.step + 1)

@@ -25,6 +25,7 @@ with workflow.unsafe.imports_passed_through():
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
+DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn again"
 # Samplers in a row, in one of a run's places for them, that fail the proof with weights from the store: then that place
 # stays empty, since another one would fail, too.
 _MAX_MISMATCHES = 2
@@ -75,10 +76,15 @@ class Sampling:
         return rollouts is not None and rollouts.colocate and not self.is_served
 
     @property
-    def _draws_unproven(self) -> bool:
+    def draws_unproven(self) -> bool:
         """True where samples go on under new weights before these are proven."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.weight_sync.in_flight == "continue"
+
+    def go_on_after(self, problem: Problem | None) -> None:
+        """Take note of what a resumed run ended by: of a sampler that failed a proof, samples may be in the store."""
+        if problem is not None and problem.kind == "sampler_mismatch" and self.draws_unproven:
+            self.num_mismatched += workflow.patched(DRAWS_AGAIN)
 
     @property
     def is_up(self) -> bool:
@@ -184,14 +190,14 @@ class Sampling:
     def _is_mismatched(self, grant: LeaseGrant | None, error: ActivityError) -> bool:
         """Give a sampler up that does not get the trainer's weights. Returns False if that is not what went wrong.
 
-        With `in_flight: continue` it may have drawn by those that it has, so that False means the end of the run.
+        With `in_flight: continue` it may have drawn by those that it has: whoever asked for the proof sees to that.
 
         Raises:
             RunFailed: no sampler is left.
         """
-        if grant is None or not is_mismatch(error) or self._draws_unproven:
+        if grant is None or not is_mismatch(error) or not workflow.patched(REPLACES_MISMATCHED):
             return False
-        if not workflow.patched(REPLACES_MISMATCHED):
+        if self.draws_unproven and not workflow.patched(DRAWS_AGAIN):
             return False
         self.num_mismatched += 1
         self._mismatches.update(number for number, one in enumerate(self.leasings) if one.grant is grant)

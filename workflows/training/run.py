@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import RunRecords
     from shared.jobs.leases import LeaseGrant
     from shared.runs.start import AnyStart
-    from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, RunStatus, State
+    from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from workflows import control
     from workflows.outcomes import close, ended_early
     from workflows.training.training import Training
@@ -83,6 +83,7 @@ class ActiveRun:
         self._gpu_seconds_before = before.gpu_seconds if before else 0.0
         self._workers_lost_before = before.workers_lost if before else 0
         self._noted: tuple[str, str, int] | None = None
+        self.problem_before: Problem | None = None  # of a resumed run: what it ended by
 
     @property
     def is_ending(self) -> bool:
@@ -168,6 +169,7 @@ class ActiveRun:
         self._timeline = before.timeline + self._timeline
         self._gpu_seconds_before = before.gpu_seconds
         self._workers_lost_before = before.workers_lost
+        self.problem_before = before.problem
         kept = {name: value for name in _KEPT_WHEN_RESUMED if (value := getattr(before, name)) is not None}
         self.status = self.status.model_copy(update=kept)
         self._note()

@@ -1,10 +1,14 @@
-"""Requests of a run's own rollouts: what is refused of them once the model's shape is known."""
+"""Requests of a run's own rollouts: what is refused once the model's shape is known, and what is asked again."""
 
 import pytest
 
+from shared.contract import Artifact, Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun
-from workflows.rollouts.requests import too_small_a_bucket
+from shared.runs.serving import LeasedSampler
+from shared.runs.start import RLStart
+from shared.runs.status import Policy
+from workflows.rollouts.requests import step_samples, too_small_a_bucket
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=1024, num_heads=4, num_kv_heads=2, ffn_size=3072, vocab_size=512
@@ -28,3 +32,20 @@ def test_a_bucket_holds_a_row_of_the_widest_weight(shape: ModelShape, dtype: str
     assert reason(needed - 1, "lora") is None, "an adapter's are the trainer's to check"
     assert reason(needed - 1, weight_sync={"bucket_bytes": needed - 1, "backend": "store"}) is None
     assert reason(needed - 1, colocate=True) is None and reason(needed - 1, sampler="vllm") is None
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_samples_are_asked_for_again_only_where_they_may_have_been_drawn_before_a_proof(in_flight: str) -> None:
+    """Under another key, which the same policies give again after a kill."""
+    rollouts = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 4, "off_policy_steps": 1}
+    run = {"kind": "rl", "model": "/m", "rollouts": rollouts | {"weight_sync": {"in_flight": in_flight}}}
+    start = RLStart.model_validate({"run_id": "rl-1", "run": run, "shape": "cpu"})
+    stored = Artifact(uri="file:///a", sha256="0" * 64)
+
+    def key(num_refuted: int) -> str:
+        policies = [Policy(after_step=n, version=n, adapter=stored, num_refuted=num_refuted * n) for n in (0, 1)]
+        place = LeasedSampler(run_id="rl-1", fence=Fence(epoch=1, attempt=1), worker_id="w")
+        return step_samples(start, stored, stored, policies, 2, place).key
+
+    assert key(1) == key(1)
+    assert len({key(0), key(1), key(2)}) == (1 if in_flight == "finish" else 3)
