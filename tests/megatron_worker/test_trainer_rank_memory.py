@@ -86,7 +86,7 @@ WORKLOADS = {
 }
 
 
-NUM_WORKLOADS = int(os.environ.get("LONGSHORE_TEST_PLANNER_WORKLOADS") or 200)
+NUM_WORKLOADS = int(os.environ.get("LONGSHORE_TEST_PLANNER_WORKLOADS") or 10 * len(WORKLOADS))  # one in ten is large
 LEAST_TOKEN_BYTES = {"frozen": 4_000, "mixed": 4_500, "bushy": 10_000}  # others: 7,000
 LARGE_BUDGETS_MB = {"bushy": (9, 12)}  # one item of these is up to 2 MB; others: 3 or 4
 
