@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from activities.sampling.client import Sampler
-from shared.chat.completions import CompletionResponse, Sampling
+from shared.chat.completions import TOKEN_ID, CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.sampler_process import NAME, running
@@ -169,6 +169,15 @@ def test_top_logprobs(subject):
     for own, likeliest in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
         assert own == max(likeliest.values())
         assert len(likeliest) <= 4
+
+
+def test_tokens_are_named_by_their_ids_where_that_is_asked_for(subject):
+    asked = {"max_tokens": 4, "temperature": 0, "logprobs": 2, "return_token_ids": True}
+    (named,) = subject.complete(**asked, return_tokens_as_token_ids=True).choices
+    assert named.token_ids is not None
+    assert named.logprobs.tokens == [f"{TOKEN_ID}{token}" for token in named.token_ids]
+    for token, likeliest in zip(named.token_ids, named.logprobs.top_logprobs, strict=True):
+        assert max(likeliest, key=likeliest.__getitem__) == f"{TOKEN_ID}{token}" and len(likeliest) == 2
 
 
 def test_scores_of_a_prompt_are_those_of_its_tokens_as_a_sample(subject, sampler):
