@@ -9,8 +9,15 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-# Folders whose tests share a stack or a service.
-_TOGETHER = ("tests/end_to_end/", "tests/security/attacks/", "tests/security/", "tests/page/")
+# Folders whose tests share a stack or a service. Rollouts and what a client drives are a quarter of the first one: by
+# themselves, on a stack of their own, so that the others do not end long after everything else.
+_TOGETHER = (
+    "tests/end_to_end/test_r",
+    "tests/end_to_end/",
+    "tests/security/attacks/",
+    "tests/security/",
+    "tests/page/",
+)
 # Those that take longest, in this order; then all others, by their names.
 _FIRST = (
     "tests/end_to_end/",
@@ -24,7 +31,7 @@ _FIRST = (
 
 
 def group(test: str) -> str:
-    """What is run in one process: a file, or a folder of files."""
+    """What is run in one process: a file, a folder of files, or those of it whose names begin alike."""
     file = test.partition("::")[0]
     return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
 
