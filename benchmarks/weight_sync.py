@@ -11,7 +11,8 @@ as often as the first ones, whose masters still lie near the weights that they w
 weights have been read. `serving_s`: until both samplers answer from the new weights. `bytes`: that travelled to each
 sampler. Medians over the rounds. Through the store the trainer is blocked while it writes its weights, without the
 optimizer's state; then they are uploaded, published (copied within the store) and loaded, without the activities that
-do this in a run. `collective` is gloo between processes of this machine, over the loopback interface.
+do this in a run. `collective` is gloo between processes of this machine, over the loopback interface. `nixl` and
+`mooncake` are measured where Python finds their packages: PYTHONPATH=.venv/clients/transports.
 
 `trainer_extra_bytes`, `sampler_extra_bytes`: the peak of a process's resident memory during a sync less what it held
 just before, the most of all rounds and of both samplers. Shared buffers count in every process that has read or written
@@ -45,7 +46,7 @@ from megatron_worker.weight_sync.sender import Sent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.jobs.job import Adam, CrossEntropy, Full
 from shared.jobs.layout import Layout
-from shared.jobs.weight_sync import SyncTarget
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
 
@@ -56,7 +57,7 @@ LEARNING_RATE = 1e-6
 MOST_TRAINED = 1e9  # bytes of weights
 BACKENDS = (
     *("store", "shared_memory", "collective", "delta by shared_memory", "delta by collective"),
-    *("delta by store", "cuda_ipc"),
+    *("delta by store", "cuda_ipc", *EXPERIMENTAL),
 )
 
 

@@ -212,8 +212,7 @@ async def control_workers(
 def gpu_workers(
     client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, host_queue: str
 ) -> tuple[Worker, Worker]:
-    """Make the workers of a gpu host: one lease at a time on the shape's queue, the jobs of that lease and of those
-    that join it on `host_queue`, its own."""
+    """Make the workers of a gpu host: one lease at a time on the shape's queue, jobs and joining leases on its own."""
     store = open_store(settings.store, settings.s3)
     loop = asyncio.get_running_loop()
     signals = WorkflowSignals(client, loop)
@@ -229,7 +228,8 @@ def gpu_workers(
             asyncio.run_coroutine_threadsafe(joining.shutdown(), loop).result()
             running.result()
 
-    lease = Lease(pool, store, signals, host_queue, door if settings.runs_per_worker > 1 else None)
+    shares = door if settings.runs_per_worker > 1 else None
+    lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports)
     leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
     jobs = RunJob(pool, store, signals, syncs).run_job, ApplyCommands(pool, store).apply_commands

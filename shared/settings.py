@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
+ExperimentalTransport = Literal["nixl", "mooncake"]
 
 
 class S3Settings(BaseModel):
@@ -264,6 +265,11 @@ class Settings(BaseSettings):
     )
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")
+    experimental_transports: tuple[ExperimentalTransport, ...] = Field(
+        default=(),
+        description="of GPU and sampler hosts: ways of weight sync by other projects' engines, whose ports let whoever "
+        "reaches them read and change memory; a run may name one only where its hosts list it",
+    )
     heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
 

@@ -132,16 +132,24 @@ class Lease:
 
     Args:
         door: makes a context in which this host polls a queue for `join_lease` activities.
+        allowed: experimental transports of weights that this host takes part in.
     """
 
     def __init__(
-        self, pool: WorkerPool, store: ObjectStore, signals: Signals, host_queue: str, door: Door | None = None
+        self,
+        pool: WorkerPool,
+        store: ObjectStore,
+        signals: Signals,
+        host_queue: str,
+        door: Door | None = None,
+        allowed: tuple[str, ...] = (),
     ) -> None:
         self._lease = ProcessLease(pool, signals, host_queue, "leased")
         self._pool = pool
         self._store = store
         self._host_queue = host_queue
         self._door = door
+        self._allowed = allowed
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
     def lease(self, request: LeaseRequest) -> None:
@@ -155,7 +163,7 @@ class Lease:
         """
         mark = mark_of(request.run_id, request.epoch)
         with beating(), ExitStack() as after:
-            check_backend(request.sync_backend, "gpu")
+            check_backend(request.sync_backend, "gpu", self._allowed)
             if not self._record(mark):
                 if request.join_queue is not None:
                     return
@@ -173,11 +181,14 @@ class Lease:
     def join_lease(self, request: LeaseRequest) -> None:
         """Hold a worker that another lease brought up, until this activity is cancelled.
 
-        Returns at once if no worker here takes the run, or another host has done so. Raises WorkerLost as `lease` does.
+        Returns at once if no worker here takes the run, or another host has done so. Raises WorkerLost and InvalidInput
+        as `lease` does.
         """
         assert request.join_queue is not None
         mark = mark_of(request.run_id, request.epoch)
-        with beating(), self._lease.join(request.join_queue, mark, request.ready_timeout_s) as worker:
+        with beating(), ExitStack() as after:
+            check_backend(request.sync_backend, "gpu", self._allowed)
+            worker = after.enter_context(self._lease.join(request.join_queue, mark, request.ready_timeout_s))
             if worker is not None and self._record(mark) and self._lease.tell(worker, mark, joined=True):
                 self._lease.hold(worker)
 

@@ -5,21 +5,28 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shared.child_environment import child_environment
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncBackend
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend
 
 _TIMEOUT_S = 120.0
+_NOT_ALLOWED = "it is experimental, and its operator has not allowed it (LONGSHORE_EXPERIMENTAL_TRANSPORTS)"
 _log = logging.getLogger(__name__)
 
 
-def check_backend(backend: SyncBackend, host: str, problems: Mapping[str, str] | None = None) -> None:
+def check_backend(
+    backend: SyncBackend,
+    host: str,
+    allowed: Sequence[str] = (),
+    problems: Mapping[str, str] | None = None,
+) -> None:
     """Refuse a weight sync that this host cannot take part in. What chooses for itself is never refused.
 
     Args:
         host: what kind of host this is, for the message.
+        allowed: experimental transports that its operator lets it take part in.
         problems: by transport, what else stands against it here.
 
     Raises:
@@ -27,22 +34,26 @@ def check_backend(backend: SyncBackend, host: str, problems: Mapping[str, str] |
     """
     if backend in ("auto", "store", "delta"):
         return
-    found = {name: why for name, why in reasons_here().items() if why is not None} | dict(problems or {})
+    here = reasons_here(tuple(allowed))
+    found = {name: why for name, why in here.items() if why is not None} | dict(problems or {})
+    if backend in EXPERIMENTAL and backend not in allowed:
+        found[backend] = _NOT_ALLOWED
     if backend not in found:
         return
-    possible = ", ".join(["auto", "store", "delta", *(name for name in reasons_here() if name not in found)])
-    others = "".join(f"; {name} is not: {why}" for name, why in found.items() if name != backend)
+    possible = ", ".join(["auto", "store", "delta", *(name for name in here if name not in found)])
+    others = "".join(f"; {name} is not: {why}" for name, why in found.items() if name != backend and name in here)
     message = f"{backend} is not possible on this {host} host: {found[backend]}; possible are {possible}{others}"
     raise InvalidInput(message, "rollouts.weight_sync.backend")
 
 
 @functools.cache
-def reasons_here() -> dict[str, str | None]:
+def reasons_here(experimental: tuple[str, ...] = ()) -> dict[str, str | None]:
     """Return every transport with the reason why it does not work here, or None. A child process finds out, once.
 
-    Empty where that process fails: then a worker would, too, and says more.
+    Of experimental ones it has those that are named. Empty where that process fails: then a worker would, too, and says
+    more.
     """
-    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync"]
+    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync", *experimental]
     try:
         done = subprocess.run(
             command, env=child_environment("worker"), capture_output=True, timeout=_TIMEOUT_S, check=True

@@ -20,7 +20,7 @@ from shared.chat.completions import SamplerReady
 from shared.contract import Frozen
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
-from shared.jobs.weight_sync import SyncBackend
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend
 from shared.runs.requests import RunId
 from shared.storage.files import write_privately
 from shared.storage.paths import WorkerPaths
@@ -109,7 +109,8 @@ class LeaseSampler:
         """
         try:
             with beating():
-                check_backend(request.sync_backend, "sampler", self._problems())
+                allowed = self._host.settings.experimental_transports
+                check_backend(request.sync_backend, "sampler", allowed, self._problems())
                 self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
                 with activity.shield_thread_cancel_exception():
                     self._hold(request)
@@ -120,7 +121,8 @@ class LeaseSampler:
     def _problems(self) -> dict[str, str]:
         if self._host.settings.sampling.weights_address is not None:
             return {}
-        return {"collective": "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"}
+        message = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
+        return dict.fromkeys(("collective", *EXPERIMENTAL), message)
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         mark = mark_of(request.run_id, request.epoch)

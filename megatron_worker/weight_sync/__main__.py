@@ -1,24 +1,28 @@
 """What weights can travel by on this machine: `python -m megatron_worker.weight_sync` prints a JSON object.
 
-It has every transport, with null where it works, and otherwise the reason. Hosts ask before they start anything.
+It has every transport, with null where it works, and otherwise the reason; of experimental ones those that are given as
+arguments, as no others' packages are to be imported. Hosts ask before they start anything.
 """
 
 import json
+import sys
+from collections.abc import Sequence
 from typing import get_args
 
-from shared.jobs.weight_sync import Transport
+from shared.jobs.weight_sync import EXPERIMENTAL, Transport
 
 
-def reasons() -> dict[str, str | None]:
+def reasons(experimental: Sequence[str]) -> dict[str, str | None]:
+    names = [name for name in get_args(Transport) if name not in EXPERIMENTAL or name in experimental]
     try:
         import torch
 
         from megatron_worker.weight_sync.transports.table import why_not
     except ImportError as error:
-        return dict.fromkeys(get_args(Transport), f"{type(error).__name__}: {error}")
+        return dict.fromkeys(names, f"{type(error).__name__}: {error}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {name: why_not(name, device) for name in get_args(Transport)}
+    return {name: why_not(name, device) for name in names}
 
 
 if __name__ == "__main__":
-    print(json.dumps(reasons()))
+    print(json.dumps(reasons(sys.argv[1:])))

@@ -9,7 +9,7 @@
 group is formed anew.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from shared.jobs.weight_sync import Transport
 NUM_BUFFERS = 2
 HANDLE = r"^([0-9a-f]{2}){0,512}$"
 VALUE = r"^([0-9a-f]{2}){0,8192}$"
+ENDPOINT = r"^([0-9a-f]{2}){1,32768}$|^[0-9a-f.:\[\]]{3,64}:[0-9]{1,5}$"
 
 
 class SyncBroken(Exception):
@@ -68,11 +69,24 @@ class CudaHandle(Frozen):
     needs_event: bool
 
 
+class RemoteBuffers(Frozen):
+    """The trainer's buffers, for an engine that reads another process's memory.
+
+    `endpoint`: how that engine reaches the trainer's: of NIXL its metadata in hexadecimal, of Mooncake `host:port`.
+    """
+
+    endpoint: str = Field(pattern=ENDPOINT)
+    addresses: tuple[Annotated[int, Field(ge=1, lt=1 << 64)], ...] = Field(
+        min_length=NUM_BUFFERS, max_length=NUM_BUFFERS
+    )
+
+
 class Connect(Frozen):
     """What a sampler needs beside the announcement. Of shared_memory, descriptors follow with a zero byte."""
 
     group: GroupPlace | None = None
     handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)
+    remote: RemoteBuffers | None = None
 
 
 class Commit(Frozen):

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from megatron_worker.weight_sync.connections import PATIENCE_S, Connection, connect, connect_locally
 from megatron_worker.weight_sync.messages import Announcement, Message, Reply, SyncBroken
-from shared.jobs.weight_sync import SamplerPlace
+from shared.jobs.weight_sync import EXPERIMENTAL, SamplerPlace, Transport
+
+OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
+"""Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ def _read(receiver: Receiver, readable: Sequence[object]) -> None:
 
 
 def _connected(place: SamplerPlace, announcement: Announcement, secret: bytes | None) -> Connection:
-    if announcement.transport != "collective":
+    if announcement.transport not in OVER_TCP:
         return connect_locally(place.socket)
     if place.address is None:
         raise SyncBroken("the sampler's host has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)")

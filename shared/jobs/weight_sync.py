@@ -11,9 +11,11 @@ from pydantic_core import PydanticCustomError
 from shared.contract import Frozen, Sha256
 from shared.field_rules import pattern
 
-Transport = Literal["shared_memory", "collective", "cuda_ipc"]
-_Backend = Literal["auto", "store", "shared_memory", "collective", "cuda_ipc", "delta"]
-_OTHERS = {"mooncake": "mooncake", "nixl": "nixl", "hccl": "torch_npu"}
+Transport = Literal["shared_memory", "collective", "cuda_ipc", "nixl", "mooncake"]
+EXPERIMENTAL: tuple[Transport, ...] = ("nixl", "mooncake")
+"""Transports that a host takes part in only where its operator has allowed them (`experimental_transports`)."""
+_Backend = Literal["auto", "store", "shared_memory", "collective", "cuda_ipc", "delta", "nixl", "mooncake"]
+_OTHERS = {"hccl": "torch_npu"}
 """Engines of transport that other trainers have, and the packages that bring them."""
 
 
@@ -39,9 +41,10 @@ class WeightSync(Frozen):
     `store`: they load what is published, which is what they fall back to from all others. `shared_memory`: the
     trainer's process hands them over on one machine. `collective`: it broadcasts them to samplers of other machines,
     whose hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
-    machine. `delta`: as auto, but only changed elements travel, at the cost of a copy of the weights beside the
-    trainer. `auto`: shared_memory where trainer and samplers meet on one machine, collective where they do not and
-    there is an address, else store.
+    machine. `nixl`, `mooncake`: experimental, tried on CPUs alone, and only where the operators of both hosts have
+    allowed them: samplers read the trainer's memory by these engines. `delta`: as auto, but only changed elements
+    travel, at the cost of a copy of the weights beside the trainer. `auto`: shared_memory where trainer and samplers
+    meet on one machine, collective where they do not and there is an address, else store.
     """
 
     backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
@@ -84,7 +87,7 @@ class SyncTarget(Frozen):
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
     addresses: tuple[str | None, ...] = Field(default=(), max_length=64)
     version: int = Field(ge=0)
-    backend: Literal["auto", "shared_memory", "collective", "cuda_ipc", "delta"]
+    backend: Literal["auto", "shared_memory", "collective", "cuda_ipc", "delta", "nixl", "mooncake"]
     bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
     name: str | None = Field(default=None, max_length=512)
     waits: bool = True

@@ -115,14 +115,20 @@ class HeldLease(Held):
         epoch: int,
         ready_timeout_s: float = 30.0,
         sync_backend: SyncBackend = "auto",
+        joins: bool = False,
     ) -> None:
         notebook = Notebook()
         lease = Lease(host.pool, host.store, notebook, "host-queue")
         key = WorkerKey.of(plan)
         request = LeaseRequest(
-            run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s, sync_backend=sync_backend
+            run_id=plan.run_id,
+            epoch=epoch,
+            key=key,
+            ready_timeout_s=ready_timeout_s,
+            sync_backend=sync_backend,
+            join_queue="others" if joins else None,
         )
-        super().__init__(notebook, "leased", lease.lease, request)
+        super().__init__(notebook, "leased", lease.join_lease if joins else lease.lease, request)
 
 
 class HeldSampler(Held):

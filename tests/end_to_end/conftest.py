@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.jobs.weight_sync import EXPERIMENTAL
 from tests.activities.groups import random_groups
 from tests.end_to_end.runs import Groups, jsonl
 from tests.end_to_end.stack import Answer, Stack, started
+from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 QUICK = {
     "LONGSHORE_HEARTBEAT_TIMEOUT_S": "5",
@@ -18,6 +20,7 @@ QUICK = {
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
     "LONGSHORE_SAMPLING__WEIGHTS_ADDRESS": "127.0.0.1",
+    "LONGSHORE_EXPERIMENTAL_TRANSPORTS": json.dumps(EXPERIMENTAL),
 }
 
 # What a stack is trusted with, and test_secrets.py looks for in everything that it leaves behind.
@@ -64,8 +67,10 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
     named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
     priced = {"LONGSHORE_PRICES__GPU_HOUR": "36"}  # a cent a second
+    others = {"PYTHONPATH": str(PACKAGES)}
     with _shared:
-        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS, **named, **priced))
+        root = tmp_path_factory.mktemp("stack")
+        yield _shared.enter_context(started(root, **QUICK, **SECRETS, **named, **priced, **others))
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,10 @@ from temporalio.api.history.v1 import HistoryEvent
 from benchmarks.one_device import Device
 from shared.chat.trajectories import TrajectoryGroup
 from shared.jobs.events import Offloaded, parse_event
+from shared.jobs.weight_sync import EXPERIMENTAL
 from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
+from tests.megatron_worker.weight_sync.samplers import needs
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +219,21 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         events = json.loads(profile.rstrip(",\n") + "]")
         assert [e["args"]["version"] for e in events if e["name"] == "commit"] == [*range(1, ROLLOUT_STEPS + 1)]
         assert {event["args"]["transport"] for event in events} == {transport}
+
+
+@pytest.mark.parametrize("backend", EXPERIMENTAL)
+def test_an_experimental_transport_that_the_hosts_allow_brings_the_same_weights(
+    stack: Stack, rollout_options: list[str], undisturbed: dict, backend: str
+) -> None:
+    needs(backend)
+    run = stack.cli(*rollout_options, "--sync-backend", backend, "--wait", "--timeout", "600").json
+    assert run["status"] == "succeeded", run
+    steps, others = steps_of(stack, run["run_id"])[1:], steps_of(stack, undisturbed["run_id"])[1:]
+    assert [step["metrics"]["sync_used"] for step in steps] == [1.0] * ROLLOUT_STEPS
+    assert all(step["metrics"]["sync_failed"] == 0 for step in steps)
+    for ours, theirs in zip(steps, others, strict=True):
+        assert ours["metrics"]["grad_norm"] == theirs["metrics"]["grad_norm"]
+        assert ours["metrics"]["reward_mean"] == theirs["metrics"]["reward_mean"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and this is about having none")

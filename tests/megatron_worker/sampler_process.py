@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 NAME = "tiny"
 
 
-def start(model: Path, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def start(model: Path, folder: Path, *options: str, **variables: str) -> subprocess.Popen[bytes]:
     """Not ready yet: see `ready`."""
     command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--served-model-name", NAME]
     return subprocess.Popen(
         [*command, "--ready-file", str(folder / "ready.json"), *options],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         stderr=(folder / "stderr.txt").open("ab"),
     )
 
@@ -38,8 +38,8 @@ def ready(process: subprocess.Popen[bytes], folder: Path) -> SamplerReady:
 
 
 @contextmanager
-def running(model: Path, folder: Path, *options: str) -> Iterator[SamplerReady]:
-    process = start(model, folder, *options)
+def running(model: Path, folder: Path, *options: str, **variables: str) -> Iterator[SamplerReady]:
+    process = start(model, folder, *options, **variables)
     try:
         yield ready(process, folder)
     finally:

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Call, Connect, GroupPlace, Message, Reply, SyncBroken
 from megatron_worker.weight_sync.receivers import Receiver, Receivers
-from megatron_worker.weight_sync.transports.protocol import Messages
+from megatron_worker.weight_sync.transports.protocol import Messages, make_buffers
 from megatron_worker.weight_sync.transports.rendezvous import MemberStore, RemoteValues, Values, answer
 
 _JOIN_S = 20.0
@@ -120,7 +120,7 @@ class CollectiveOutbound(_Member):
         self.buffers: Sequence[Tensor] = ()
 
     def prepare(self, num_bytes: int) -> None:
-        self.buffers = _buffers(num_bytes, self._device)
+        self.buffers = make_buffers(num_bytes, self._device)
 
     def connect(self, receivers: Receivers) -> None:
         self._receivers = receivers
@@ -241,7 +241,7 @@ class CollectiveInbound(_Member):
         self._messages = messages
         self._leave()
         # New ones, as a broadcast that was given up may still hold those before.
-        self._buffers = _buffers(self._num_bytes, self._device)
+        self._buffers = make_buffers(self._num_bytes, self._device)
         try:
             self._join(given.group)
         except GroupBroken:
@@ -287,14 +287,6 @@ def _process_group(store: MemberStore, rank: int, size: int, device: torch.devic
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     gloo._timeout, gloo._threads = timedelta(seconds=_JOIN_S), 1
     return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, gloo))
-
-
-def _buffers(num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Make two buffers, uint8 [num_bytes]. Raises OSError."""
-    try:
-        return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-    except RuntimeError as error:
-        raise OSError(f"no {NUM_BUFFERS} buffers of {num_bytes} bytes: {_first_line(error)}") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import Connect, Message
+from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, Message
 from megatron_worker.weight_sync.receivers import Receivers
 
 
@@ -78,3 +79,12 @@ class LocalOutbound:
 
     def settle(self, num_under_way: int) -> None:
         self._receivers.settle(num_under_way)
+
+
+def make_buffers(num_bytes: int, device: torch.device) -> list[Tensor]:
+    """Make two buffers, uint8 [num_bytes]. Raises OSError."""
+    try:
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+    except RuntimeError as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise OSError(f"no {NUM_BUFFERS} buffers of {num_bytes} bytes: {why}") from error

@@ -7,35 +7,48 @@ buckets smaller, whatever they travel by.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from megatron_worker.weight_sync.transports import mooncake, nixl
 from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
 from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound, CudaOutbound
 from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
+from megatron_worker.weight_sync.transports.pulled import MakeEngine, PulledInbound, PulledOutbound
 from megatron_worker.weight_sync.transports.shared_memory import SharedMemoryInbound, SharedMemoryOutbound
 from shared.jobs.weight_sync import SyncTarget, Transport
 
 
 @dataclass(frozen=True)
 class Ends:
+    """`is_missing`: says what cannot be imported."""
+
     outbound: Callable[[torch.device], Outbound]
     inbound: Callable[[torch.device], Inbound]
     devices: tuple[str, ...]
+    is_missing: Callable[[], str | None] = lambda: None
+
+
+def _pulled(make: MakeEngine, is_missing: Callable[[], str | None]) -> Ends:
+    return Ends(partial(PulledOutbound, make), partial(PulledInbound, make), ("cpu",), is_missing)
 
 
 TRANSPORTS: dict[Transport, Ends] = {
     "shared_memory": Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda")),
     "cuda_ipc": Ends(CudaOutbound, CudaInbound, ("cuda",)),
     "collective": Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda")),
+    "nixl": _pulled(nixl.NixlEngine, nixl.why_not),
+    "mooncake": _pulled(mooncake.MooncakeEngine, mooncake.why_not),
 }
 
 
 def choose(target: SyncTarget) -> Transport:
     """Return the transport of a sync: the one that is named; else shared_memory where all samplers are on this machine.
 
-    `collective` is taken where one is not and some have an address. Its group is of gloo or NCCL by the device.
+    `collective` is taken where one is not and some have an address. Its group is of gloo or NCCL by the device. What is
+    experimental is taken only where it is named.
     """
     match target.backend:
         case "auto" | "delta":
@@ -51,7 +64,7 @@ def why_not(name: Transport, device: torch.device) -> str | None:
         return f"{name} needs {' or '.join(TRANSPORTS[name].devices)}, and this is {device.type}{_without_cuda()}"
     if name == "collective" and not (dist.is_nccl_available() if device.type == "cuda" else dist.is_gloo_available()):
         return f"this torch was built without {'NCCL' if device.type == 'cuda' else 'gloo'}"
-    return None
+    return TRANSPORTS[name].is_missing()
 
 
 def _without_cuda() -> str:

@@ -1,21 +1,35 @@
 """Samplers in this process that trainers can send weights to: their weights, a socket and the thread that generates."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models
 from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
-from shared.jobs.weight_sync import SyncAccess, SyncTarget, secret_of_run
+from megatron_worker.weight_sync.transports.table import why_not
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget, secret_of_run
 
+PACKAGES = Path(__file__).parents[3] / ".venv" / "clients" / "transports"
+"""NIXL and Mooncake, as requirements/clients.txt pins them."""
+WAYS = ["shared_memory", "collective", *EXPERIMENTAL]
+sys.path.append(str(PACKAGES))
 NAME = "tiny"
 KEY = b"k" * 32
+
+
+def needs(way: str) -> None:
+    """Skip the test where an experimental transport cannot be had, and say why."""
+    for name in EXPERIMENTAL:
+        if name == way and (reason := why_not(name, torch.device("cpu"))) is not None:
+            pytest.skip(f"{name} is not here: {reason}")
 
 
 @dataclass
@@ -31,7 +45,7 @@ class Listening:
 
 
 def target_of(samplers: list[Listening], version: int, way: str, bucket_bytes: int) -> SyncTarget:
-    """`way`: shared_memory, collective; or `delta` by one of them, which is collective without sockets' paths."""
+    """`way`: one of WAYS; or `delta` by one of them, which is collective without sockets' paths."""
     backend, _, transport = way.partition(" by ")
     paths = tuple(one.path + ("-elsewhere" if transport == "collective" else "") for one in samplers)
     addresses = tuple(one.address for one in samplers)

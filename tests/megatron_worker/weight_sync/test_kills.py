@@ -24,10 +24,9 @@ from tests.megatron_worker.engines import start
 from tests.megatron_worker.launch import REPOSITORY, environment
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.weight_sync import samplers as here
-from tests.megatron_worker.weight_sync.samplers import Listening, listening
+from tests.megatron_worker.weight_sync.samplers import WAYS, Listening, listening, needs
 from tests.megatron_worker.weight_sync.test_sync import BUCKET, At, Killed, die, sync
 
-WAYS = ["shared_memory", "collective"]
 # The last two: the version is whole, and the sampler may have it.
 PHASES = ["prepare", "connect", "settle 0", "fill 0", "send 0", "send 1", "settle 3", "settle", "commit", "finalize"]
 forks._FORKS.set_forkserver_preload(forks.IMPORTED)
@@ -67,6 +66,7 @@ def equal(sampler, driven):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, way):
     """The survivor gets every tensor to the bit, in the same sync; the trainer names the one that is lost."""
+    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [survivor]:
         for version, phase in enumerate(["connect", "fill 0", "send 1", "settle 3", "commit"]):
@@ -82,6 +82,7 @@ def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(model, tmp_path, way):
+    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
@@ -107,6 +108,7 @@ def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(m
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
     """The link to one sampler is cut at a bucket; the other has the version, and the cut one nothing that is named."""
+    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 2) as [cut, kept]:
         sending = []

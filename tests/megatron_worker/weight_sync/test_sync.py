@@ -22,13 +22,13 @@ from megatron_worker.weight_sync.sender import Sent, send
 from megatron_worker.weight_sync.transports.shared_memory import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncAccess, SyncTarget
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget
 from shared.models import peft
 from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows
-from tests.megatron_worker.weight_sync.samplers import NAME, access_of, listening, target_of
+from tests.megatron_worker.weight_sync.samplers import NAME, WAYS, access_of, listening, needs, target_of
 
 STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
 BUCKET = 1 << 14  # the tiny model needs many
@@ -77,13 +77,15 @@ def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases
     return send(engine.outgoing(slot), target, "run", 0, 1, sent, access or access_of("run"), phases).wait()
 
 
+@pytest.mark.parametrize("way", ["shared_memory", *EXPERIMENTAL])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dtype):
+def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dtype, way):
+    needs(way)
     driven, sent = start(engine, model, "full", dtype), Sent()
     with listening(model, tmp_path, 2, getattr(torch, dtype)) as samplers:
         for version, rows in enumerate(STEPS):
             train(driven, [rows], learning_rate=1e-5)
-            backend = "delta" if version else "shared_memory"
+            backend = "delta" if version else way
             done = sync(driven, None, samplers, version, backend, sent if version else None)
             assert done.problems == {} and done.version == version
             expected = dict(driven.named_weights())
@@ -200,9 +202,10 @@ def die():
     raise Killed
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path, way):
     """The trainer is gone after a bucket: the sampler refuses to draw until it has whole weights again."""
+    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         with pytest.raises(Killed):
@@ -271,10 +274,12 @@ def test_buffers_that_no_memory_is_left_for_are_refused():
     assert num_open() == before
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_open(model, tmp_path, way):
+    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
+        assert sync(driven, None, [sampler], 0, way).problems == {}  # what a process opens once
         before = num_open()
         for version in range(5):
             assert sync(driven, None, [sampler], version, way).problems == {}

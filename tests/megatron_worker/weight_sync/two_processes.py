@@ -16,6 +16,7 @@ from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.sampler_process import running
+from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 BUCKET = 1 << 14  # the tiny model needs many
 STEPS = [[random_rows([40, 17], seed=s)] for s in range(2)]
@@ -50,7 +51,8 @@ def apart(model: Path, folder: Path, device: str, dtype: str = "bfloat16") -> It
     file.write_text(key.hex())
     options = ("--dtype", dtype, "--device", device, "--weights-socket", path, "--max-model-len", "128")
     remote = ("--weights-address", "127.0.0.1", "--weights-key-file", str(file))
-    with running(model, folder, *options, *remote) as ready, Sampler(ready.url, ready.api_key) as client:
+    packages = {"PYTHONPATH": str(PACKAGES)}
+    with running(model, folder, *options, *remote, **packages) as ready, Sampler(ready.url, ready.api_key) as client:
         yield Apart(client, path, ready.weights_address, SyncAccess(secret=secret_of_run(key, "run").hex()))
 
 
