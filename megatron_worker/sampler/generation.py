@@ -7,13 +7,13 @@ its sampling, and on nothing else that goes on (see decoder.py).
 Shape suffixes: B slots, H hidden size, V vocabulary, K likeliest.
 """
 
+import math
 import queue
 import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +23,8 @@ from megatron_worker.sampler.linears import LoraWeights
 from megatron_worker.sampler.sequence import End, Sequence, Ticket
 from shared.errors import InvalidInput
 
+Shapes = tuple[tuple[str, torch.Size, torch.Size], ...]
+"""Of an adapter's matrices beside each fused linear: [R, I] and [O, R]."""
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
 
 
@@ -67,7 +69,7 @@ class Generator:
         self._pause: Pause | None = None
         self.num_changes = 0
         self._lanes: dict[Adapter, _Lane] = {}
-        self._widths: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+        self._widths = dict[Shapes, int]()
 
     def submit(self, ticket: Ticket) -> None:
         self._arrivals.put(ticket)
@@ -103,7 +105,6 @@ class Generator:
                 self.num_changes += 1
                 self._pause.run()
                 self._pause = None
-                self._widths.clear()
             match self._arrivals.get():
                 case None:
                     return False
@@ -135,9 +136,9 @@ class Generator:
 
     def _lane(self, adapter: Adapter) -> "_Lane":
         if adapter not in self._lanes:
-            if adapter not in self._widths:
-                self._widths[adapter] = reliable_width(self._decoder, adapter.lora_weights, self._num_slots)
-            self._lanes[adapter] = _Lane(self._decoder, adapter, self._widths[adapter])
+            if (shapes := shapes_of(adapter.lora_weights)) not in self._widths:
+                self._widths[shapes] = reliable_width(self._decoder, shapes, self._num_slots)
+            self._lanes[adapter] = _Lane(self._decoder, adapter, self._widths[shapes])
         return self._lanes[adapter]
 
 
@@ -327,12 +328,32 @@ def forward(
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
 
 
+def shapes_of(lora_weights: Mapping[str, LoraWeights]) -> Shapes:
+    return tuple((name, each.a_RI.shape, each.b_OR.shape) for name, each in sorted(lora_weights.items()))
+
+
 @torch.inference_mode()
-def reliable_width(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> int:
-    """Return the largest of num_slots, num_slots / 2, …, 1 whose slots compute the same bits from the same tokens."""
+def reliable_width(decoder: Decoder, shapes: Shapes, num_slots: int) -> int:
+    """Return the largest of num_slots, num_slots / 2, …, 1 whose slots compute the same bits from the same tokens.
+
+    How a sum is computed depends on shapes, not on values. So an adapter of random values is tried: one that begins,
+    whose second matrices are zeros, would hide differences that its later versions have.
+    """
+    lora_weights = _random_weights(decoder, shapes)
     while num_slots > 1 and not _slots_are_equal(decoder, lora_weights, num_slots):
         num_slots //= 2
     return num_slots
+
+
+def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraWeights]:
+    """Return an adapter that adds to each linear about as much as an input of that size has."""
+    device, dtype = decoder.device, decoder.dtype
+    drawn = torch.Generator(device).manual_seed(0)
+
+    def matrix(shape: torch.Size) -> torch.Tensor:
+        return (torch.randn(shape, generator=drawn, device=device) / math.sqrt(shape[1])).to(dtype)
+
+    return {name: LoraWeights(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
 
 
 def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> bool:

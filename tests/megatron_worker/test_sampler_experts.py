@@ -13,7 +13,7 @@ from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
-from megatron_worker.sampler.generation import Generator, reliable_width
+from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
@@ -173,8 +173,8 @@ def test_samples_do_not_depend_on_what_else_is_drawn(mixture, folders, dtype):
 
 def test_all_slots_are_equal_on_this_machine(decoder, adapters):
     for num_slots in (4, 32):
-        assert reliable_width(decoder, {}, num_slots) == num_slots
-        assert reliable_width(decoder, adapters["one"].lora_weights, num_slots) == num_slots
+        assert reliable_width(decoder, (), num_slots) == num_slots
+        assert reliable_width(decoder, shapes_of(adapters["one"].lora_weights), num_slots) == num_slots
 
 
 # Names.

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
-from megatron_worker.sampler.generation import Generator, reliable_width
+from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from shared.jobs.job import LINEARS
@@ -17,8 +18,8 @@ from tests.megatron_worker.sampler_process import NAME, write_adapter
 def test_all_slots_are_equal_on_this_machine(model, tmp_path):
     decoder = Decoder(model, torch.float32, torch.device("cpu"))
     adapter = load_adapter("all", write_adapter(tmp_path / "all", model, 1, LINEARS), decoder)
-    assert reliable_width(decoder, {}, 32) == 32
-    assert reliable_width(decoder, adapter.lora_weights, 32) == 32
+    assert reliable_width(decoder, (), 32) == 32
+    assert reliable_width(decoder, shapes_of(adapter.lora_weights), 32) == 32
 
 
 def test_unequal_slots_make_the_lane_narrower(model):
@@ -31,7 +32,23 @@ def test_unequal_slots_make_the_lane_narrower(model):
                 logit_BV[-1] *= 1 + 2**-20
             return logit_BV
 
-    assert reliable_width(Uneven(model, torch.float32, torch.device("cpu")), {}, 32) == 4
+    assert reliable_width(Uneven(model, torch.float32, torch.device("cpu")), (), 32) == 4
+
+
+def test_an_adapter_that_begins_hides_no_unequal_slots(model, tmp_path):
+    """Its second matrices are zeros; those of its later versions are not."""
+
+    class Uneven(Decoder):
+        def step(self, token_B, position_B, num_blocks, cache, lora_weights):
+            hidden_BH = super().step(token_B, position_B, num_blocks, cache, lora_weights).clone()
+            if len(token_B) >= 8 and any(each.b_OR.any() for each in lora_weights.values()):
+                hidden_BH[-1] *= 1 + 2**-20
+            return hidden_BH
+
+    decoder = Uneven(model, torch.float32, torch.device("cpu"))
+    trained = load_adapter("all", write_adapter(tmp_path / "all", model, 1, LINEARS), decoder).lora_weights
+    begun = {name: replace(each, b_OR=torch.zeros_like(each.b_OR)) for name, each in trained.items()}
+    assert reliable_width(decoder, shapes_of(begun), 32) == reliable_width(decoder, shapes_of(trained), 32) == 4
 
 
 def test_a_cancelled_ticket_leaves_its_slots(model):
