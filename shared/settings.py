@@ -98,6 +98,9 @@ class ServingSettings(BaseModel):
         ge=0,
         description="that token ids of answers to chats are kept, to be trained on; 0: not at all",
     )
+    weight_sync: bool = Field(
+        default=True, description="sessions, and runs of a client's steps, send adapters to the sampler that is asked"
+    )
     answers_max_bytes: int = Field(default=1 << 30, ge=0, description="of one tenant's such answers; the oldest go")
 
 

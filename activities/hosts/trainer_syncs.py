@@ -38,6 +38,8 @@ class QuestionSamplers:
         return asyncio.run_coroutine_threadsafe(self._find(serving_id(self._settings, key)), self._loop)
 
     async def _find(self, workflow_id: str) -> LeaseGrant | None:
+        if not self._settings.serving.weight_sync:
+            return None
         handle = self._client.get_workflow_handle(workflow_id)
         try:
             up = await handle.query("samplers", result_type=list[LeaseGrant], rpc_timeout=_PATIENCE)
