@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole suite, three files at a time (LONGSHORE_TEST_PROCESSES says otherwise; each takes 2 to 4 GiB); then what
-# failed, once more and alone. Two on two cores leave a sixth of them idle, as many tests wait for other processes.
+# The whole suite, two files at a time (LONGSHORE_TEST_PROCESSES says otherwise; each takes 2 to 4 GiB); then what
+# failed, once more and alone. Three at a time on two cores are no faster, and more tests run out of patience.
 # Hundreds of tests start real servers and workers beside each other on whatever machine this is. A test that fails
 # beside others and passes alone was short of the machine: it is named at the end, and is worth mending. One that
 # fails twice fails the suite. So do more failures than a busy machine explains (tests/failures.py: eight causes, where
@@ -16,7 +16,7 @@ cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 failures="$cache/v/longshore/failures"
 
 rm -f "$failures" "$cache/v/cache/lastfailed"
-.venv/bin/python -m pytest -n "${LONGSHORE_TEST_PROCESSES:-3}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
+.venv/bin/python -m pytest -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
 status=$?
 # 1: they ran to their end, and some failed.
 [ $status = 1 ] && [ -s "$failures" ] || exit $status

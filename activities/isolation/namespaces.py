@@ -9,6 +9,7 @@ import errno
 import os
 import select
 import signal
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,11 +70,21 @@ def unmount_tmp() -> None:
 
 
 def library_folders() -> list[str]:
-    """The standard library and the folders of the shared libraries that Python loads; none lies in another."""
+    """The standard library and the folders of the shared libraries that Python loads; none lies in another.
+
+    Those of packages are left out, wherever they are imported from: a sandbox has none of this process's.
+    """
     names = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    loaded = {Path(name) for name in names if ".so" in name}
+    loaded = {Path(name) for name in names if ".so" in name and not name.startswith(_imported_from())}
     folders = {str(path.parent) for path in loaded if not set(path.parts) & set(_PACKAGES)} | {str(_STANDARD)}
     return sorted(folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders))
+
+
+def _imported_from() -> tuple[str, ...]:
+    """Folders of packages on the import path: those that are neither around nor in the standard library."""
+    standard = f"{_STANDARD}/"
+    found = (f"{os.path.realpath(entry)}/" for entry in sys.path if entry)
+    return tuple(entry for entry in found if not standard.startswith(entry) and not entry.startswith(standard))
 
 
 def package_folders() -> list[str]:

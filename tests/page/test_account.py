@@ -8,7 +8,7 @@ import httpx
 from service.accounts.principals import ALL_SCOPES
 from tests.page import measured
 from tests.page.guest import Browser, Guest, expect
-from tests.service.conftest import Service, new_key
+from tests.service.conftest import Service, new_key, wait_until
 
 
 def test_a_key_is_shown_once_and_revoked(guest: Guest, service: Service, trained: dict[str, str]) -> None:
@@ -65,6 +65,8 @@ def test_a_webhook_is_made_looked_at_and_deleted(guest: Guest, api: httpx.Client
     expect(mine).to_contain_text("run.failed")
     mine.get_by_role("button", name="Ping").click()
     expect(page.locator("#toast")).to_contain_text("A ping is on its way")
+    hook = next(each for each in api.get("/webhooks").raise_for_status().json() if each["url"] == url)
+    wait_until(lambda: api.get(f"/webhooks/{hook['id']}/deliveries").json(), "the ping is on record")
     mine.get_by_role("button", name="Deliveries").click()
     expect(mine.get_by_role("cell", name="ping", exact=True)).to_be_visible()
     mine.get_by_role("button", name="Switch off").click()

@@ -1,13 +1,16 @@
 """Hostile graders as real processes: each fails its sample with a message, harms nothing and leaves nothing behind."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from pydantic_core import _pydantic_core
 
 from activities.grading.outcome import NotGraded
 from tests.activities.grading.sandboxes import (
@@ -153,6 +156,18 @@ HARMLESS = {
 def test_what_a_grader_may_do_gets_a_grade(name: str, place: Place) -> None:
     is_open = "def _is_open(f):\n    try: os.fstat(f)\n    except OSError: return False\n    return True\n"
     assert isinstance(found := outcome(is_open + do(HARMLESS[name]), place), float), found
+
+
+def test_a_package_that_is_loaded_brings_no_folder_into_the_sandbox(tmp_path: Path) -> None:
+    """Its shared library lies beside it, on the import path, and not among the installed packages."""
+    library = shutil.copy(_pydantic_core.__file__, tmp_path / "own.so")
+    code = (
+        "import ctypes, sys; from activities.isolation.namespaces import library_folders\n"
+        f"sys.path.append({str(tmp_path)!r}); ctypes.CDLL({str(library)!r}); print(*library_folders())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    folders = done.stdout.split()
+    assert str(tmp_path) not in folders and any(os.__file__.startswith(folder) for folder in folders)
 
 
 def test_a_grader_has_no_rights(place: Place) -> None:
