@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from activities.sampling.client import Sampler
+from benchmarks.one_device import samplers
 from longshore.client import Client
 from service.dev.connection import Connection
-from shared.chat.completions import SamplerReady
 from shared.errors import SamplerUnavailable
 from shared.jobs.commands import Datum, ForwardBackward, OptimStep
 from shared.jobs.job import Lora
@@ -65,14 +65,11 @@ def asking(door: httpx.Client, model: str) -> Iterator[None]:
 def served(stack: Stack) -> dict[str, str]:
     """What samplers serve for users, by name: the digest of the sync by which it came, or the folder of its files."""
     found = dict[str, str]()
-    for path in stack.host_paths.workers.glob("*/ready"):
-        try:
-            ready = SamplerReady.model_validate_json(path.read_bytes())
-            with Sampler(ready.url, ready.api_key, attempts=1, socket_path=ready.socket) as sampler:
-                cards = sampler.models()
-        except (FileNotFoundError, ValueError, SamplerUnavailable):
-            continue
-        found |= {name: card.root or "" for name, card in cards.items() if name.startswith("serving-")}
+    for ready in samplers(stack.root):
+        with suppress(SamplerUnavailable):
+            with Sampler(ready.url, ready.api_key, attempts=1, socket_path=ready.socket) as one:
+                cards = one.models()
+            found |= {name: card.root or "" for name, card in cards.items() if name.startswith("serving-")}
     return found
 
 

@@ -19,15 +19,6 @@ _IS_READ = 1
 _HAS_ENDED = (_IS_READ, -1)  # others are still under way, or were for too long and may yet come
 
 
-def why_not() -> str | None:
-    """Return why Mooncake cannot be used here, in the words of the import."""
-    try:
-        _api()
-    except ImportError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 class MooncakeEngine:
     """This process's engine, with the buffers of one sync."""
 
@@ -81,12 +72,12 @@ _given_up: list[tuple[Any, int, Sequence[Tensor]]] = []
 @functools.cache
 def _engine_at(host: str) -> Any:
     """Return the engine of this process at an address. It is never ended: that would stop all threads for a second."""
-    engine = _api().TransferEngine()
+    engine = api_module().TransferEngine()
     if (code := engine.initialize(f"{host}:0", "P2PHANDSHAKE", "tcp", "")) != 0:
         raise SyncBroken(f"Mooncake's engine does not start at {host} (code {code})")
     return engine
 
 
-def _api() -> Any:
+def api_module() -> Any:
     """Import Mooncake. Raises ImportError."""
     return importlib.import_module("mooncake.engine")

@@ -19,21 +19,12 @@ from megatron_worker.weight_sync.messages import SyncBroken
 _BACKEND = "UCX"
 
 
-def why_not() -> str | None:
-    """Return why NIXL cannot be used here, in the words of the import."""
-    try:
-        _api()
-    except ImportError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 class NixlEngine:
     """An agent of NIXL for one sync."""
 
     def __init__(self, host: str, buffers: Sequence[Tensor]) -> None:
         """Raises SyncBroken."""
-        api = _api()
+        api = api_module()
         self._reading: Any = None
         self._others: dict[str, str] = {}  # names of agents by their metadata
         with _breaking():
@@ -101,7 +92,7 @@ def _interface(host: str) -> str:
     raise SyncBroken(f"no interface of this machine has the address {host}")
 
 
-def _api() -> Any:
+def api_module() -> Any:
     """Import NIXL. Raises ImportError."""
     api = importlib.import_module("nixl._api")
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it says of every agent that it has been made

@@ -31,16 +31,25 @@ class Ends:
     is_missing: Callable[[], str | None] = lambda: None
 
 
-def _pulled(make: MakeEngine, is_missing: Callable[[], str | None]) -> Ends:
-    return Ends(partial(PulledOutbound, make), partial(PulledInbound, make), ("cpu",), is_missing)
+def _pulled(make: MakeEngine, load: Callable[[], object]) -> Ends:
+    return Ends(partial(PulledOutbound, make), partial(PulledInbound, make), ("cpu",), partial(_import_error, load))
+
+
+def _import_error(load: Callable[[], object]) -> str | None:
+    """Return why a package cannot be imported, in the words of the import."""
+    try:
+        load()
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 TRANSPORTS: dict[Transport, Ends] = {
     "shared_memory": Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda")),
     "cuda_ipc": Ends(CudaOutbound, CudaInbound, ("cuda",)),
     "collective": Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda")),
-    "nixl": _pulled(nixl.NixlEngine, nixl.why_not),
-    "mooncake": _pulled(mooncake.MooncakeEngine, mooncake.why_not),
+    "nixl": _pulled(nixl.NixlEngine, nixl.api_module),
+    "mooncake": _pulled(mooncake.MooncakeEngine, mooncake.api_module),
 }
 
 
