@@ -163,7 +163,9 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         )
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
-    app.add_api_route("/health", native_api.health, include_in_schema=False)
+    for path in ("/health", "/readyz"):
+        app.add_api_route(path, native_api.health, include_in_schema=False)
+    app.add_api_route("/healthz", native_api.alive, include_in_schema=False)
     problems.install(app)
     app.add_exception_handler(404, pages.unknown_address)
     return app

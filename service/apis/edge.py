@@ -32,7 +32,7 @@ from service.errors import DatabaseUnavailable
 logger = logging.getLogger("longshore.service")
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = ("/health", "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS, *TELEMETRY)
+OPEN_PATHS = (*pages.HEALTH_PATHS, "/api/v1/health", f"{TINKER}/healthz", *pages.OPEN_PATHS, *TELEMETRY)
 _LOOKS = ("GET", "HEAD")
 UPLOAD_PATHS = re.compile(
     r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs"

@@ -32,6 +32,10 @@ class Stop(Exception):
         self.advice = advice
         super().__init__(message)
 
+    def document(self) -> dict[str, dict[str, str | int | None]]:
+        """Return the error as it is printed with `--json`."""
+        return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code}}
+
 
 class Refused(Stop):
     """The service refused a request. `place`: the field, if it named one; `rule`: the rule that it breaks."""
@@ -40,6 +44,10 @@ class Refused(Stop):
         self.rule = rule
         self.place = place
         super().__init__(f"{place}: {rule}" if place else rule)
+
+    def document(self) -> dict[str, dict[str, str | int | None]]:
+        found = super().document()
+        return {"error": {**found["error"], "place": self.place, "rule": self.rule}}
 
 
 class Unreachable(Stop):

@@ -5,11 +5,12 @@ import sys
 from typing import Annotated
 
 import typer
+from typer._click.exceptions import ClickException
 
 from service.cli.connection import Globals, Json, profile_names
-from service.cli.exits import FAILED, INTERRUPTED, Stop
+from service.cli.exits import DONE, INTERRUPTED, Stop
 from service.cli.help_groups import HeadedHelp
-from service.cli.output.render import say
+from service.cli.output.render import print_json, say
 
 _EXAMPLES = """\b
 Examples:
@@ -67,20 +68,33 @@ def _globals(
 def main() -> None:
     """Run the command line; every error that a user can meet ends as a plain line and an exit code."""
     try:
-        app(prog_name="longshore")
+        code = app(prog_name="longshore", standalone_mode=False)
     except Stop as stop:
         say(f"error: {stop.message}")
         if stop.advice:
             say(stop.advice)
-        sys.exit(stop.code)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        code = _ended_by(stop)
+    except ClickException as error:  # an option that there is not, an argument that is missing
+        error.show()
+        code = _ended_by(Stop(error.format_message(), error.exit_code))
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
     except BrokenPipeError:  # `longshore ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        code = DONE
     except OSError as error:  # a file of this machine: a full disk, a folder that may not be written
         say(f"error: {error}")
-        sys.exit(FAILED)
+        code = _ended_by(Stop(str(error)))
+    if code:
+        sys.exit(code)
+
+
+def _ended_by(stop: Stop) -> int:
+    """Print an error as JSON where that was asked for: it may be an error of the words that ask. Returns its code."""
+    words = sys.argv[1:]
+    if "--json" in (words[: words.index("--")] if "--" in words else words):
+        print_json(stop.document())
+    return stop.code
 
 
 if __name__ == "__main__":

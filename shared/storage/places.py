@@ -19,6 +19,10 @@ from shared.storage.paths import HostPaths, RunKeys, checkpoint_adapter_run, is_
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store, open_uri, uri_of
 
 _LONGEST = 4096
+_NOT_OPEN = (
+    "files of this machine are open only below the folders that its operator names, with `longshore dev --open DIR` "
+    "or as download.file_roots; `longshore files upload PATH` brings a file to the service instead"
+)
 _NOT_YOURS = "this leads into the service's own store, and to nothing of yours"
 # What lies here is no data, whatever the roots say: a process's environment, devices that never end.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
@@ -65,7 +69,7 @@ class Places:
             if not _is_of(tenant, key):
                 raise InvalidInput(_NOT_YOURS, place)
         elif not any(real.is_relative_to(root) for root in self._roots) or _is_never_data(real):
-            raise InvalidInput("files of this machine are open only below the folders of download.file_roots", place)
+            raise InvalidInput(_NOT_OPEN, place)
         return real
 
     def check_object(self, tenant: str, store: S3Store, key: str, place: str) -> None:

@@ -10,6 +10,8 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
+
 from shared.contract import Fence
 from shared.jobs.events import Step
 from shared.runs.status import RunStatus
@@ -109,6 +111,27 @@ def test_an_unknown_run_ends_with_102(service: Service) -> None:
         assert answer.stderr.startswith("error: there is no run sft-none")
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (("--json", "get", "sft-none"), 102, "there is no run sft-none"),
+        (("get", "--json"), 2, "Missing argument"),
+        (("ls", "--limit", "many", "--json"), 2, "--limit"),
+        (("nothing", "--json"), 2, "No such command"),
+        (("ls", "--json", "--api-url", "x"), 2, "--api-url"),
+        (("download", "sft-none", "--into", "/proc/none/adapter", "--json"), 100, "/proc/none"),
+    ],
+)
+def test_an_error_is_a_json_document_where_one_is_asked_for(
+    service: Service, command: tuple[str, ...], code: int, message: str
+) -> None:
+    answer = service.cli(*command)
+    assert answer.code == code and message in answer.stderr
+    error = answer.json["error"]
+    assert message in error["message"] and error["exit_code"] == code
+    assert service.cli(*(word for word in command if word != "--json")).stdout == ""
+
+
 def test_ls_shows_runs_newest_first(service: Service, options) -> None:
     ids = [service.cli(*options).stdout.strip() for _ in range(2)]
     assert [row["run_id"] for row in service.cli("ls", "--json", "--limit", "2").json] == ids[::-1]
@@ -118,6 +141,9 @@ def test_ls_shows_runs_newest_first(service: Service, options) -> None:
 
 def test_events_metrics_and_logs(service: Service, options) -> None:
     run_id = service.cli(*options, "--wait", "--json").json["run_id"]
+    for more in ((), ("--follow",)):
+        refused = service.cli("steps", run_id, *more)
+        assert refused.code == 2 and f"longshore metrics {run_id}" in refused.stderr, refused
     steps = [Step(seq=n, time=float(n), step=n, metrics={"loss": 3.0 - n}) for n in (1, 2)]
     log = "".join(step.model_dump_json() + "\n" for step in steps).encode()
     service.store.put_bytes(RunKeys(run_id).log("000001", Fence(epoch=1)), log)

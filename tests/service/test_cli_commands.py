@@ -141,7 +141,7 @@ def test_a_setting_says_where_it_comes_from_and_no_secret(
 
 
 def test_keys_are_made_used_and_ended(cli: Cli) -> None:
-    answer = cli("keys", "create", "--title", "[red] looker", "--scope", "read", "--expires", "90d")
+    answer = cli("keys", "create", "[red] looker", "--scope", "read", "--expires", "90d")
     assert answer.code == 0, answer
     key = answer.stdout.strip()
     assert "expires in 89d 23h" in answer.stderr or "expires in 90d" in answer.stderr
@@ -161,6 +161,7 @@ def test_keys_are_made_used_and_ended(cli: Cli) -> None:
     missing = cli("keys", "revoke", "key-none")
     assert missing.code == 102 and "longshore keys ls" in missing.stderr
     assert cli("keys", "create", "--expires", "soon").code == 2
+    assert "NAME and --title" in cli("keys", "create", "a", "--title", "b").stderr
 
 
 def test_tenants_have_quotas(cli: Cli) -> None:

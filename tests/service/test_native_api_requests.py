@@ -191,9 +191,11 @@ def test_every_answer_has_a_request_id(api) -> None:
 
 
 def test_health_is_open_and_says_what_answers(service: Service) -> None:
-    answer = httpx.get(f"{service.url}/health")
-    assert answer.status_code == 200
-    assert answer.json()["temporal"] == answer.json()["store"] == "ok"
+    for path in ("/health", "/readyz", "/api/v1/health"):
+        answer = httpx.get(f"{service.url}{path}")
+        assert answer.status_code == 200, path
+        assert answer.json()["temporal"] == answer.json()["store"] == "ok"
+    assert httpx.get(f"{service.url}/healthz", headers={"accept": "text/html"}).json() == {"status": "ok"}
 
 
 def test_the_api_is_described(api) -> None:

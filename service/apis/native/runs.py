@@ -57,6 +57,11 @@ async def health(backend: Backed) -> JSONResponse:
     return JSONResponse(body.model_dump(), status_code=200 if ok else 503)
 
 
+async def alive() -> dict[str, str]:
+    """Say that this process answers: to restart it would not bring Temporal or the store back."""
+    return {"status": "ok"}
+
+
 async def _check_temporal(backend: Backend) -> str:
     try:
         await backend.temporal.check()

@@ -22,6 +22,7 @@ from shared.runs.webhooks import NOTICE_TYPES
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
+HEALTH_PATHS = ("/health", "/healthz", "/readyz")
 _PAGES = ("/", "/new", "/compare", "/models", "/files", "/schedules", "/account")
 STATIC = "/static"
 # Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
@@ -47,7 +48,7 @@ def is_page(path: str) -> bool:
 
 def is_opened(path: str, accept: str) -> bool:
     """True if a browser asks for HTML at an address outside the APIs."""
-    is_api = path in ("/api", "/v1", "/health") or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
+    is_api = path in ("/api", "/v1", *HEALTH_PATHS) or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
     return "text/html" in accept and not is_api
 
 

@@ -9,6 +9,7 @@ import typer
 
 from service.cli.command import Answer, command, group
 from service.cli.commands.sign_in import who_in_words
+from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, plain, print_table, say, seconds_of, size, span
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _KEYS_EXAMPLES = """\b
 Examples:
-  longshore keys create --title "nightly job" --scope read --scope write --expires 90d
+  longshore keys create "nightly job" --scope read --scope write --expires 90d
   longshore keys revoke key-0123456789ab
 """
 keys = group(help="Create, list and revoke API keys of your tenant.", epilog=_KEYS_EXAMPLES)
@@ -87,7 +88,8 @@ def audit(
 @command(keys)
 def create(
     client: "Client",
-    title: Title = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Whose it is, or what for: its title in lists.")] = "",
+    title: Annotated[str, typer.Option(help="The same as NAME.")] = "",
     scope: Annotated[
         list[ScopeName] | None,
         typer.Option(help="May be repeated; read, write and inference if absent."),
@@ -95,7 +97,9 @@ def create(
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
 ) -> Answer:
     """Create a key. It is shown only once."""
-    body: dict[str, Any] = {"title": title}
+    if name and title:
+        raise Stop("NAME and --title are the same: give one of them", USAGE)
+    body: dict[str, Any] = {"title": name or title}
     if scope:
         body["scopes"] = [each.value for each in scope]
     if expires is not None:

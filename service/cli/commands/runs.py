@@ -119,11 +119,19 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
     with connect(context, patience_s=20 if follow else 2) as client:
+        _demand_train_steps(client, run_id)
         if follow:
             _follow_steps(client, run_id, as_json)
             return None
         found = list(client.steps(run_id))
     return Answer(found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet"))
+
+
+def _demand_train_steps(client: "Client", run_id: str) -> None:
+    """Raise Stop for a run that has no train steps with rewards: an SFT or a DPO run, a session."""
+    if (kind := client.run(run_id).kind) != "rl":
+        message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
+        raise Stop(message, USAGE, f"longshore metrics {run_id}")
 
 
 def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:

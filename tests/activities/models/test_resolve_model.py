@@ -62,7 +62,7 @@ def test_a_folder_that_users_may_not_name_is_refused_whether_it_exists_or_not(co
         inside / ".." / model.name,
         tmp_path / "none",
     ):
-        with pytest.raises(InvalidInput, match=r"open only below the folders of download\.file_roots"):
+        with pytest.raises(InvalidInput, match=r"open only below the folders that its operator names"):
             resolve(narrow, place)
     closed = config.model_copy(update={"download": DownloadSettings()})
     with pytest.raises(InvalidInput, match="file_roots"):
