@@ -22,8 +22,8 @@ from activities.host_context import HostContext
 from activities.hosts.progress import job_metrics
 from activities.hosts.uploader import LogReader
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
-from activities.models.publish import Publish, PublishRequest
 from activities.models.resolve import AdapterRequest, Resolve
+from activities.publishing.publish import Publish, PublishRequest
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
 from activities.sampling.samplers import Samplers

@@ -106,9 +106,9 @@ async def connect(
 def control_activities(host: HostContext, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
     """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
-    from activities.models.publish import Publish
     from activities.models.resolve import Resolve
     from activities.packing.pack import Pack
+    from activities.publishing.publish import Publish
     from activities.records.checkpoints import FindCheckpoint
     from activities.records.commands import CommandRecords
     from activities.records.deliver import Deliver

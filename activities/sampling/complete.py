@@ -13,6 +13,7 @@ from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sa
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sampling.streamed import Tell
+from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.tool_calls import text_before_calls
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse
@@ -83,12 +84,12 @@ class Complete:
         prompt_ids: tuple[int, ...] | None,
         stream: "_Stream",
     ) -> ChatCompletion | CompletionResponse:
-        asked = request.asked
+        asked, stops = request.asked, stops_of(request.place, self._host, request.model)
         if isinstance(asked, CompletionRequest):
-            drawn = _ask(opened, asked.model_copy(update={"model": model}), "prompt", stream)
+            drawn = _ask(opened, stopping_at(asked.model_copy(update={"model": model}), stops), "prompt", stream)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt_ids is not None
-        wanted = sampler_request(asked, model, prompt_ids, _max_model_len(opened))
+        wanted = stopping_at(sampler_request(asked, model, prompt_ids, _max_model_len(opened)), stops)
         drawn = _ask(opened, wanted, "messages", stream, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
         answer_id = request.answer_id or new_answer_id(time.time())

@@ -16,6 +16,7 @@ from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
+from activities.tokenizing.end_tokens import end_ids_of
 from shared.chat.completions import SamplerReady
 from shared.contract import Frozen
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
@@ -62,6 +63,7 @@ class SamplerCommand:
             *("--model", str(model), "--ready-file", str(paths.ready), "--host-record", str(paths.record)),
             *("--dtype", key.dtype, "--threads", str(key.threads), "--slots", str(key.slots)),
             *("--max-model-len", str(key.max_model_len)),
+            *("--end-ids", *map(str, end_ids_of(self.host, key.model))),
         ]
         program = [sys.executable, "-P", "-m", "megatron_worker.sampler"]
         if key.sampler == "vllm":

@@ -23,6 +23,7 @@ from activities.sampling.completions import (
 )
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
+from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
 from shared.contract import Artifact, Frozen
@@ -241,10 +242,12 @@ class SamplerActivities:
         missing = [(group, row) for group, row in numbers.items() if group not in drawn]
         if not missing:
             return
+        stops = stops_of(request.place, self._host, request.model)
+        how = request.model_copy(update={"sampling": stopping_at(request.sampling, stops)})
         with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
-                group = draw_group(opened.client, served.name, *asked, request)
+                group = draw_group(opened.client, served.name, *asked, how)
                 parts.keep(group.group, group.encoded())
 
             asked = ((group, row, prompts[row]) for group, row in missing)

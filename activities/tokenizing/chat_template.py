@@ -88,6 +88,11 @@ class ChatTemplate:
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._turns = self._learn()
 
+    @property
+    def terminators(self) -> tuple[str, ...]:
+        """The tokens that end an assistant's turn."""
+        return self._turns.terminators
+
     def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The text, as transformers' apply_chat_template gives it; `prompt` adds the generation prompt."""
         try:

@@ -28,11 +28,15 @@ RowT = TypeVar("RowT")
 
 
 class Prompt(Frozen):
-    """A prompt for evaluation: the beginning of an example, and the text with which the example goes on."""
+    """A prompt for evaluation: the beginning of an example, and the text with which the example goes on.
+
+    `end_ids`: the tokens that end what is trained, whatever the model's files name.
+    """
 
     prompt_ids: tuple[int, ...]
     prompt: str
     reference: str
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ def _conversations(batches: Iterable[list[Example]], tokenizer: ModelTokenizer) 
         for k, batch in enumerate(batches):
             chats = [_as_chat(example) for example in batch]
             rendered = renderer.submit(process.spans, chats, prompts=k == 0)
-            pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer))
+            end_ids = tokenizer.end_ids(process.terminators)
+            pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer, end_ids))
             if len(pending) > _BATCHES_AHEAD:
                 yield pending.popleft().result()
         while pending:
@@ -154,7 +159,9 @@ def _as_chat(example: Example) -> Chat:
             raise AssertionError(example)
 
 
-def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
+def _encode_chats(
+    chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer, end_ids: tuple[int, ...]
+) -> EncodedBatch:
     rendered = future.result()
     sign_longest([row.text for row in rendered], [chat.place for chat in chats])
     codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
@@ -164,6 +171,7 @@ def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: 
             prompt_ids=tuple(tokenizer.tokens_of(row.prompt)),
             prompt=_last_text(chat, "user"),
             reference=_last_text(chat, "assistant"),
+            end_ids=end_ids,
         )
         for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
         if row.prompt is not None and is_first
@@ -266,5 +274,6 @@ def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
         cut = untrained if untrained > len(tokenizer.prefix_ids) else min(_PROMPT_TOKENS, num_tokens // 2)
         if cut and is_first:
             prompt, reference = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:])
-            prompts.append(Prompt(prompt_ids=tuple(ids[:cut]), prompt=prompt, reference=reference))
+            end_ids = tokenizer.end_ids()
+            prompts.append(Prompt(prompt_ids=tuple(ids[:cut]), prompt=prompt, reference=reference, end_ids=end_ids))
     return prompts

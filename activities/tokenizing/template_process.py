@@ -72,6 +72,7 @@ class TemplateProcess:
         if "error" in answer:
             self.close()
             raise InvalidInput(answer["error"], place)
+        self.terminators: tuple[str, ...] = tuple(answer["terminators"])
 
     def _started(self, bwrap: str | None) -> FramedProcess:
         """Start the child in bubblewrap if that works, else alone; it then confines itself (`confine`)."""
@@ -227,7 +228,7 @@ def _serve() -> None:
     frames = frames_of(0)
     described, limit_s = json.loads(next(frames))
     template = _limited(limit_s, lambda: ChatTemplate(**described))
-    _answer({"error": template} if isinstance(template, str) else {})
+    _answer({"error": template} if isinstance(template, str) else {"terminators": template.terminators})
     for frame in frames:
         rows, prompts = json.loads(frame)
         _answer({"rows": list(_answers(template, rows, prompts, limit_s))})

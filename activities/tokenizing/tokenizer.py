@@ -79,6 +79,12 @@ class ModelTokenizer:
             raise InvalidInput("the tokenizer names no eos_token, with which texts must end", self.place)
         return self.special_tokens["eos_token"]
 
+    def end_ids(self, terminators: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the ids that end what is trained: of the end-of-text token, and of the tokens that end a turn."""
+        eos = self.special_tokens.get("eos_token")
+        ids = (self._tokenizer.token_to_id(text) for text in (*terminators, *([eos] if eos else ())))
+        return tuple(dict.fromkeys(one for one in ids if one is not None))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 

@@ -22,6 +22,7 @@ from megatron_worker.process.watchdog import start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
+from shared.models.end_tokens import read_end_ids
 from shared.storage.files import write_atomically
 
 
@@ -50,7 +51,6 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.models import Models
         from megatron_worker.sampler.server import Server
         from megatron_worker.sampler.sleep import Sleep
-        from megatron_worker.training.evaluation import read_stop_ids
         from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 
     torch.set_num_threads(options.threads)
@@ -66,7 +66,8 @@ def serve(options: argparse.Namespace) -> None:
     tokenizer.no_padding()
     name = options.served_model_name or str(options.model)
     models = Models(name, options.model, decoder, generator, limits.max_model_len)
-    answers = Answers(models, decoder, tokenizer, read_stop_ids(options.model), generator, limits)
+    end_ids = frozenset([*read_end_ids(options.model), *options.end_ids])
+    answers = Answers(models, decoder, tokenizer, end_ids, generator, limits)
     server = Server(answers, Sleep(decoder, models, generator), _key(options.key_file), options.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: generator.stop())
@@ -112,6 +113,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")
     parser.add_argument("--slots", type=int, default=32, help="sequences a step; part of that too")
     parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
+    parser.add_argument(
+        "--end-ids", type=int, nargs="*", default=[], help="tokens that end a sample, beside the model's own"
+    )
     parser.add_argument("--logprobs-mode", choices=get_args(LogprobsMode), default="raw_logprobs")
     return parser.parse_args(arguments)
 

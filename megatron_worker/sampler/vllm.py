@@ -9,6 +9,7 @@ and when the parent, or the host of `--host-record`, is gone.
 """
 
 import argparse
+import json
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
 from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
 from shared.jobs.job import Dtype
+from shared.models.end_tokens import GENERATION
 from shared.storage.files import write_atomically
 
 _SOCKET = "vllm.sock"
@@ -56,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         pid=os.getpid(),
         model=str(options.model),
     )
+    if options.end_ids:  # of such a file vLLM takes the end tokens; of "vllm", those that the model's own file names
+        config = json.dumps({"eos_token_id": options.end_ids})
+        write_atomically(options.ready_file.with_name(GENERATION), config.encode())
     server = subprocess.Popen(command_of(options, folder), env=environment_of(options, folder, ready.api_key))
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
@@ -76,7 +81,7 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--uds", f"{folder}/{_SOCKET}", "--served-model-name", str(options.model)),
         *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
         *("--max-num-seqs", str(options.slots), "--seed", "0", "--load-format", "safetensors"),
-        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", folder if options.end_ids else "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
         *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
@@ -168,6 +173,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=32, help="sequences a step")
     parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
     parser.add_argument("--max-lora-rank", type=int, default=0, help="of adapters; 0: it takes none")
+    parser.add_argument("--end-ids", type=int, nargs="*", default=[], help="tokens that end a sample")
     parser.add_argument("command", nargs="+", help="vLLM's executable and options, behind --")
     return parser.parse_args(arguments)
 

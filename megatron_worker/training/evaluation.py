@@ -21,6 +21,7 @@ from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 from shared.jobs.events import Sample
 from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
+from shared.models.end_tokens import read_end_ids
 
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
@@ -29,11 +30,12 @@ _TOKENS_A_TURN = 8
 
 
 class Prompt(Frozen):
-    """A held-out row: the prompt that the model is shown, and the answer in the data."""
+    """A held-out row: the prompt that the model is shown, the answer in the data, and the tokens that end it there."""
 
     prompt_ids: list[int]
     prompt: str
     reference: str | None = None
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Evaluator:
         self, greedy: Greedy, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> Generator[None, None, list[list[int]] | None]:
         """Complete prompts a few tokens a pass, so that a cancel is noticed soon; None when cancelled."""
-        stop_ids, max_tokens = read_stop_ids(self.model), self.evaluation.sample_tokens
+        stop_ids, max_tokens = self._end_ids(), self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
         for done in range(0, max_tokens, _TOKENS_A_TURN):
@@ -101,6 +103,10 @@ class Evaluator:
             growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
             yield
         return completions
+
+    def _end_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer: what the model's files name, and what training puts there."""
+        return frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
 
 
 def _held_out(sums: dict[str, float]) -> dict[str, float]:
@@ -123,25 +129,6 @@ def read_prompts(units: Path) -> list[Prompt]:
     """Read `prompts.json` beside the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
     return _parse(_prompts, path) if path.exists() else []
-
-
-class _Stops(Frozen, extra="ignore"):
-    """The end tokens in `generation_config.json` or `config.json`."""
-
-    eos_token_id: int | list[int] | None = None
-
-
-def read_stop_ids(model: Path) -> frozenset[int]:
-    """Return every end token that the model's files name."""
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if (model / name).exists():
-            match _parse(TypeAdapter(_Stops), model / name).eos_token_id:
-                case int(one):
-                    ids.add(one)
-                case list(several):
-                    ids.update(several)
-    return frozenset(ids)
 
 
 def _decode(model: Path, ids: list[list[int]]) -> list[str]:

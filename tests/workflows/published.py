@@ -3,7 +3,7 @@
 import uuid
 from pathlib import Path
 
-from activities.models.publish import Claim, claim_version
+from activities.publishing.publish import Claim, claim_version
 from shared.contract import Artifact, Fence
 from shared.jobs.job import Full, Job
 from shared.runs.requests import RunRecord, SFTRun

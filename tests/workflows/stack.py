@@ -22,7 +22,7 @@ from temporalio.client import (
 
 from activities.host_context import HostContext
 from activities.hosts.worker_pool import Sharing, WorkerPool
-from activities.models.publish import Publish
+from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers, polling

@@ -16,7 +16,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner
 
 from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
-from activities.models.publish import Publish
+from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
 from activities.trajectories.pack_trajectories import PackTrajectories

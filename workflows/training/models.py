@@ -3,8 +3,8 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.models.publish import Publish, Published, PublishRequest
     from activities.models.resolve import AdapterRequest, Resolve
+    from activities.publishing.publish import Publish, Published, PublishRequest
     from shared.contract import Artifact
     from shared.jobs.job import Lora
     from shared.models.shape import ModelShape

@@ -1,6 +1,7 @@
 """`models`, `chat`, `download` and `export`: what runs published, asked and fetched."""
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -213,9 +214,18 @@ def _merge(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]"
                     client.save(path, folder / entry.path)
                     _check(hashlib.sha256((folder / entry.path).read_bytes()).hexdigest(), entry)
             merger.check_used(name)
+            _keep_end_tokens(folder.with_name("adapter"), folder)
     except InvalidInput as error:
         raise Stop(str(error)) from None
     return entries
+
+
+def _keep_end_tokens(adapter: Path, folder: Path) -> None:
+    """Give the merged model the adapter's generation config, where it has one: it names what ends trained answers."""
+    from shared.models.end_tokens import GENERATION
+
+    if (adapter / GENERATION).exists():
+        shutil.copyfile(adapter / GENERATION, folder / GENERATION)
 
 
 def _merger(client: "Client", name: str, folder: Path) -> "Merger":

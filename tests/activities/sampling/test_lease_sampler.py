@@ -18,7 +18,7 @@ from activities.hosts.worker_process import WorkerProcess, processes_of
 from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.samplers import Samplers
-from shared.chat.completions import SamplerReady, Sampling
+from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
 from shared.contract import Artifact, Fence
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
@@ -29,6 +29,7 @@ from shared.storage.files import write_atomically
 from shared.storage.paths import MANIFEST
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
+from tests.activities.test_end_tokens import TURN_END, make_base
 from tests.conftest import S3Server, free_port
 from tests.workflows.stand_in import wait_until
 
@@ -49,8 +50,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> S
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, tiny_model: Path) -> SamplerKey:
-    """Of a model in S3."""
-    folder = sealed(tiny_model, tmp_path_factory.mktemp("tiny") / "model")
+    """Of a base model in S3, whose files do not name the token that ends a turn."""
+    folder = make_base(tiny_model, tmp_path_factory.mktemp("tiny") / "model")
+    seal(folder)
     model = upload(open_store(s3_server.uri, s3_server.settings), "lease-sampler/tiny", folder)
     return SamplerKey(model=model, slots=8, max_model_len=64)
 
@@ -102,6 +104,9 @@ def test_a_leased_sampler_draws_and_scores(host: Host, settings: Settings, key: 
             assert [len(s.token_ids) for s in samples] == [6, 6, 6]
             scored = client.score(model, PROMPT + samples[0].token_ids)
             assert np.allclose(scored[len(PROMPT) - 1 :], samples[0].logprobs, atol=1e-5)
+            ending = CompletionRequest(model=model, prompt=list(PROMPT), logit_bias={str(TURN_END): 100})
+            [ended] = client.complete(ending.model_copy(update={"return_token_ids": True})).choices
+            assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([TURN_END], "stop", None)
         another = place.model_copy(update={"fence": Fence(epoch=2, attempt=1)})
         with pytest.raises(WorkerLost, match="no longer serves"), samplers.open(another):
             pass

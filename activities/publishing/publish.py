@@ -10,9 +10,11 @@ from typing import Literal
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.models.card import model_card
+from activities.publishing.card import model_card
+from activities.tokenizing.end_tokens import end_ids_of
 from shared.contract import Artifact, Frozen
 from shared.errors import CorruptArtifact
+from shared.models.end_tokens import GENERATION, with_end_ids
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import read_record
@@ -89,8 +91,15 @@ class Publish:
         else:
             model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
+        self._keep_end_tokens(request.model, folder)
         report = self._report(request.report_uri) if request.report_uri is not None else {}
         (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report).encode())
+
+    def _keep_end_tokens(self, model: Artifact, folder: Path) -> None:
+        """Write the generation config, of an adapter too, where the model's own lacks tokens that end its answers."""
+        base = self._host.stage(model, only=(GENERATION, "config.json"))
+        if (kept := with_end_ids(base, end_ids_of(self._host, model))) is not None:
+            (folder / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
     def _report(self, uri: str) -> dict[str, object]:
         store, key = open_uri(uri, self._host.settings.s3)

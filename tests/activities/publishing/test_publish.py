@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.models.card import model_card
-from activities.models.publish import Claim, Publish, PublishRequest, claim_version
+from activities.publishing.card import model_card
+from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.run_records import BeginRequest, Begun, RunRecords
 from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
@@ -131,7 +131,7 @@ def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settin
     base = tmp_path / "base"
     base.mkdir()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "model-1.safetensors"):
-        (base / name).write_text("base")
+        (base / name).write_text("{}" if name == "config.json" else "base")
     (base / "model.safetensors.index.json").write_text("base")
     seal(base)
     ref = request.checkpoint.model_copy(update={"artifact": upload(store, "full", checkpoint)})

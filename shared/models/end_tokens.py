@@ -1,0 +1,58 @@
+"""End tokens as a model's folder names them: `eos_token_id` of `generation_config.json` and `config.json`."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from shared.contract import Frozen
+from shared.errors import CorruptArtifact
+from shared.field_rules import first_rule
+
+GENERATION = "generation_config.json"
+_CONFIG = "config.json"
+_KEPT = ("bos_token_id", "pad_token_id")  # read from config.json by who finds no generation_config.json
+
+
+class _Ends(Frozen, extra="ignore"):
+    eos_token_id: int | list[int] | None = None
+
+
+_ends: TypeAdapter[_Ends] = TypeAdapter(_Ends)
+
+
+def read_end_ids(model: Path) -> tuple[int, ...]:
+    """Return every end token that the files of a model's folder name. Raises CorruptArtifact for a damaged file."""
+    found = [*_end_ids(model / GENERATION), *_end_ids(model / _CONFIG)]
+    return tuple(dict.fromkeys(found))
+
+
+def with_end_ids(model: Path, end_ids: Iterable[int]) -> dict[str, Any] | None:
+    """Return what a model's `generation_config.json` is to hold, so that whoever reads it ends answers with these ids.
+
+    Returns None where it names them all. The order in the file is kept: some readers take the first.
+    """
+    named, wanted = _end_ids(model / GENERATION), dict.fromkeys([*read_end_ids(model), *end_ids])
+    if set(wanted) <= set(named):
+        return None
+    config = _object(model / _CONFIG)
+    began = _object(model / GENERATION) or {name: config[name] for name in _KEPT if config.get(name) is not None}
+    return began | {"eos_token_id": list(wanted)}
+
+
+def _end_ids(path: Path) -> list[int]:
+    try:
+        found = _ends.validate_python(_object(path)).eos_token_id
+    except ValidationError as error:
+        raise CorruptArtifact(first_rule(error), str(path)) from error
+    return [found] if isinstance(found, int) else found or []
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
+    return value
