@@ -6,7 +6,8 @@ Each answer becomes an example of its own, so that it is rendered and encoded as
 from typing import Any
 
 from activities.formats.examples import Chat, Pair, PromptCompletion
-from activities.formats.rows import Row, list_of_objects, messages_of, text_of, tools_of, type_name
+from activities.formats.messages import messages_of, tools_of
+from activities.formats.rows import Row, list_of_objects, text_of, type_name
 from shared.errors import InvalidInput
 
 Messages = list[dict[str, Any]]

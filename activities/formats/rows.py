@@ -24,7 +24,6 @@ _PARQUET_ROWS = 256
 _MAX_PARQUET_BATCH_BYTES = 512 << 20  # of _PARQUET_ROWS rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,50 +222,6 @@ def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
         if not isinstance(turn, dict):
             raise InvalidInput(f"{field}[{i}] must be an object, not {type_name(turn)}", row.place)
     return without_nulls(turns) if row.has_schema else turns
-
-
-def tools_of(row: Row, field: str = "tools") -> list[dict[str, Any]] | None:
-    """The row's tools; None where it has none. Raises InvalidInput for what is no list of objects."""
-    match row.fields.get(field):
-        case None | []:
-            return None
-        case list() as tools if all(isinstance(tool, dict) for tool in tools):
-            return tools
-        case other:
-            raise InvalidInput(f"{field} must be a list of objects, not {type_name(other)}", row.place)
-
-
-def message_of(row: Row, field: str, turn: dict[str, JSON]) -> dict[str, Any]:
-    """A message as templates take it, without its weight. Raises InvalidInput for what is none."""
-    message = {key: value for key, value in turn.items() if value is not None and key != "weight"}
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{field}.role must be one of {', '.join(_ROLES)}, not {role!r:.40}", row.place)
-    match message.get("content"):
-        case str():
-            pass
-        case None if role == "assistant" and message.get("tool_calls"):
-            pass
-        case list() as parts:
-            _check_parts(row, f"{field}.content", parts)
-        case None:
-            raise InvalidInput(f"{field}.content is missing", row.place)
-        case other:
-            raise InvalidInput(f"{field}.content must be text, not {type_name(other)}", row.place)
-    if "tool_calls" in message and not isinstance(message["tool_calls"], list):
-        raise InvalidInput(f"{field}.tool_calls must be a list, not {type_name(message['tool_calls'])}", row.place)
-    return message
-
-
-def messages_of(row: Row, field: str) -> list[dict[str, Any]]:
-    """A field's messages. Raises InvalidInput as `list_of_objects` and `message_of` do."""
-    return [message_of(row, f"{field}[{i}]", turn) for i, turn in enumerate(list_of_objects(row, field))]
-
-
-def _check_parts(row: Row, field: str, parts: list[JSON]) -> None:
-    for i, part in enumerate(parts):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
 
 
 def weight_of(row: Row, field: str, weight: JSON) -> float:

@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from activities.formats.examples import Chat, Example, PromptCompletion, Question, Text, TokenIds
+from activities.formats.messages import message_of, messages_of, tools_of
 from activities.formats.preferences import openai_preference, preference
 from activities.formats.rows import (
     JSON,
     Row,
     list_of_objects,
-    message_of,
-    messages_of,
     refuse_missing,
     text_of,
-    tools_of,
     type_name,
     weight_of,
 )

@@ -10,12 +10,13 @@ from typing import Any
 
 from activities.confined import calls as confined
 from activities.formats.examples import Question
-from activities.formats.rows import Row, message_of
+from activities.formats.messages import messages_of, tools_of
+from activities.formats.rows import Row
 from activities.host_context import HostContext
 from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, check_characters, check_loading, tokenizer_files
-from activities.tokenizing.tool_calls import NO_CALLS, forced_calls, told_calls, with_parsed_calls
+from activities.tokenizing.tool_calls import NO_CALLS, forced_calls, told_calls
 from shared.chat.answer_records import AnswerRecord, DrawnChoice
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse
 from shared.chat.messages import (
@@ -65,9 +66,8 @@ class ChatPrompts:
     ) -> tuple[int, ...]:
         """Return a prompt's ids. Raises InvalidInput for malformed messages, or a template that is missing or fails."""
         check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
-        row = Row(_PLACE, {})
-        checked = [_as_text(message_of(row, f"messages[{i}]", message)) for i, message in enumerate(messages)]
-        question = Question(_PLACE, [with_parsed_calls(message) for message in checked], list(tools) or None, {})
+        row = Row(_PLACE, {"messages": list(messages), "tools": list(tools)})
+        question = Question(_PLACE, messages_of(row, "messages"), tools_of(row), {})
         with self._lock:
             tokenizer = self._tokenizer(model)
             text = self._rendered(model, tokenizer, question)
@@ -96,7 +96,7 @@ class ChatPrompts:
             if model.sha256 not in self._templates:
                 process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
                 self._templates[model.sha256] = process
-            return self._templates[model.sha256].asked([question])[0]
+            return self._templates[model.sha256].asked([question])[0].text
         except BaseException:  # also after a cancellation, as the process may still send its answer
             self._forget(model.sha256)
             raise
@@ -105,14 +105,6 @@ class ChatPrompts:
         if (process := self._templates.pop(sha256, None)) is not None:
             with suppress(OSError):
                 process.close()
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Join a message's content if it is a list of text parts, since most templates only take a text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:

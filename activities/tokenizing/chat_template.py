@@ -13,28 +13,22 @@ import os.path
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
-from activities.tokenizing.template_environment import (
-    GENERATION_END,
-    GENERATION_START,
-    template_environment,
-    tracking_generation,
-)
+from activities.tokenizing.marks import Marks
+from activities.tokenizing.shown import REASONING, hidden_thoughts, says_a_tools_name
+from activities.tokenizing.template_environment import Refused, template_environment, tracking_generation
 
 Message = dict[str, Any]
 
-# Private-use characters: no template knows them, and no case or whitespace rule touches them.
-_MARK = 0xF0000
-_MAX_MESSAGES = 0xF000
-_ANY_MARK = re.compile("([\U000f0000-\U000ffffd])")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
-class Refused(Exception):
-    """A row or a template cannot be rendered with exact spans; the text says why."""
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "winch", "description": "Winds.", "parameters": {"type": "object", "properties": {}}},
+}
+_PROBE_ARGUMENTS = {"cable": "Kittiwake"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +42,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins."""
+    """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins.
+
+    `hidden_thoughts`: messages whose thoughts the template leaves out.
+    """
 
     text: str
     spans: list[Span]
     prompt: str | None = None
+    hidden_thoughts: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,21 @@ class _Turns:
     header: str
     terminators: tuple[str, ...]
     space: str = ""  # between a question and its answer, where the template has no generation prompt
+    trims: bool = False  # takes the space off an answer's beginning
+
+
+@dataclass(frozen=True)
+class _CallForm:
+    """What a template wants of a message that calls tools: its content where there is none, arguments as JSON text."""
+
+    content: str | None
+    are_texts: bool
+
+    def of(self, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        calls = [_with_text_arguments(call) for call in message["tool_calls"]] if self.are_texts else None
+        return message | {"content": message.get("content") or self.content} | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass(frozen=True)
@@ -72,12 +85,27 @@ class _Marked:
     text: str
     ends: dict[int, int]
     blocks: list[tuple[int, int]] = field(default_factory=list)
+    positions: dict[int, int] = field(default_factory=dict)  # where each mark is that was set; -1: nowhere
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns."""
+    """A compiled template, and another for conversations with tools if the model has one (`tool_source`).
 
-    def __init__(self, source: str, special_tokens: dict[str, str], control_tokens: list[str]) -> None:
+    `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        control_tokens: list[str],
+        tool_source: str | None = None,
+        is_of_tools: bool = False,
+    ) -> None:
+        self._of_tools = (
+            ChatTemplate(tool_source, special_tokens, control_tokens, is_of_tools=True) if tool_source else None
+        )
+        self._probe_tools = [_PROBE_TOOL] if is_of_tools else None
         self._environment = template_environment()
         try:
             self._template = self._environment.from_string(source)
@@ -95,6 +123,13 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The text, as transformers' apply_chat_template gives it; `prompt` adds the generation prompt."""
+        if tools and self._of_tools:
+            return self._of_tools.render(messages, tools, prompt=prompt)
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._call_form.of(message) for message in messages]
+        return self._rendered(messages, tools, prompt)
+
+    def _rendered(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         try:
             return self._template.render(
                 messages=[_with_reasoning(message) for message in messages],
@@ -112,20 +147,59 @@ class ChatTemplate:
         """The text and its trained spans; `weights[i]` is message i's.
 
         Raises:
-            Refused: the template refuses the row, or the spans cannot be known for certain.
+            Refused: the template refuses the row, leaves a part of it out, or the spans cannot be known for certain.
         """
+        if tools and self._of_tools:
+            return self._of_tools.spans(messages, tools, weights)
         self._refuse_control_tokens(messages, tools)
         text = self.render(messages, tools)
         marked = self._mark(text, messages, tools)
+        hidden = self._checked(text, messages, tools, marked.positions)
         found = self._block_spans(marked, messages, weights) if self._has_blocks else None
         if found is None:
             found = self._turn_spans(marked, messages, weights)
-        return Rendered(text, [span for span in found if span.weight > 0])
+        return Rendered(text, [span for span in found if span.weight > 0], hidden_thoughts=hidden)
 
     def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text that ends where the last answer begins."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         return self.render(messages[:last], tools, prompt=True)
+
+    def asked(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
+        """Return the text that asks for an answer. Raises Refused as `spans` does, but of spans there are none."""
+        if tools and self._of_tools:
+            return self._of_tools.asked(messages, tools)
+        text = self.render(messages, tools, prompt=True)
+        marks = Marks.beside(text, len(messages))
+        marked = self._read_marks(marks, marks.marked(messages, range(len(messages))), tools, prompt=True)
+        positions = marked.positions if marked is not None and marked.text == text else {}
+        return Rendered(text, [], hidden_thoughts=self._checked(text, messages, tools, positions))
+
+    def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
+        """Count hidden thoughts. Raises Refused where the text lacks anything else (see `hidden_thoughts`)."""
+        if tools and not self._probe_tools and says_a_tools_name(messages, tools):
+            without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
+            if text in without:
+                raise Refused("tools: the chat template leaves them out")
+        return hidden_thoughts(text, messages, tools, positions)
+
+    @cached_property
+    def _call_form(self) -> _CallForm:
+        """Learn how the template wants tool calls. Raises Refused if it shows none."""
+        call = {"type": "function", "id": "callprobe", "function": {"name": "winch", "arguments": _PROBE_ARGUMENTS}}
+        refusal: Refused | None = None
+        for tools in (self._probe_tools, [_PROBE_TOOL]):
+            for form in (_CallForm(None, False), _CallForm("", False), _CallForm(None, True), _CallForm("", True)):
+                asked = {"role": "user", "content": "Quayside?"}
+                try:
+                    text = self._rendered([asked, form.of({"role": "assistant", "tool_calls": [call]})], tools)
+                except Refused as error:
+                    refusal = error
+                    continue
+                is_whole = "winch" in text and "cable" in text and "Kittiwake" in text
+                if is_whole and '\\"cable' not in text and "None" not in text:
+                    return form
+        raise Refused("the chat template shows no tool calls") from refusal
 
     # Learning the template's turns.
 
@@ -136,9 +210,10 @@ class ChatTemplate:
         """
         question, answer = "Quayside?", "Zephyrine!"
         user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-        asked = self.render([user])
-        prompt = self.render([user], prompt=True)
-        last = self.render([user, assistant])
+        tools = self._probe_tools
+        asked = self.render([user], tools)
+        prompt = self.render([user], tools, prompt=True)
+        last = self.render([user, assistant], tools)
         middle = self._render_or(last, [user, assistant, {"role": "user", "content": "Harbour?"}])
         for text in (last, middle):
             if text.count(answer) != 1 or question not in text:
@@ -150,11 +225,12 @@ class ChatTemplate:
             header = ""  # the header in the prompt differs from that in the history: use neither
         space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
         terminators = self._terminators(last, middle, question, answer, generation_prompt)
-        return _Turns(generation_prompt, header, terminators, space)
+        trims = self._render_or("", [user, {"role": "assistant", "content": f" {answer}"}]) == last
+        return _Turns(generation_prompt, header, terminators, space, trims)
 
-    def _render_or(self, otherwise: str, messages: list[Message]) -> str:
+    def _render_or(self, otherwise: str, messages: list[Message], prompt: bool = False) -> str:
         try:
-            return self.render(messages)
+            return self.render(messages, self._probe_tools, prompt=prompt)
         except Refused:  # a template for one question and one answer
             return otherwise
 
@@ -188,14 +264,14 @@ class ChatTemplate:
 
     def _mark(self, text: str, messages: list[Message], tools: list[Any] | None) -> _Marked:
         """Render with markers, and check that nothing but the markers changed."""
-        if len(messages) > _MAX_MESSAGES or _ANY_MARK.search(text):
-            raise Refused("the conversation has too many messages, or characters from U+F0000 to U+FFFFD")
+        marks = Marks.beside(text, len(messages))
         everyone = range(len(messages))
         assistants = [i for i in everyone if messages[i]["role"] == "assistant"]
         for chosen in (everyone, assistants):
-            marked = self._read_marks([_with_mark(m, i) if i in chosen else m for i, m in enumerate(messages)], tools)
-            if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
-                return marked
+            for at_the_end in (False, True):
+                marked = self._read_marks(marks, marks.marked(messages, chosen, at_the_end), tools)
+                if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
+                    return marked
         raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")
 
     def _is_unquoted(self, messages: list[Message]) -> bool:
@@ -203,28 +279,31 @@ class ChatTemplate:
         others = json.dumps([m.get("content") for m in messages if m["role"] != "assistant"], ensure_ascii=False)
         return bool(self._turns.header) and not self._control.search(others)
 
-    def _read_marks(self, messages: list[Message], tools: list[Any] | None) -> _Marked | None:
-        with tracking_generation(self._environment):
+    def _read_marks(
+        self, marks: Marks, messages: list[Message], tools: list[Any] | None, prompt: bool = False
+    ) -> _Marked | None:
+        with tracking_generation(self._environment, marks.of_blocks):
             try:
-                marked = self.render(messages, tools)
+                marked = self.render(messages, tools, prompt=prompt)
             except Refused:
                 return None
         pieces, length = list[str](), 0
         ends, starts, blocks = dict[int, int](), list[int](), list[tuple[int, int]]()
-        for piece in _ANY_MARK.split(marked):  # texts and marks by turns
-            if not _ANY_MARK.fullmatch(piece):
+        for piece in marks.any.split(marked):  # texts and marks by turns
+            if not marks.any.fullmatch(piece):
                 pieces.append(piece)
                 length += len(piece)
-            elif piece == GENERATION_START:
+            elif piece == marks.of_blocks[0]:
                 starts.append(length)
-            elif piece == GENERATION_END:
+            elif piece == marks.of_blocks[1]:
                 blocks.append((starts.pop(), length))
             else:
-                index = ord(piece) - _MARK
+                index = marks.index_of(piece)
                 if index in ends and messages[index]["role"] == "assistant":
                     return None  # shown twice: which one is the turn?
                 ends[index] = length
-        return _Marked("".join(pieces), ends, blocks)
+        placed = [i for i, message in enumerate(messages) if marks.any.search(message.get("content") or "")]
+        return _Marked("".join(pieces), ends, blocks, {i: ends.get(i, -1) for i in placed})
 
     def _turn_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
         cursor = 0
@@ -257,7 +336,7 @@ class ChatTemplate:
         """Find the beginning of the space in front of a content. Nothing prompts it, so the model has to write it:
         what the template puts there (Mistral's do), and what the content begins with."""
         content = message["content"]
-        most = len(self._turns.space) + len(content) - len(content.lstrip())
+        most = len(self._turns.space) + (0 if self._turns.trims else len(content) - len(content.lstrip()))
         in_front = marked.text[max(cursor, start - most) : start]
         return start - (len(in_front) - len(in_front.rstrip()))
 
@@ -306,29 +385,14 @@ def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
     return start if start >= 0 and marked.text.startswith(core, start) else None
 
 
-def _with_mark(message: Message, i: int) -> Message:
-    """Return the message with a marker after the last character of its content that is not space, if there is one."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": _mark_text(content, i)}
-    if isinstance(content, list):
-        parts = list(content)
-        for k in reversed(range(len(parts))):
-            if parts[k]["text"].strip():
-                parts[k] = {**parts[k], "text": _mark_text(parts[k]["text"], i)}
-                break
-        return {**message, "content": parts}
-    return message
-
-
-def _mark_text(text: str, i: int) -> str:
-    core = text.rstrip()
-    return f"{core}{chr(_MARK + i)}{text[len(core) :]}" if core else text
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_reasoning(message: Message) -> Message:
     """Copy a message's reasoning, which has one of three names, to the names that transformers gives to templates."""
-    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -207,13 +207,7 @@ def sign_longest(texts: list[str], places: list[str]) -> None:
 def _last_text(chat: Chat, role: str) -> str:
     """The text of a role's last message."""
     contents = [message.get("content") for message in chat.messages if message["role"] == role]
-    match contents[-1] if contents else None:
-        case str() as text:
-            return text
-        case list() as parts:
-            return "".join(part["text"] for part in parts)
-        case _:
-            return ""
+    return (contents[-1] if contents else None) or ""
 
 
 def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:

@@ -19,7 +19,7 @@ from temporalio import activity
 from activities.formats.dataset import Dataset, open_prompts
 from activities.formats.examples import Question
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Span
+from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
@@ -152,7 +152,8 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
         if tokenizer.template is not None:
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
         for batch in batches_of(questions, _characters_of):
-            texts = process.asked(batch) if process else [_plain(question) for question in batch]
+            prompts = process.asked(batch) if process else [Rendered(_plain(question), []) for question in batch]
+            texts = [prompt.text for prompt in prompts]
             sign_longest(texts, [question.place for question in batch])
             prefix = [] if process else tokenizer.prefix_ids
             for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):

@@ -15,8 +15,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-GENERATION_START, GENERATION_END = chr(0xFFFF0), chr(0xFFFF1)
-"""Marks around a `{% generation %}` block: private-use characters, which do not occur in templates."""
+
+class Refused(Exception):
+    """A row or a template cannot be rendered with exact spans; the text says why."""
 
 
 class _GenerationBlocks(Extension):
@@ -32,17 +33,18 @@ class _GenerationBlocks(Extension):
     @pass_eval_context
     def _body(self, _: nodes.EvalContext, caller: Callable[[], str]) -> str:
         body = caller()
-        is_tracking = getattr(self.environment, "tracks_generation", False)
-        return f"{GENERATION_START}{body}{GENERATION_END}" if is_tracking else body
+        start, end = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{start}{body}{end}"
 
 
 @contextmanager
-def tracking_generation(environment: ImmutableSandboxedEnvironment) -> Iterator[None]:
-    environment.tracks_generation = True  # type: ignore[attr-defined]
+def tracking_generation(environment: ImmutableSandboxedEnvironment, marks: tuple[str, str]) -> Iterator[None]:
+    """Put these marks around `{% generation %}` blocks that are rendered meanwhile."""
+    environment.generation_marks = marks  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        environment.tracks_generation = False  # type: ignore[attr-defined]
+        environment.generation_marks = ("", "")  # type: ignore[attr-defined]
 
 
 class _SafeNamespace(Namespace):

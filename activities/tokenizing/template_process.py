@@ -41,11 +41,15 @@ _READY = b"ready"
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """A chat template and the tokens that it may name. `control_tokens`: those that can end or open a turn."""
+    """A chat template and the tokens that it may name. `control_tokens`: those that can end or open a turn.
+
+    `tool_source`: the template for conversations with tools, where the model has one of its own.
+    """
 
     source: str
     special_tokens: dict[str, str]
     control_tokens: list[str]
+    tool_source: str | None = None
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -97,16 +101,17 @@ class TemplateProcess:
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
         answers = self._answers([rows, prompts], [chat.place for chat in chats])
-        return [Rendered(text, [Span(*span) for span in spans], prompt) for text, spans, prompt in answers]
+        return [Rendered(text, [Span(*span) for span in spans], *others) for text, spans, *others in answers]
 
-    def asked(self, questions: "Sequence[Question]") -> list[str]:
+    def asked(self, questions: "Sequence[Question]") -> list[Rendered]:
         """Return the text of each prompt: its messages, and the header of the turn that answers.
 
         Raises:
-            InvalidInput: the template refuses a question, or takes too long, or too much memory.
+            InvalidInput: the template refuses a question or leaves a part out, or takes too long, or too much memory.
         """
         rows = [[question.messages, question.tools, None] for question in questions]
-        return [prompt for [prompt] in self._answers([rows, True], [question.place for question in questions])]
+        answers = self._answers([rows, True], [question.place for question in questions])
+        return [Rendered(text, [], hidden_thoughts=hidden) for text, hidden in answers]
 
     def _answers(self, batch: list[Any], places: list[str]) -> list[list[Any]]:
         # The child itself stops a slow row and reports it; this limit is for a row that cannot be interrupted.
@@ -205,10 +210,12 @@ def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: fl
 
         def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any]:
             if weights is None:
-                return [template.render(messages, tools, prompt=True)]
+                asked = template.asked(messages, tools)
+                return [asked.text, asked.hidden_thoughts]
             rendered = template.spans(messages, tools, weights)
             prompt = _prompt_or_none(template, messages, tools) if prompts else None
-            return [rendered.text, [[s.start, s.end, s.weight] for s in rendered.spans], prompt]
+            spans = [[s.start, s.end, s.weight] for s in rendered.spans]
+            return [rendered.text, spans, prompt, rendered.hidden_thoughts]
 
         yield (result := _limited(limit_s, answer))
         if isinstance(result, str):

@@ -69,8 +69,8 @@ class ModelTokenizer:
         self._added = {token["id"] for token in described.get("added_tokens", [])}
         control = {t["content"] for t in described.get("added_tokens", []) if t.get("special")}
         control |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
-        source = _template(files, config, place)
-        self.template = TemplateSource(source, self.special_tokens, sorted(control)) if source else None
+        source, tool_source = _templates(files, config, place)
+        self.template = TemplateSource(source, self.special_tokens, sorted(control), tool_source) if source else None
 
     @property
     def eos(self) -> str:
@@ -277,17 +277,20 @@ def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[n
     return widths
 
 
-def _template(files: dict[str, bytes], config: dict[str, Any], place: str) -> str | None:
-    """The chat template: chat_template.jinja, or what tokenizer_config.json holds (its `default`, of several)."""
+def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools if there are several (`tool_use`, as transformers).
+
+    They stand in chat_template.jinja, or in tokenizer_config.json as a text or a list of named ones.
+    """
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+        return files["chat_template.jinja"].decode(), None
     match config.get("chat_template"):
         case str() as source:
-            return source
+            return source, None
         case list() as named:
             by_name = {each["name"]: each["template"] for each in named}
             if "default" not in by_name:
                 raise InvalidInput("there are several chat templates and none is the default", place)
-            return by_name["default"]
+            return by_name["default"], by_name.get("tool_use")
         case _:
-            return None
+            return None, None

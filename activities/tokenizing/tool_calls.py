@@ -1,36 +1,16 @@
-"""Converts tool calls between three forms: of chat completions, of chat templates, and in the text of an answer.
+"""Converts tool calls between two forms: of chat completions, and in the text of an answer.
 
 In texts the form of Qwen's and Hermes' templates is recognised: for each call `<tool_call>`, a JSON object with a name
 and arguments, `</tool_call>`. Other forms stay text.
 """
 
 import json
-from typing import Any
 
 from shared.chat.messages import CalledFunction, ChatRequest, ToolCall, name_of, parameters_of
 from shared.chat.structured_outputs import StructuralTag, StructuredOutputs, Tag, TagContent, Tags
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 NO_CALLS: tuple[ToolCall, ...] = ()
-
-
-def with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as objects, as templates want them, not as JSON text."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    match call:
-        case {"function": {"arguments": str() as text} as function}:
-            try:
-                arguments = json.loads(text)
-            except (ValueError, RecursionError):
-                return call
-            return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-        case _:
-            return call
 
 
 def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:

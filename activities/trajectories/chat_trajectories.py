@@ -16,10 +16,10 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError
 
 from activities.formats.examples import Chat, Question
-from activities.formats.rows import Row, message_of
+from activities.formats.messages import message_of, tools_of
+from activities.formats.rows import Row
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
-from activities.tokenizing.tool_calls import with_parsed_calls
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers, is_same_message
 from shared.chat.answer_records import AnswerRecord
 from shared.chat.trajectories import ChatHistory, ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
@@ -69,7 +69,7 @@ def turns_of(history: ChatHistory) -> Turns:
                 message = {key: value for key, value in given.items() if key not in beside}
                 sampling = {key: value for key, value in given.items() if key in beside}
         try:
-            turns.messages.append(with_parsed_calls(message_of(Row(PLACE, {}), f"messages[{i}]", message)))
+            turns.messages.append(message_of(Row(PLACE, {}), f"messages[{i}]", message))
         except InvalidInput as error:
             raise BrokenTrajectory(PLACE, "messages", error.message) from error
         if sampling.get("logprobs") is not None or sampling.get("answer_id") is not None:
@@ -204,7 +204,10 @@ class Conversations:
 
     def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[_Drawn]:
         turns = turns_of(history)
-        tools = [dict(tool) for tool in history.tools] if history.tools else None
+        try:
+            tools = tools_of(Row(PLACE, {"tools": [dict(tool) for tool in history.tools or ()]}))
+        except InvalidInput as error:
+            raise BrokenTrajectory("tools", "tools", error.message) from error
         drawn = [self._drawn(i, turn, turns, tools, own_answers) for i, turn in turns.sampled.items()]
         return [each for each in drawn if each is not None]
 
@@ -287,10 +290,10 @@ def _asked_ids(
 ) -> list[int]:
     """Return the ids of the conversation before a turn, as a server renders it."""
     try:
-        [text] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
+        [prompt] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
     except InvalidInput as error:
         raise _of_the_conversation(error) from error
-    return tokenizer.tokens_of(text)
+    return tokenizer.tokens_of(prompt.text)
 
 
 def _of_the_conversation(error: InvalidInput) -> Exception:

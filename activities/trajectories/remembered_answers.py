@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from activities.tokenizing.tool_calls import with_parsed_calls
+from activities.formats.messages import call_of
+from activities.formats.rows import Row
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, recall, recall_alike
 from shared.storage.store import ObjectStore
 
@@ -39,18 +40,13 @@ class RememberedAnswers:
 
 def is_same_message(message: dict[str, Any], choice: DrawnChoice) -> bool:
     """Compare a client's message with an answer: its text, and the functions that it calls."""
-    told = with_parsed_calls({"tool_calls": [call.model_dump() for call in choice.tool_calls]})
-    return _text(message) == (choice.content or "") and _calls(message) == _calls(told)
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    told = [call_of(Row("tool_calls", {}), "tool_calls", call.model_dump()) for call in choice.tool_calls]
+    return (message.get("content") or "") == (choice.content or "") and _calls(message) == _calls({"tool_calls": told})
 
 
 def _calls(message: dict[str, Any]) -> list[tuple[Any, Any]]:
-    functions = [call.get("function") if isinstance(call, dict) else None for call in message.get("tool_calls") or ()]
-    return [(one.get("name"), one.get("arguments")) if isinstance(one, dict) else (None, None) for one in functions]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function["name"], function["arguments"]) for function in functions]
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def test_chat_with_tools_parts_and_weights(tmp_path: Path) -> None:
     messages = [USER, ASSISTANT | {"weight": 0.5}, USER | {"weight": 1}, {"role": "assistant", "content": parts}]
     [chat] = read(lines(tmp_path, {"messages": messages, "tools": [{"name": "t"}], "id": 7}))
     assert isinstance(chat, Chat) and chat.place == "rows.jsonl:1"
-    assert chat.weights == [0, 0.5, 0, 1] and chat.tools == [{"name": "t"}]
-    assert chat.messages[1] == ASSISTANT and chat.messages[3]["content"] == parts
+    assert chat.weights == [0, 0.5, 0, 1] and chat.tools == [{"type": "function", "function": {"name": "t"}}]
+    assert chat.messages[1] == chat.messages[3] == ASSISTANT
 
 
 def test_of_a_conversation_the_last_answer_alone_can_be_trained(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_trls_rows_with_a_prompt(tmp_path: Path) -> None:
         [pair] = read(tmp_path, {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "t"}]})
         chosen, rejected = chats(pair)
         assert (chosen.messages, rejected.messages) == ([ASK, GOOD], [ASK, BAD])
-        assert chosen.weights == [0, 1] and chosen.tools == [{"name": "t"}]
+        assert chosen.weights == [0, 1] and chosen.tools == [{"type": "function", "function": {"name": "t"}}]
 
 
 def test_trls_rows_whose_prompt_is_what_both_begin_with(tmp_path: Path) -> None:

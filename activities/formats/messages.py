@@ -1,0 +1,124 @@
+"""Messages and tools in one form, whatever dialect a row, a trajectory or a chat has them in.
+
+A content is one text; the arguments of a tool call are an object; a tool is `{"type": "function", "function": ...}`.
+Every door normalises by these functions, so that the same messages become the same tokens.
+"""
+
+import json
+from typing import Any
+
+from activities.formats.rows import JSON, Row, list_of_objects, type_name, without_nulls
+from shared.errors import InvalidInput
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_NAMES = {"function": "tool", "observation": "tool"}
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+
+
+def message_of(row: Row, field: str, turn: dict[str, JSON]) -> Message:
+    """A message as templates take it, without its weight. Raises InvalidInput for what is none."""
+    message = {key: value for key, value in turn.items() if value is not None and key != "weight"}
+    role = message.get("role")
+    message["role"] = role = _OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+    if role not in _ROLES:
+        raise InvalidInput(f"{field}.role must be one of {', '.join(_ROLES)}, not {role!r:.40}", row.place)
+    calls = _calls_of(row, field, message)
+    if calls and role != "assistant":
+        raise InvalidInput(f"{field}.tool_calls: the message is the {role}'s, and an assistant calls tools", row.place)
+    message |= {"tool_calls": calls} if calls else {}
+    match message.get("content"):
+        case str():
+            pass
+        case list() as parts:
+            message["content"] = _joined(row, f"{field}.content", parts)
+        case None if calls:
+            message["content"] = None  # templates tell an absent content from none
+        case None:
+            raise InvalidInput(f"{field}.content is missing", row.place)
+        case other:
+            raise InvalidInput(f"{field}.content must be text, not {type_name(other)}", row.place)
+    return message
+
+
+def messages_of(row: Row, field: str) -> list[Message]:
+    """A field's messages. Raises InvalidInput as `list_of_objects` and `message_of` do."""
+    return [message_of(row, f"{field}[{i}]", turn) for i, turn in enumerate(list_of_objects(row, field))]
+
+
+def tools_of(row: Row, field: str = "tools") -> Tools | None:
+    """The row's tools, which may be JSON text; None where it has none. `functions` is their older name.
+
+    Raises:
+        InvalidInput: what is no list of tools, or both names.
+    """
+    older = field.removesuffix("tools") + "functions"
+    if row.fields.get(field) and row.fields.get(older):
+        raise InvalidInput(f"{older} is the older name of {field}: give one", row.place)
+    field = older if row.fields.get(older) else field
+    value = row.fields.get(field)
+    if isinstance(value, str):
+        value = _json_of(row, field, value, "a list of objects") if value.strip() else None
+    match value:
+        case None | []:
+            return None
+        case list() as tools if all(isinstance(tool, dict) for tool in tools):
+            given = without_nulls(tools) if row.has_schema else tools
+            return [tool_of(row, f"{field}[{i}]", tool) for i, tool in enumerate(given)]
+        case other:
+            raise InvalidInput(f"{field} must be a list of objects, not {type_name(other)}", row.place)
+
+
+def tool_of(row: Row, field: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form. Raises InvalidInput for one without a name."""
+    tool = tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool}
+    if not isinstance(tool["function"].get("name"), str) or not tool["function"]["name"]:
+        raise InvalidInput(f'{field}: a tool is {{"type": "function", "function": {{"name": ..., ...}}}}', row.place)
+    return tool
+
+
+def call_of(row: Row, field: str, call: JSON) -> dict[str, Any]:
+    """A tool call with its arguments as an object. Raises InvalidInput for one without a name, or other arguments."""
+    if not isinstance(call, dict):
+        raise InvalidInput(f"{field} must be an object, not {type_name(call)}", row.place)
+    call = call if isinstance(call.get("function"), dict) else {"type": "function", "function": call}
+    function = call["function"]
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidInput(f"{field} names no function", row.place)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json_of(row, f"{field}.function.arguments", arguments, "an object") if arguments.strip() else {}
+    if not isinstance(arguments, dict | None):
+        rule = f"{field}.function.arguments must be an object, or JSON text of one, not {type_name(arguments)}"
+        raise InvalidInput(rule, row.place)
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _calls_of(row: Row, field: str, message: Message) -> Tools:
+    """Take the tool calls out of a message, or the older `function_call`."""
+    calls, older = message.pop("tool_calls", None), message.pop("function_call", None)
+    if calls is not None and not isinstance(calls, list):
+        raise InvalidInput(f"{field}.tool_calls must be a list, not {type_name(calls)}", row.place)
+    if calls and older:
+        raise InvalidInput(f"{field}.function_call is the older name of tool_calls: give one", row.place)
+    if older is not None:
+        return [call_of(row, f"{field}.function_call", older)]
+    return [call_of(row, f"{field}.tool_calls[{i}]", call) for i, call in enumerate(calls or ())]
+
+
+def _joined(row: Row, field: str, parts: list[JSON]) -> str:
+    """Join a content's text parts, since most templates take a text alone."""
+    for i, part in enumerate(parts):
+        is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+        if not is_text:
+            raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
+    return "".join(part["text"] for part in parts)
+
+
+def _json_of(row: Row, field: str, text: str, what: str) -> JSON:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field} must be {what}, not text that is no JSON ({error})", row.place) from error

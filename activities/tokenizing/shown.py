@@ -1,0 +1,101 @@
+"""Looks for what a conversation says in the text that a chat template made of it, so that nothing is left out silently.
+
+A template may cut the thoughts of turns before the last question (Qwen3's does): those are counted. Anything else that
+it leaves out is a reason to refuse the row.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from activities.tokenizing.template_environment import Refused
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's thoughts."""
+_THOUGHT_END = "</think>"
+
+
+def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
+    """Count the messages of a rendered text whose thoughts are cut, as those of earlier turns may be.
+
+    Args:
+        ends: by message, the position where its content ends, for those of which it is known (-1: nowhere).
+
+    Raises:
+        Refused: the text lacks another part of what the messages and tools say.
+    """
+    last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    hidden = 0
+    for i, message in enumerate(messages):
+        shown = text if i not in ends else text[: max(0, ends[i])]
+        content, thoughts = _visible(message, shown, is_end=i in ends)
+        if content and not _ends(shown, content, i in ends):
+            raise Refused(
+                f"messages[{i}]: the chat template leaves out what this message of the {message['role']} says"
+            )
+        cut = any(not _holds(text, thought) for thought in thoughts)
+        if cut and i > last_question:
+            raise Refused(f"messages[{i}]: the chat template leaves out the thoughts of this message")
+        hidden += cut
+        for k, call in enumerate(message.get("tool_calls") or ()):
+            if (lacking := _lacking(text, call["function"])) is not None:
+                raise Refused(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {lacking!r:.60}")
+    for k, tool in enumerate(tools or ()):
+        if not _holds(text, tool["function"]["name"]):
+            raise Refused(f"tools[{k}]: the chat template leaves out the tool {tool['function']['name']!r:.60}")
+    return hidden
+
+
+def says_a_tools_name(messages: list[dict[str, Any]], tools: list[Any]) -> bool:
+    """True if a tool's name, or a part of one, stands in a message, so that finding it in the text proves nothing."""
+    said = json.dumps(messages, ensure_ascii=False)
+    return any(tool["function"]["name"] in said for tool in tools)
+
+
+def _visible(message: dict[str, Any], shown: str, is_end: bool) -> tuple[str, list[str]]:
+    """Separate what has to be shown from thoughts, which stand in fields of their own, or begin the content."""
+    core = (message.get("content") or "").strip()
+    thoughts = [message[name].strip() for name in REASONING if isinstance(message.get(name), str)][:1]
+    if message["role"] == "assistant" and _THOUGHT_END in core and not _ends(shown, core, is_end):
+        thought, _, answer = core.rpartition(_THOUGHT_END)
+        return answer.strip(), [*thoughts, thought.removeprefix("<think>").strip()]
+    return core, thoughts
+
+
+def _ends(shown: str, content: str, is_end: bool) -> bool:
+    """True if a text ends with a content, as it is or as JSON, or has it anywhere where its end is not known."""
+    if not is_end:
+        return _holds(shown, content)
+    return shown.rstrip().endswith(content) or any(shown.endswith(each) for each in _as_json(content))
+
+
+def _holds(text: str, part: str) -> bool:
+    return part in text or any(each in text for each in _as_json(part))
+
+
+def _as_json(text: str) -> Iterator[str]:
+    """Yield a text as it stands between the quotes of JSON."""
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+def _lacking(text: str, function: dict[str, Any]) -> str | None:
+    """Return the first part of a call that a text does not hold: its name, or a name or value of its arguments."""
+    return next((part for part in (function["name"], *_leaves(function["arguments"])) if not _holds(text, part)), None)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    match value:
+        case dict():
+            for key, item in value.items():
+                yield key
+                yield from _leaves(item)
+        case list():
+            for item in value:
+                yield from _leaves(item)
+        case str():
+            yield value.strip()
+        case bool() | None:
+            return  # written as templates like: true, True
+        case _:
+            yield json.dumps(value)

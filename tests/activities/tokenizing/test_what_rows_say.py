@@ -1,0 +1,350 @@
+"""What a row says reaches the model at every door, or the row is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from activities.formats.dataset import open_dataset, open_prompts
+from activities.formats.messages import messages_of, tools_of
+from activities.formats.rows import Row
+from activities.host_context import HostContext
+from activities.sampling.chat import ChatPrompts
+from activities.tokenizing.chat_template import ChatTemplate, Refused
+from activities.tokenizing.encoding import encoded
+from activities.tokenizing.render_prompts import rendered
+from activities.tokenizing.tokenizer import ModelTokenizer
+from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from shared.chat.trajectories import ChatTrajectory
+from shared.contract import Artifact
+from shared.errors import InvalidInput
+from shared.runs.sources import DatasetSource
+from shared.settings import S3Settings, Settings
+from shared.storage.artifacts import seal
+from tests.activities.templates import CHATML, LLAMA, QWEN, SPECIAL, TEMPLATES, open_model, tokenizer_json
+
+END = "<|im_end|>"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+ONLY_TEXTS = TURNS.replace("m.content +", "(m.content if m.content is string else '') +")
+TOOLS_FIRST = (
+    "{{ '<|im_start|>system\n<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '</tools><|im_end|>\n' }}"
+)
+WITH_TOOLS = "{% if tools %}" + TOOLS_FIRST + "{% endif %}" + TURNS
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
+)
+CALLING = CALLS.replace("CONTENT", "(m.content or '')")
+# A template that needs a content, as Qwen3's first one; and one that writes calls where it is none, and texts as they
+# are, as DeepSeek's.
+NEEDS_CONTENT = CALLS.replace("CONTENT", "('' if '</think>' in m.content else m.content)")
+NEEDS_TEXT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls and m.content is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
+)
+
+TIDE = {
+    "type": "function",
+    "function": {
+        "name": "tide",
+        "parameters": {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]},
+    },
+}
+QUAY = json.loads(json.dumps(TIDE).replace("tide", "quay").replace("port", "number").replace("string", "integer"))
+CALL = {"id": "call_1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Kiel"}'}}
+ASK = {"role": "user", "content": "When?"}
+ANSWER = {"role": "assistant", "content": "Half past six."}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def model_of(template: str | list[dict[str, str]] | None, **config: Any) -> ModelTokenizer:
+    files = {"chat_template": template, "eos_token": END, **config}
+    return ModelTokenizer(
+        {"tokenizer.json": tokenizer_json().encode(), "tokenizer_config.json": json.dumps(files).encode()}, "model"
+    )
+
+
+def folder_of(tmp_path: Path, *rows: dict[str, Any]) -> Path:
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    (tmp_path / "rows" / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return tmp_path / "rows"
+
+
+def trained(folder: Path, model: ModelTokenizer, **source: Any) -> list[tuple[str, str]]:
+    """Each row's text, and what of it is trained."""
+    found = []
+    for batch in encoded(open_dataset(folder, DatasetSource(uri="file:///rows", **source)), model):
+        block = batch.block
+        for start, num in zip(block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True):
+            ids, weights = block.id_T[start : start + num], block.weight_T[start : start + num]
+            found.append((model.decode(ids.tolist()), model.decode(ids[weights > 0].tolist())))
+    return found
+
+
+def trained_of(tmp_path: Path, template: Any, *rows: dict[str, Any], **source: Any) -> list[tuple[str, str]]:
+    return trained(folder_of(tmp_path, *rows), model_of(template), **source)
+
+
+def refusal(tmp_path: Path, template: Any, *rows: dict[str, Any]) -> str:
+    with pytest.raises(InvalidInput) as refused:
+        trained_of(tmp_path, template, *rows)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("template", [CALLING, NEEDS_CONTENT])
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("arguments", ['{"port": "Kiel"}', {"port": "Kiel"}])
+def test_a_call_is_trained_as_the_template_writes_calls(
+    tmp_path: Path, template: str, content: str | None, arguments: Any
+) -> None:
+    called = CALLED | {"tool_calls": [CALL | {"function": {"name": "tide", "arguments": arguments}}]}
+    called = {k: v for k, v in (called | {"content": content}).items() if v != "absent"}
+    [(_, own)] = trained_of(tmp_path, template, {"messages": [ASK, called], "parallel_tool_calls": False})
+    assert own == '<tool_call>\n{"name": "tide", "arguments": {"port": "Kiel"}}\n</tool_call>' + END
+
+
+def test_a_template_that_wants_arguments_as_text_and_no_content_gets_that(tmp_path: Path) -> None:
+    for called in (CALLED, CALLED | {"content": ""}, {"role": "assistant", "function_call": CALL["function"]}):
+        [(_, own)] = trained_of(tmp_path, NEEDS_TEXT, {"messages": [ASK, called]})
+        assert own == 'tide({"port": "Kiel"})' + END
+
+
+def test_calls_that_a_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    for template in (TURNS, ONLY_TEXTS, LLAMA.replace("message.tool_calls", "false")):
+        assert "shows no tool calls" in refusal(tmp_path, template, {"messages": [ASK, CALLED]})
+
+
+def test_text_parts_are_one_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "How many sacks "}, {"type": "text", "text": "on quay 7?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Twelve sacks."}]}
+    row = {"messages": [{"role": "user", "content": parts}, answer]}
+    for template in (ONLY_TEXTS, TURNS):
+        [(text, own)] = trained_of(tmp_path, template, row)
+        assert "How many sacks on quay 7?" in text and own == f"Twelve sacks.{END}"
+    parts[1] = {"type": "image_url", "text": "x"}
+    assert "messages[0].content[1] must be a text part" in refusal(tmp_path, ONLY_TEXTS, row)
+
+
+def test_a_model_with_a_template_for_tools_uses_it_where_a_row_has_some(tmp_path: Path) -> None:
+    both = [{"name": "default", "template": TURNS}, {"name": "tool_use", "template": TOOLS_FIRST + TURNS}]
+    plain, told = {"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "tools": [TIDE]}
+    (without, _), (text, own) = trained_of(tmp_path, both, plain, told)
+    assert "<tools>" not in without and json.dumps(TIDE) in text and own == f"Half past six.{END}"
+    [(_, asked)] = rendered(open_prompts(folder_of(tmp_path, told), DatasetSource(uri="file:///rows")), model_of(both))
+    assert model_of(both).decode(asked) == text.removesuffix(f"{own}\n")
+
+
+def test_what_a_template_leaves_out_is_refused_by_name(tmp_path: Path) -> None:
+    named = {"role": "user", "content": "tide?"}
+    for asked in (ASK, named):
+        row = {"messages": [asked, ANSWER], "tools": [TIDE]}
+        assert "rows.jsonl:1: tools" in refusal(tmp_path, TURNS, row)
+    developer = {"role": "developer", "content": "Half"}  # stands in the answer
+    template = TURNS.replace("in messages", "in messages if m.role != 'developer'")
+    assert "messages[0]: the chat template leaves out" in refusal(
+        tmp_path, template, {"messages": [developer, ASK, ANSWER]}
+    )
+    thoughtful = ANSWER | {"reasoning_content": "The moon says so."}
+    assert "messages[1]: the chat template leaves out the thoughts" in refusal(
+        tmp_path, TURNS, {"messages": [ASK, thoughtful]}
+    )
+
+
+def test_nulls_that_a_schema_adds_to_tools_are_not_shown(tmp_path: Path) -> None:
+    rows = [{"messages": [ASK, ANSWER], "tools": [tool]} for tool in (TIDE, QUAY)]
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows" / "d.parquet")
+    for (text, _), tool in zip(trained(tmp_path / "rows", model_of(WITH_TOOLS)), (TIDE, QUAY), strict=True):
+        shown = json.loads(text.partition("<tools>")[2].partition("</tools>")[0])
+        assert shown == tool
+
+
+def test_marks_move_for_a_row_with_private_characters(tmp_path: Path) -> None:
+    icons = ["\U000f024b docs", "\U000f0000\U000f0001\U000f0003", "\U0010fffd"]
+    rows = [{"messages": [ASK, ANSWER | {"content": icon}]} for icon in icons]
+    assert [own for _, own in trained_of(tmp_path, TURNS, *rows)] == [f"{icon}{END}" for icon in icons]
+    assert [own for _, own in trained_of(tmp_path, TEMPLATES["blocks"][0], *rows)] == [f"{icon}{END}" for icon in icons]
+
+
+def test_an_answer_may_end_with_its_thoughts_and_line_breaks(tmp_path: Path) -> None:
+    said = ANSWER | {"content": "<think>\nhm\n</think>\n\n"}
+    [(_, own)] = trained_of(tmp_path, QWEN, {"messages": [ASK, said]})
+    assert own == f"<think>\nhm\n</think>\n\n{END}"
+
+
+def test_space_that_a_template_trims_is_no_part_of_the_header(tmp_path: Path) -> None:
+    """Llama 3 without a generation prompt: its header ends with line breaks, which nobody writes."""
+    template = LLAMA.partition("{%- if add_generation_prompt")[0]
+    for content in ("12 sacks.", " 12 sacks.", "\n12 sacks."):
+        [(_, own)] = trained_of(tmp_path, template, {"messages": [ASK, ANSWER | {"content": content}]})
+        assert own == "12 sacks.<|eot_id|>"
+
+
+# The same rows at every door.
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    prompts = ChatPrompts(HostContext(Settings(root=tmp_path_factory.mktemp("root"))))
+    yield prompts
+    prompts.close()
+
+
+SPOKEN: list[dict[str, Any]] = [
+    {"messages": [ASK, ANSWER]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "When?"}]}, ANSWER]},
+    {
+        "messages": [ASK, CALLED, {"role": "tool", "tool_call_id": "call_1", "content": "06:30"}, ANSWER],
+        "tools": [TIDE],
+    },
+    {
+        "messages": [
+            ASK,
+            {"role": "assistant", "function_call": CALL["function"]},
+            {"role": "function", "name": "tide", "content": "06:30"},
+            ANSWER,
+        ],
+        "functions": [TIDE["function"]],
+    },
+    {"messages": [{"role": "system", "content": "Be terse."}, ASK, ANSWER, ASK, ANSWER], "tools": json.dumps([TIDE])},
+]
+
+
+@pytest.mark.parametrize("row", SPOKEN)
+def test_the_same_row_is_the_same_tokens_at_every_door(tmp_path: Path, chats: ChatPrompts, row: dict[str, Any]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text(tokenizer_json())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": QWEN, "eos_token": END}))
+    artifact = Artifact(uri=(tmp_path / "model").as_uri(), sha256=seal(tmp_path / "model"))
+    model = open_model(tmp_path / "model")
+    *asked, answer = row["messages"]
+    tools = {name: row[name] for name in ("tools", "functions") if name in row}
+
+    def ids_of(fields: dict[str, Any]) -> list[list[int]]:
+        source = DatasetSource(uri="file:///rows", assistant_turns="last" if "messages" in fields else "all")
+        [batch] = encoded(open_dataset(folder_of(tmp_path, fields), source), model)
+        block = batch.block
+        return [block.id_T[a : a + n].tolist() for a, n in zip(block.start_R, block.num_tokens_R, strict=True)]
+
+    [sft] = ids_of(row)
+    pair = {"prompt": asked, "chosen": [answer], "rejected": [answer | {"content": "No."}]} | tools
+    assert ids_of(pair)[0] == sft
+
+    source = DatasetSource(uri="file:///rows")
+    [(_, prompt)] = rendered(open_prompts(folder_of(tmp_path, row), source), model)
+    own = model.tokens_of(f"<think>\n\n</think>\n\n{answer['content']}{END}")
+    assert sft == [*prompt, *own, *model.tokens_of("\n")]
+
+    openai = Row("chat", dict(row))  # OpenAI's protocol has tools as a list alone
+    assert list(chats.ids(artifact, asked, tools_of(openai) or [])) == prompt
+
+    logprobs = {"content": [{"token": f"token_id:{token_id}", "logprob": -1.0} for token_id in own]}
+    sampled = [*asked, answer | {"logprobs": logprobs}]
+    trajectory = ChatTrajectory.model_validate({"messages": sampled, "tools": tools_of(openai), "reward": 1.0})
+    with Conversations(artifact, tmp_path / "cache", S3Settings()) as conversations:
+        [one] = conversations.trajectories_of(trajectory, 10_000)
+    assert list(one.token_ids) == [*prompt, *own]
+
+
+def test_what_is_left_out_is_refused_at_every_door(tmp_path: Path, chats: ChatPrompts) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text(tokenizer_json())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": END}))
+    artifact = Artifact(uri=(tmp_path / "model").as_uri(), sha256=seal(tmp_path / "model"))
+    row = {"messages": [ASK, ANSWER], "tools": [TIDE]}
+    assert "tools[0]" in refusal(tmp_path, CHATML, row)
+    assert "tools[0]" in refusal(
+        tmp_path,
+        CHATML,
+        {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "x"}], "tools": [TIDE]},
+    )
+    with pytest.raises(InvalidInput, match=r"tools\[0\]"):
+        list(rendered(open_prompts(folder_of(tmp_path, row), DatasetSource(uri="file:///rows")), model_of(CHATML)))
+    with pytest.raises(InvalidInput, match=r"tools\[0\]"):
+        chats.ids(artifact, [ASK], [TIDE])
+    said = {"content": [{"token": "token_id:1", "logprob": -1.0}]}
+    sent = {"messages": [ASK, ANSWER | {"logprobs": said}], "tools": [TIDE], "reward": 1.0}
+    with Conversations(artifact, tmp_path / "cache", S3Settings()) as reader, pytest.raises(BrokenTrajectory) as broken:
+        reader.trajectories_of(ChatTrajectory.model_validate(sent), 100)
+    assert "tools[0]" in broken.value.message
+
+
+# The rule, over conversations of every kind.
+
+WORDS = st.text("abcxyz 12.\n{}\"'<é船\U000f0002", min_size=1, max_size=12).map(lambda text: f"w{text}w")
+ARGUMENTS = st.dictionaries(st.sampled_from(("port", "day", "é")), WORDS | st.integers(-9, 9), max_size=3)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> dict[str, Any]:
+    """A row in one of OpenAI's forms, each of whose texts is unlike all others."""
+    number = iter(range(1000))
+
+    def text() -> Any:
+        one = f"{draw(WORDS)} #{next(number)}."
+        return draw(st.sampled_from((one, [{"type": "text", "text": one}])))
+
+    messages = [{"role": draw(st.sampled_from(("system", "developer"))), "content": text()}] * draw(st.booleans())
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": text()})
+        if draw(st.booleans()):
+            written = json.dumps(draw(ARGUMENTS), ensure_ascii=draw(st.booleans()))
+            call = {"id": "callnr001", "type": "function", "function": {"name": "tide", "arguments": written}}
+            said = {} if draw(st.booleans()) else {"content": draw(st.sampled_from((None, "")))}
+            messages += [{"role": "assistant", "tool_calls": [call], **said}, {"role": "tool", "content": text()}]
+        thought = draw(st.sampled_from(({}, {"reasoning_content": f"thought #{next(number)}."})))
+        messages.append({"role": "assistant", "content": text(), **thought})
+    return {"messages": messages, "tools": draw(st.sampled_from((None, [TIDE], [TIDE["function"], QUAY])))}
+
+
+COMPILED = {
+    name: ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, SPECIAL)
+    for name, source in {
+        "turns": TURNS, "calling": CALLING, "content": NEEDS_CONTENT, "text": NEEDS_TEXT, "tools": WITH_TOOLS,
+        "llama": LLAMA, "qwen": QWEN, "blocks": TEMPLATES["blocks"][0],
+    }.items()
+}  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(row=conversations(), name=st.sampled_from(sorted(COMPILED)))
+def test_all_that_a_row_says_stands_in_its_text_or_is_refused_or_counted(row: dict[str, Any], name: str) -> None:
+    check_rule(COMPILED[name], row)
+
+
+def check_rule(template: ChatTemplate, row: dict[str, Any]) -> None:
+    read = Row("row", row)
+    messages, tools = messages_of(read, "messages"), tools_of(read)
+    try:
+        found = template.spans(messages, tools, [float(m["role"] == "assistant") for m in messages])
+    except Refused:
+        return
+    whole = found.text + json.dumps(found.text)  # JSON's own way to write it counts
+    hidden = 0
+    for message in row["messages"]:
+        content = message.get("content") or ""
+        content = content if isinstance(content, str) else content[0]["text"]
+        assert said_in(whole, content.strip())
+        hidden += "reasoning_content" in message and message["reasoning_content"] not in whole
+        for call in message.get("tool_calls") or ():
+            assert "tide" in whole
+            for key, value in json.loads(call["function"]["arguments"]).items():
+                assert key in whole and said_in(whole, str(value))
+    assert all((tool.get("function") or tool)["name"] in whole for tool in row["tools"] or ())
+    assert hidden == found.hidden_thoughts
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    asked = template.asked(messages[:last], tools).text
+    own = found.text[found.spans[-1].start :]
+    assert found.text[: len(asked)] == asked and found.text[len(asked) :] == own
+
+
+def said_in(text: str, part: str) -> bool:
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text or json.dumps(part)[1:-1] in text
