@@ -14,7 +14,8 @@ from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
 from megatron_worker.engine import Engine
 from megatron_worker.tensors.safetensors_files import Entry, write_model
-from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.sender import Sending, send
 from shared.chat.completions import SamplerReady
 from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
 
@@ -83,8 +84,8 @@ def timed_sync(
     """Send an engine's weights to samplers, which then serve them as `v<version>`."""
     access = SyncAccess(secret=secret_of_run(_KEY, _RUN).hex())
     began = time.perf_counter()
-    sending = send(engine.outgoing(None), target, _RUN, 0, 1, sent, access)
-    assert sending is not None
+    sending = send(engine.outgoing(None), target, _RUN, sent, access)
+    assert isinstance(sending, Sending)
     blocked_s = time.perf_counter() - began
     done = sending.wait()
     update_s = time.perf_counter() - began
@@ -99,4 +100,4 @@ def write_weights(engine: Engine, folder: Path) -> None:
     """Write an engine's weights as a Hugging Face folder has them."""
     outgoing = engine.outgoing(None)
     entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
-    write_model(folder, entries, (tensor for _, tensor in outgoing.tensors), max_bytes=5 << 30)
+    write_model(folder, entries, (tensor for _, tensor in engine.named_weights()), max_bytes=5 << 30)

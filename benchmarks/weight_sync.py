@@ -42,7 +42,7 @@ from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.weight_sync.sender import Sent
+from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.jobs.job import Adam, CrossEntropy, Full
 from shared.jobs.layout import Layout

@@ -19,7 +19,8 @@ from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
-from megatron_worker.weight_sync.sender import Sending, Sent, send
+from megatron_worker.weight_sync.gathering import Giving, Sent
+from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 from shared.jobs.packed import Ints
@@ -156,17 +157,13 @@ class Dispatcher:
 
     def send_weights(
         self, slot: Slot, run_id: str, target: SyncTarget, access: SyncAccess | None = None
-    ) -> Sending | None:
+    ) -> Sending | Giving | None:
         """Begin to send a slot's weights to a target's samplers; they must not change before `wait`.
 
-        The slot must be on the device until then (`resident`).
-
-        Returns:
-            What rank 0 has to wait for; None on the others. Raises InvalidInput as weight_sync.sender.send does.
+        The slot must be on the device until then (`resident`). Returns and raises as weight_sync.sender.send does.
         """
         sent = self._sent.setdefault(slot, Sent()) if target.backend == "delta" else None
-        ranks = self.facts.rank, self.facts.layout.world_size
-        return send(self.engine.outgoing(slot), target, run_id, *ranks, sent, access)
+        return send(self.engine.outgoing(slot), target, run_id, sent, access)
 
     @contextmanager
     def resident(self, slot: Slot) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Literal, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from megatron_worker.process.side_ranks import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
 from shared.jobs.job import Adam, Dtype, Full, Lora
 from shared.jobs.layout import Layout
@@ -211,18 +212,47 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Rows of a whole tensor, and of each some columns (None: all), that rank `rank` holds.
+
+    Where several ranks hold the same, `rank` is the first of them. A tensor without a dimension is one row.
+    """
+
+    name: str
+    rank: int
+    first_row: int
+    num_rows: int
+    first_column: int = 0
+    num_columns: int | None = None
+
+    def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the block's shape. `whole`: the tensor's."""
+        return (
+            () if not whole else (self.num_rows, *([self.num_columns] if self.num_columns else whole[1:2]), *whole[2:])
+        )
+
+
+@dataclass(frozen=True)
 class Outgoing:
-    """A slot's weights to send to samplers: names and shapes of whole tensors, and an iterator over them in that order.
+    """A slot's weights to send to samplers: names and shapes of whole tensors, and the blocks that ranks hold of them.
 
     `lora` is that of an adapter, whose names are PEFT's and whose tensors are float32; the base has Hugging Face's
-    names. A tensor is gathered when it is drawn, which every rank has to do.
+    names. Shapes and blocks are the same on every rank, the blocks of a tensor one after another.
+
+    Args:
+        held: returns a block, contiguous, on the rank that holds it, and None on others. `members` ask it for every
+            block, in their order, as some may have parts of what another one holds.
+        ranks: by which members reach each other beside the passes.
     """
 
     lora: Lora | None
     dtype: torch.dtype
     device: torch.device
     shapes: Mapping[str, tuple[int, ...]]
-    tensors: Iterator[tuple[str, Tensor]]
+    blocks: Sequence[Block]
+    held: Callable[[Block], Tensor | None]
+    ranks: SideRanks
+    members: Collection[int]
 
 
 class Engine(Protocol):

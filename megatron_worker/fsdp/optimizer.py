@@ -11,7 +11,9 @@ from torch.nn import Parameter
 from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.process.side_ranks import SideRanks
 from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
@@ -71,6 +73,15 @@ class Optimizer:
                 return self.exp_avg.views
             case "exp_avg_sq":
                 return self.exp_avg_sq.views
+
+    @property
+    def shares_masters(self) -> bool:
+        """False: of what a rank holds it has all of the masters."""
+        return False
+
+    def masters_on(self, ranks: SideRanks) -> Held:
+        """Return what gives the rank that holds a parameter its master."""
+        return only_here(self.master, ranks.rank)
 
     def put(self, state: State, values: Flat) -> None:
         """Set this rank's shards of a state."""

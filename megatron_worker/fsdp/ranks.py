@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import join
+from megatron_worker.process.side_ranks import SideRanks, join_side_ranks
 from shared.jobs.layout import Layout
 
 
@@ -23,6 +24,7 @@ class Ranks:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    side: SideRanks
 
     def sum(self, tensor: Tensor) -> None:
         if self.size > 1:
@@ -33,6 +35,10 @@ class Ranks:
         flag = torch.tensor(float(here), device=self.device)
         self.sum(flag)
         return bool(flag)
+
+    def first_holder(self, _tensor_slice: TensorSlice, part: int) -> int:
+        """Return the rank that holds a part of a tensor; the first, of what all hold."""
+        return part
 
     def splitting(self, _expert: int | None) -> "Ranks":
         """Return this rank's place among those that a tensor is split over: all of them."""
@@ -60,4 +66,4 @@ class Ranks:
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
     device = join(layout, device)
-    return Ranks(dist.get_rank(), layout.dp, device, init_device_mesh(device.type, (layout.dp,)))
+    return Ranks(dist.get_rank(), layout.dp, device, init_device_mesh(device.type, (layout.dp,)), join_side_ranks())

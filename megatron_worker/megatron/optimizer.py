@@ -6,6 +6,7 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch.nn import Parameter
 from megatron_worker.engine import Norms
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
+from megatron_worker.process.side_ranks import SideRanks
 from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
@@ -92,6 +95,20 @@ class Optimizer:
         if self._is_working(state):
             return self._working.views
         return Gathered(self._working, self._regions, self._shares(state))
+
+    @property
+    def shares_masters(self) -> bool:
+        """True if ranks that hold the same parameter have a share each of its masters."""
+        return not self.is_exact
+
+    def masters_on(self, ranks: SideRanks) -> Held:
+        """Return what gives the first of the ranks that hold a parameter its master, beside the passes.
+
+        Its other holders have to ask for it, too, and get None.
+        """
+        if self.is_exact:
+            return only_here(self._working.views, ranks.rank)
+        return partial(Gathered(self._working, self._regions, self._shares("master")).collected, ranks)
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with, on all ranks that hold them."""
@@ -187,19 +204,44 @@ class Gathered(Mapping[str, Tensor]):
 
     def _gathered(self, name: str) -> Tensor:
         shape, start = self._working.shapes[name], self._working.offsets[name]
-        region, share = next((r, share) for r, share in self._shares if r.start <= start < r.stop)
+        region, share = self._share_of(name)
         if region.copies.size == 1:
             return share[start - region.start :][: math.prod(shape)].view(shape)
         whole = share.new_empty(math.prod(shape))
+        for rank, of_whole, of_share in self._parts(name, region):
+            part = whole[of_whole]
+            if rank == region.copies.rank:
+                part.copy_(share[of_share])
+            region.copies.broadcast(part, rank)
+        return whole.view(shape)
+
+    def collected(self, ranks: SideRanks, name: str, first: int) -> Tensor | None:
+        """Return a parameter on rank `first`, if that is the first of those that hold it; the others send it theirs."""
+        if name not in self or (copies := self._share_of(name)[0].copies).ranks[0] != first:
+            return None
+        region, share = self._share_of(name)
+        whole = share.new_empty(math.prod(self._working.shapes[name]) if copies.rank == 0 else 0)
+        for rank, of_whole, of_share in self._parts(name, region):
+            if copies.rank == 0 == rank:
+                whole[of_whole] = share[of_share]
+            elif copies.rank == 0:
+                ranks.receive(whole[of_whole], copies.ranks[rank])
+            elif copies.rank == rank:
+                ranks.send(share[of_share], first)
+        return whole.view(self._working.shapes[name]) if copies.rank == 0 else None
+
+    def _share_of(self, name: str) -> tuple[Region, Tensor]:
+        start = self._working.offsets[name]
+        return next((r, share) for r, share in self._shares if r.start <= start < r.stop)
+
+    def _parts(self, name: str, region: Region) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the ranks of `region.copies` that have elements of a parameter: which of it, and of their share."""
+        start, stop = self._working.offsets[name], self._working.offsets[name] + math.prod(self._working.shapes[name])
         for rank in range(region.copies.size):
             held = region.share_of(rank)
-            first, last = max(start, held.start), min(start + len(whole), held.stop)
+            first, last = max(start, held.start), min(stop, held.stop)
             if first < last:
-                part = whole[first - start : last - start]
-                if rank == region.copies.rank:
-                    part.copy_(share[first - held.start : last - held.start])
-                region.copies.broadcast(part, rank)
-        return whole.view(shape)
+                yield rank, slice(first - start, last - start), slice(first - held.start, last - held.start)
 
     def __contains__(self, name: object) -> bool:
         return name in self._working.shapes

@@ -12,6 +12,8 @@ from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
@@ -47,6 +49,11 @@ class SlotOptimizer(StatefulOptimizer, Protocol):
     """
 
     is_exact: bool
+
+    @property
+    def shares_masters(self) -> bool: ...
+
+    def masters_on(self, ranks: SideRanks) -> Held: ...
 
     def states(self) -> list[Flat]: ...
 
@@ -284,13 +291,31 @@ class Slots(Generic[AdapterT, OptimizerT]):
         return ((p.name, self._ranks.whole(p, weights, dtype).float()) for p in adapter.slices)
 
     def outgoing(self, slot: str | None) -> Outgoing:
-        """Return a slot's weights (None: the base's), to be read before they change. Reading each is collective."""
+        """Return a slot's weights (None: the base's), to be read before they change."""
+        base, side = self._base, self._ranks.side
         if slot is None:
-            shapes = {p.name: p.shape for p in self._base.slices}
-            return Outgoing(None, self._base.dtype, self._device, shapes, self.named_weights())
-        adapter = self.adapters[slot]
-        shapes = {p.name: p.shape for p in adapter.slices}
-        return Outgoing(adapter.lora, torch.float32, self._device, shapes, self.adapter_weights(slot))
+            return self._outgoing(None, base.dtype, base.slices, only_here(base.parameters, side.rank))
+        adapter, training = self.adapters[slot], self.trainings.get(slot)
+        if training is not None:
+            held, is_shared = training.optimizer.masters_on(side), training.optimizer.shares_masters
+            return self._outgoing(adapter.lora, torch.float32, adapter.slices, held, is_shared)
+        return self._outgoing(adapter.lora, torch.float32, adapter.slices, only_here(adapter.flat.views, side.rank))
+
+    def _outgoing(
+        self, lora: Lora | None, dtype: torch.dtype, slices: list[TensorSlice], held: Held, is_shared: bool = False
+    ) -> Outgoing:
+        """`is_shared`: ranks have shares of what others hold."""
+        blocks, read = blocks_of(slices, self._ranks), block_reader(slices, held)
+        return Outgoing(
+            lora=lora,
+            dtype=dtype,
+            device=self._device,
+            shapes={s.name: s.shape for s in slices},
+            blocks=blocks,
+            held=lambda block: None if (found := read(block)) is None else found.to(dtype),
+            ranks=self._ranks.side,
+            members=range(self._ranks.side.size) if is_shared else sorted({0} | {block.rank for block in blocks}),
+        )
 
     @property
     def _trains_base(self) -> bool:

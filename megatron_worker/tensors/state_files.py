@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.process.side_ranks import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.safetensors_files import (
     Entry,
@@ -56,6 +57,13 @@ class StateRanks(Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    @property
+    def side(self) -> SideRanks: ...
+
+    def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
+        """Return the first of the ranks that hold a part of a tensor, counted along its split."""
+        ...
 
     def splitting(self, expert: int | None) -> Place:
         """Return the ranks that a tensor, of an expert or not, is split over."""

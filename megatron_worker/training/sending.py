@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.weight_sync.gathering import Giving
 from megatron_worker.weight_sync.sender import Sending
 from shared.jobs.events import Synced
 from shared.jobs.job import Job
 from shared.jobs.weight_sync import SyncAccess, SyncTarget
 
-Send = Callable[[SyncTarget, SyncAccess], Sending | None]
+Send = Callable[[SyncTarget, SyncAccess], Sending | Giving | None]
 
 
 @contextmanager
@@ -34,8 +35,7 @@ def sent_meanwhile(
     try:
         yield
     finally:
-        if sending is not None:
-            outcome = sending.wait()
+        if sending is not None and (outcome := sending.wait()) is not None:
             report.emit(Synced, step=step, outcome=outcome)
 
 

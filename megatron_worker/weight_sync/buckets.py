@@ -1,17 +1,20 @@
 """Buckets: named tensors as buffers of bytes of a bounded size, each with a description and a checksum.
 
-A tensor larger than what is left of a bucket is divided by rows (slices of its first dimension).
+A tensor travels in the blocks that ranks hold of it. A block larger than what is left of a bucket is divided by rows
+(slices of its first dimension).
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from megatron_worker.engine import Block, Outgoing
 from megatron_worker.weight_sync import changes
 from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
@@ -30,7 +33,8 @@ Named = Iterable[tuple[str, Tensor]]
 class Part(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
-    With `num_changes` the bucket holds no rows but so many changes of them (changes.py).
+    With `num_columns` the rows have so many columns only, from `first_column` on. With `num_changes` the bucket holds
+    no rows but so many changes of them (changes.py).
     """
 
     name: str = Field(max_length=512)
@@ -38,6 +42,8 @@ class Part(Frozen):
     shape: tuple[int, ...] = Field(max_length=8, description="of the whole tensor")
     first_row: int = Field(ge=0)
     num_rows: int = Field(ge=0)
+    first_column: int = Field(default=0, ge=0)
+    num_columns: int | None = Field(default=None, ge=1)
     start: int = Field(ge=0, multiple_of=ALIGNMENT)
     num_changes: int | None = Field(default=None, ge=0)
 
@@ -45,11 +51,37 @@ class Part(Frozen):
     def _holds_rows(self) -> Self:
         if min(self.shape, default=1) < 0 or self.first_row + self.num_rows > (self.shape[0] if self.shape else 1):
             raise ValueError(f"rows {self.first_row} to {self.first_row + self.num_rows} of shape {list(self.shape)}")
+        if self.end_column > self._width or (self.num_columns is None and self.first_column):
+            raise ValueError(f"columns {self.first_column} to {self.end_column} of shape {list(self.shape)}")
         return self
 
     @property
+    def _width(self) -> int:
+        """The tensor's columns; what has less than two dimensions has one of none."""
+        return self.shape[1] if len(self.shape) > 1 else 0
+
+    @property
+    def end_column(self) -> int:
+        return self._width if self.num_columns is None else self.first_column + self.num_columns
+
+    @property
+    def is_last(self) -> bool:
+        """True of a tensor's last rows with its last columns."""
+        is_bottom = self.first_row + self.num_rows == (self.shape[0] if self.shape else 1)
+        return is_bottom and self.end_column == self._width
+
+    @property
     def rows_shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.shape[1:]) if self.shape else ()
+        """The shape of the rows, of the columns that are here."""
+        columns = self.shape[1:2] if self.num_columns is None else (self.num_columns,)
+        return (self.num_rows, *columns, *self.shape[2:]) if self.shape else ()
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the rows as a view of the whole tensor."""
+        if not whole.dim():
+            return whole
+        rows = whole[self.first_row : self.first_row + self.num_rows]
+        return rows if self.num_columns is None else rows[:, self.first_column : self.end_column]
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +90,7 @@ class Part(Frozen):
 
 
 class Bucket(Frozen):
-    """The description of a bucket. `checksum`: of its parts' rows, one after another, as `checksum` has it."""
+    """The description of a bucket. `checksum`: of its parts' rows, as `joined` makes it of the checksum of each."""
 
     number: int = Field(ge=0)
     parts: tuple[Part, ...] = Field(min_length=1, max_length=MAX_PARTS)
@@ -74,7 +106,8 @@ class Digest:
 
     def add(self, bucket: Bucket) -> None:
         for part in bucket.parts:
-            self._hash.update(f"{part.name} {part.dtype} {part.shape} {part.first_row} {part.num_rows}\n".encode())
+            rows = f"{part.first_row} {part.num_rows} {part.first_column} {part.num_columns}"
+            self._hash.update(f"{part.name} {part.dtype} {part.shape} {rows}\n".encode())
         self._hash.update(f"{bucket.checksum}\n".encode())
 
     @property
@@ -93,69 +126,56 @@ def weights_sha256(tensors: Named) -> Sha256:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def cut(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Divide tensors into buckets' parts; no row is larger than a bucket.
+Piece = tuple[Block, Part]
+"""A part, and the block that it is some rows of."""
 
-    Raises:
-        InvalidInput: tensors of this dtype do not travel.
-    """
-    if dtype not in _NAMES:
-        raise InvalidInput(f"weights are {dtype}: only {' and '.join(DTYPES)} travel", "weight_sync")
-    parts: list[Part] = []
-    end = 0
-    for name, shape in shapes.items():
-        first, num_rows = 0, shape[0] if shape else 1
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        assert row_bytes <= bucket_bytes, (name, row_bytes)
-        while first < num_rows:
-            taken = min(num_rows - first, (bucket_bytes - end) // max(1, row_bytes))
+
+def cut(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
+    """Divide blocks into buckets' parts, which `check_divisible` has found to be possible."""
+    dtype, end = outgoing.dtype, 0
+    pieces: list[Piece] = []
+    for block in outgoing.blocks:
+        shape, first, row_bytes = outgoing.shapes[block.name], 0, _row_bytes(outgoing, block)
+        while first < block.num_rows:
+            taken = min(block.num_rows - first, (bucket_bytes - end) // max(1, row_bytes))
             if taken:
                 part = Part(
-                    name=name,
+                    name=block.name,
                     dtype=_NAMES[dtype],
-                    shape=tuple(shape),
-                    first_row=first,
+                    shape=shape,
+                    first_row=block.first_row + first,
                     num_rows=taken,
+                    first_column=block.first_column,
+                    num_columns=block.num_columns,
                     start=end,
                 )
-                parts.append(part)
+                pieces.append((block, part))
                 end = min(bucket_bytes, aligned(end + part.num_bytes))
                 first += taken
-            if first < num_rows or end == bucket_bytes:
-                yield tuple(parts)
-                parts, end = [], 0
-    if parts:
-        yield tuple(parts)
+            if first < block.num_rows or end == bucket_bytes:
+                yield pieces
+                pieces, end = [], 0
+    if pieces:
+        yield pieces
 
 
-class Drawn:
-    """Tensors that are drawn one at a time: the next one when its first rows are asked for, and the last one is freed.
-
-    Gathering a tensor makes a copy of it, and buffers are all that a sync should take beside the weights.
-    """
-
-    def __init__(self, tensors: Named) -> None:
-        self._tensors = iter(tensors)
-        self._name = ""
-        self._tensor: Tensor | None = None
-
-    def rows(self, part: Part) -> Tensor:
-        """Return a part's rows. Parts are asked for in the tensors' order."""
-        while self._name != part.name:
-            self._tensor = None
-            self._name, self._tensor = next(self._tensors)
-        assert self._tensor is not None and self._tensor.dtype == DTYPES[part.dtype]
-        whole = self._tensor.detach()
-        return whole[part.first_row : part.first_row + part.num_rows] if whole.dim() else whole
+def check_divisible(outgoing: Outgoing, bucket_bytes: int) -> None:
+    """Raise InvalidInput for tensors of a dtype that does not travel, and for rows that are larger than a bucket."""
+    if outgoing.dtype not in _NAMES:
+        raise InvalidInput(f"weights are {outgoing.dtype}: only {' and '.join(DTYPES)} travel", "weight_sync")
+    for block in outgoing.blocks:
+        if (row_bytes := _row_bytes(outgoing, block)) > bucket_bytes:
+            message = f"a row of {block.name} has {row_bytes} bytes, which a bucket of {bucket_bytes} does not hold"
+            raise InvalidInput(message, "weight_sync.bucket_bytes")
 
 
-def fill(buffer: Tensor, number: int, parts: Sequence[Part], drawn: Drawn) -> Bucket:
-    """Copy parts' rows into a buffer of bytes, uint8 [bucket_bytes]. Returns the description."""
-    for part in parts:
-        view_of(buffer, part).copy_(drawn.rows(part))
-    used = parts[-1].start + parts[-1].num_bytes
-    found = checksum(view_of(buffer, part) for part in parts)
-    return Bucket(number=number, parts=tuple(parts), num_bytes=used, checksum=found)
+def all_bytes(outgoing: Outgoing) -> int:
+    """Return the bytes of a buffer that holds everything."""
+    return sum(aligned(block.num_rows * _row_bytes(outgoing, block)) for block in outgoing.blocks)
+
+
+def _row_bytes(outgoing: Outgoing, block: Block) -> int:
+    return math.prod(block.shape_of(outgoing.shapes[block.name])[1:]) * outgoing.dtype.itemsize
 
 
 def view_of(buffer: Tensor, part: Part) -> Tensor:
@@ -180,8 +200,13 @@ def checksum(tensors: Iterable[Tensor], found: int = 0) -> int:
     return found
 
 
+def joined(checksums: Iterable[int]) -> int:
+    """Return a bucket's checksum, made of those of its parts."""
+    return reduce(lambda found, one: (found * _PRIME + one) % (1 << 64), checksums, 0)
+
+
 class Assembly:
-    """Puts the rows of a version's buckets into tensors, and sees that every row comes exactly once.
+    """Puts the rows of a version's buckets into tensors, and sees that every element comes exactly once.
 
     Args:
         targets: by name, contiguous tensors to write into.
@@ -193,23 +218,35 @@ class Assembly:
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self.names: dict[str, None] = {}
         self._targets = targets
-        self._next_row = dict.fromkeys(targets, 0)
+        self._last = dict[str, Part]()  # that has come of each tensor
         self._digest = Digest()
 
     def rows(self, part: Part) -> Tensor:
-        """Return the rows that a part is written to.
+        """Return the rows that a part is written to, which is the next one then.
 
         Raises:
-            InvalidInput: the tensor is unknown or has another shape, or other rows are due.
+            InvalidInput: the tensor is unknown or has another shape, or other rows or columns are due.
         """
         target = self._targets.get(part.name)
         if target is None:
             raise InvalidInput("this model has no such tensor", part.name)
         if tuple(target.shape) != part.shape:
             raise InvalidInput(f"it has shape {list(part.shape)}, expected {list(target.shape)}", part.name)
-        if part.first_row != self._next_row[part.name]:
-            raise InvalidInput(f"row {part.first_row} came where {self._next_row[part.name]} is due", part.name)
-        return target[part.first_row : part.first_row + part.num_rows] if target.dim() else target
+        came, due = (part.first_row, part.first_column, part.end_column), self._due(part)
+        if came != due:
+            raise InvalidInput(f"row {came[0]}, columns {came[1:]} came where {due[0]}, {due[1:]} is due", part.name)
+        self._last[part.name] = part
+        return part.of(target)
+
+    def _due(self, part: Part) -> tuple[int, int, int]:
+        """Return the first row and the columns of the next part of a tensor: after some columns of all rows, the next
+        columns, as many as the part has.
+        """
+        if (last := self._last.get(part.name)) is None:
+            return 0, 0, part.end_column
+        if (end := last.first_row + last.num_rows) < math.prod(last.shape[:1]) or last.is_last:
+            return end, last.first_column, last.end_column
+        return 0, last.end_column, part.end_column
 
     def put(self, bucket: Bucket, buffer: Tensor) -> None:
         """Write a bucket's rows, or make its changes.
@@ -220,11 +257,10 @@ class Assembly:
         pairs = [(part, self.rows(part)) for part in bucket.parts]
         for part, rows in pairs:
             self.names[part.name] = None
-            self._next_row[part.name] += part.num_rows
             if part.num_changes is not None:
                 _change(buffer, part, rows)
         # Rows that came whole are checked before they are written.
-        if checksum(_source(buffer, *pair) for pair in pairs) != bucket.checksum:
+        if joined(checksum([_source(buffer, *pair)]) for pair in pairs) != bucket.checksum:
             raise InvalidInput(
                 "the checksum differs: these are not the bytes that were sent", f"bucket {bucket.number}"
             )
@@ -235,24 +271,27 @@ class Assembly:
 
     def finish(self) -> Sha256:
         """Return the version's digest. Raises InvalidInput when rows are missing."""
-        missing = [n for n, t in self._targets.items() if self._next_row[n] < (t.shape[0] if t.dim() else 1)]
+        missing = [n for n, t in self._targets.items() if t.numel() and not (n in self._last and self._last[n].is_last)]
         if missing:
             raise InvalidInput(f"{len(missing)} tensors are not complete, the first is {missing[0]}", "weight_sync")
         return self._digest.value
 
 
 def _source(buffer: Tensor, part: Part, rows: Tensor) -> Tensor:
-    return view_of(buffer, part) if part.num_changes is None else rows
+    return view_of(buffer, part) if part.num_changes is None else rows.contiguous()
 
 
 def _change(buffer: Tensor, part: Part, rows: Tensor) -> None:
     if rows.dtype != DTYPES[part.dtype]:
         raise InvalidInput(f"changes of {part.dtype} do not apply to {rows.dtype}", part.name)
     assert part.num_changes is not None
+    whole = rows.contiguous()  # itself, but of some columns
     try:
-        changes.apply(buffer[part.start :], part.num_changes, rows)
+        changes.apply(buffer[part.start :], part.num_changes, whole)
     except ValueError as error:
         raise InvalidInput(str(error), part.name) from error
+    if not rows.is_contiguous():
+        rows.copy_(whole)
 
 
 def aligned(number: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import join
+from megatron_worker.process.side_ranks import SideRanks, join_side_ranks
 from shared.jobs.layout import Layout
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
@@ -107,6 +108,7 @@ class Mesh:
     etp: Group
     experts: Group
     copies: dict[Placement, Group]
+    side: SideRanks
 
     @property
     def rank(self) -> int:
@@ -123,6 +125,11 @@ class Mesh:
     def splitting(self, expert: int | None) -> Group:
         """Return the ranks that a tensor, of an expert or not, is split over."""
         return self.tp if expert is None else self.etp
+
+    def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
+        """Return the first of the ranks that hold a part of a tensor: of copies, the first."""
+        first_of_stage = tensor_slice.stage * self.world.size // self.pp.size
+        return first_of_stage + tensor_slice.ep_rank * self.etp.size + part
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Gather a whole tensor on every rank from those that hold it; a view where that is this rank. Collective.
@@ -194,6 +201,7 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         etp=_group_of(_groups_along(expert, 3)),
         experts=_group_of(_groups_along(expert, 2, 3)),
         copies=copies,
+        side=join_side_ranks(),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a sync takes of memory, in the thread that sends and in the samplers' threads of the same process."""
+"""What a sync takes of memory, in the thread of a rank that sends and in the samplers' threads of the same process."""
 
 import sys
 import threading
@@ -32,31 +32,31 @@ class Taken:
 
 
 class SyncMemory:
-    """Counts what operations make in this thread, and in all threads that begin from now on."""
+    """Counts what operations make in all threads that begin from now on."""
 
     def __init__(self) -> None:
-        self._others: list[CpuMeter] = []
+        self._meters: list[tuple[str, CpuMeter]] = []
         threading.setprofile(self._begin)
 
     def _begin(self, *_: object) -> None:
         """Meter a thread: called at the first event in each."""
         sys.setprofile(None)
-        self._others.append(CpuMeter())
-        self._others[-1].start()
+        self._meters.append((threading.current_thread().name, CpuMeter()))
+        self._meters[-1][1].start()
 
     @contextmanager
     def taken(self) -> Iterator[Taken]:
-        """Count in a `with` block. Storages of before do not count."""
-        others = [(meter, meter.mark()) for meter in self._others]
-        own, found = CpuMeter(), Taken()
-        own.start()
+        """Count in a `with` block in which a sync begins and ends. Storages of before do not count."""
+        marks, found = [meter.mark() for _, meter in self._meters], Taken()
         try:
             yield found
         finally:
-            own.stop()
-            new = [(meter, 0) for meter in self._others[len(others) :]]
-            found.sent = own.peak()
-            found.received = sum(meter.peak() - before for meter, before in others + new)
+            marks += [0] * (len(self._meters) - len(marks))
+            for (name, meter), before in zip(self._meters, marks, strict=True):
+                if name == "background":  # as BackgroundCall names the thread of a rank
+                    found.sent += meter.peak() - before
+                else:
+                    found.received += meter.peak() - before
 
 
 def _mapped_bytes() -> int:

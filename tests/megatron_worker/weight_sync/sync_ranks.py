@@ -4,27 +4,32 @@ memory is a line of `memory-RANK.jsonl`.
 python -m megatron_worker.process.launcher 2 tests.megatron_worker.weight_sync.sync_ranks FOLDER MODELS
 """
 
+import gc
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatron_worker.engine import Engine, Outgoing
+from megatron_worker.engine import Block, Outgoing
 from megatron_worker.process.process_group import start_group
 from megatron_worker.sampler.decoder import adapter_of
 from megatron_worker.tensors.slot_engine import SlotEngine
-from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.sender import Sending, send
 from shared.jobs.layout import EngineName, Layout
-from tests.megatron_worker.driving import train
+from tests.megatron_worker.driving import accumulate, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.weight_sync.samplers import Listening, access_of, listening, target_of
 from tests.megatron_worker.weight_sync.sync_memory import SyncMemory, Taken
+from tests.megatron_worker.weight_sync.test_sync import At, Killed, die
 
 # By model: what has two ranks.
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
@@ -47,40 +52,101 @@ WAYS = ("shared_memory", "delta by shared_memory", "collective", "delta by colle
 
 
 def sync_all(
-    engine: Engine, kind: str, samplers: list[Listening], run_id: str, rank: int, num_ranks: int, memory: SyncMemory
+    engine: SlotEngine, kind: str, samplers: list[Listening], run_id: str, memory: SyncMemory
 ) -> Iterator[dict[str, object]]:
-    """Train and send in every way. The first delta, alone, has nothing to go on from.
+    """Train and send in every way, while passes go on. The first delta, alone, has nothing to go on from.
 
     Yields what each sync took of memory, but for those with `delta`, which compute with 80 bytes an element.
     """
-    slot, sent = (None if kind == "full" else "run"), Sent()
+    slot, sent, passed = (None if kind == "full" else "run"), Sent(), threading.Event()
     for version, way in enumerate(("delta by shared_memory", *WAYS)):
         train(engine, [BINS], learning_rate=1e-4)
-        target = target_of(samplers, version, way, BUCKET)
+        target, outgoing = target_of(samplers, version, way, BUCKET), engine.outgoing(slot)
         with nullcontext(Taken()) if way.startswith("delta") else memory.taken() as taken:
-            outgoing = engine.outgoing(slot)
-            sending = send(outgoing, target, run_id, rank, num_ranks, sent, access_of(run_id), taken)
+            # The first begins only when all ranks have made their passes: `send` has waited for nothing of it.
+            phases = taken if version else At("prepare", lambda: _must_be_set(passed))
+            sending = send(outgoing, target, run_id, sent, access_of(run_id), phases)
+            accumulate(engine, BINS)
+            passed.set()
+            done = sending.wait() if sending is not None else None
+        engine.zero_grad()
         sizes = [math.prod(shape) * outgoing.dtype.itemsize for shape in outgoing.shapes.values()]
         gathered = max(sizes) + (0 if slot is None else _largest_master(engine, slot))
         found = {"way": way, "largest": max(sizes), "gathered": gathered, "weights": sum(sizes), **asdict(taken)}
-        outgoing = engine.outgoing(slot)
-        expected = dict(outgoing.tensors)  # gathered on every rank
+        expected = dict(engine.named_weights() if slot is None else engine.adapter_weights(slot))
         is_counted = not way.startswith("delta")
-        if sending is None:
+        if done is None:
             yield from [found] * is_counted
             continue
-        done = sending.wait()
         assert done.problems == {}, done.problems
         assert done.transport == way.removeprefix("delta by ")
         for one in samplers:
             version_sizes = check(one, outgoing, expected, f"{run_id}-{version}", done.digest)
+            with one.models._syncing:  # what it computes of an adapter after its last answer is not the next sync's
+                pass
         if is_counted:
             yield found | {"kept": sum(version_sizes), "hashed": max(version_sizes or sizes)}
+    check_copies(outgoing, sent)
 
 
-def _largest_master(engine: Engine, slot: str) -> int:
+def _must_be_set(event: threading.Event) -> None:
+    assert event.wait(60), "nobody goes on while weights are sent"
+
+
+def check_copies(outgoing: Outgoing, sent: Sent) -> None:
+    """Changes are found against a copy of what this rank holds, and of no more; none is kept of an adapter."""
+    own = [block for block in outgoing.blocks if block.rank == outgoing.ranks.rank and outgoing.lora is None]
+    assert list(sent._copies) == own
+    elements = sum(math.prod(block.shape_of(outgoing.shapes[block.name])) for block in own)
+    assert sum(copy.numel() for copy in sent._copies.values()) == elements
+
+
+def break_and_mend(engine: SlotEngine, samplers: list[Listening], run_id: str) -> None:
+    """What breaks on one rank ends the sync on all of them; the next one brings every tensor to the bit."""
+    sent, elsewhere = Sent(), [block for block in engine.outgoing(None).blocks if block.rank]
+    breaks = ["", "only changes", "rank 0 dies", "", "a sampler is lost", ""]
+    for version, broken in enumerate(breaks + ["a rank cannot read", ""] * bool(elsewhere), start=10):
+        train(engine, [BINS], learning_rate=1e-7)  # which changes one of an element's two words
+        target, outgoing = target_of(samplers, version, "delta by shared_memory", BUCKET), engine.outgoing(None)
+        phases, begun, done = At("", die), list[Sending](), None
+        match broken:
+            case "rank 0 dies":
+                phases = At("fill 2", die)
+            case "a sampler is lost":
+                phases = At("fill 2", partial(_cut_the_first, begun))
+            case "a rank cannot read":
+                outgoing = replace(outgoing, held=partial(_held_unless, elsewhere[-1], outgoing.held))
+        sending = send(outgoing, target, run_id, sent, access_of(run_id), phases)
+        begun += [sending] * isinstance(sending, Sending)
+        with suppress(Killed) if broken == "rank 0 dies" else nullcontext():
+            done = sending.wait() if sending is not None else None
+        expected = dict(engine.named_weights())
+        assert (done is None) == (not samplers or broken == "rank 0 dies")
+        if done is None:
+            continue
+        if broken == "a rank cannot read":
+            [why] = set(done.problems.values())
+            assert why == f"rank 1 could not read its part of {elsewhere[-1].name}: its output says why"
+            continue
+        lost = samplers[: broken == "a sampler is lost"]
+        assert list(done.problems) == [one.path for one in lost]
+        assert (done.num_bytes < done.weight_bytes) == (broken in ("only changes", "a sampler is lost"))
+        for one in samplers[len(lost) :]:
+            check(one, outgoing, expected, "", None)
+
+
+def _cut_the_first(begun: list[Sending]) -> None:
+    begun[0]._receivers.living[0].connection.shut()
+
+
+def _held_unless(lost: Block, held: Callable[[Block], torch.Tensor | None], block: Block) -> torch.Tensor | None:
+    if block == lost and torch.distributed.get_rank() == lost.rank:
+        raise OSError("the device is gone")
+    return held(block)
+
+
+def _largest_master(engine: SlotEngine, slot: str) -> int:
     """Bytes of a slot's largest parameter, in float32."""
-    assert isinstance(engine, SlotEngine)
     return 4 * max(view.numel() for view in engine._slots.adapters[slot].flat.views.values())
 
 
@@ -104,7 +170,7 @@ def check(
 def main() -> None:
     folder, models = Path(sys.argv[1]), json.loads(sys.argv[2])
     start_group("gloo")
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     memory, taken = SyncMemory(), (folder / f"memory-{rank}.jsonl").open("a")
     for name, layouts in LAYOUTS.items():
         for engine, layout in layouts:
@@ -116,10 +182,14 @@ def main() -> None:
                     # An adapter is sent in float32, whatever the trainer computes in.
                     dtype = "float32" if kind == "full" else "bfloat16"
                     driven = start(engine, Path(models[name]), kind, dtype, layout)
+                    assert isinstance(driven, SlotEngine)
                     label = f"{engine}-{layout.label}"
-                    for found in sync_all(driven, kind, samplers, label, rank, num_ranks, memory):
+                    for found in sync_all(driven, kind, samplers, label, memory):
                         taken.write(json.dumps({"layout": label, "kind": kind, "rank": rank, **found}) + "\n")
                         taken.flush()
+                    if kind == "full":
+                        break_and_mend(driven, samplers, label)
+                        gc.collect()  # what errors still refer to would count as mapped
                     if rank == 0:
                         (folder / f"{label}-{kind}").touch()
 

@@ -1,12 +1,17 @@
 """Buckets and changes: whatever the shapes, what is put together is what was divided, to the bit."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_worker.engine import Block, Outgoing
+from megatron_worker.process.side_ranks import SideRanks
 from megatron_worker.weight_sync import changes
-from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, Drawn, checksum, cut, fill
+from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut
+from megatron_worker.weight_sync.gathering import Gathering, Sent
 from shared.errors import InvalidInput
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -31,11 +36,76 @@ def test_what_is_divided_is_put_together_again(shapes, dtype, bucket_bytes):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def divided(tensors, bucket_bytes=512):
-    shapes, drawn = {name: tensor.shape for name, tensor in tensors.items()}, Drawn(tensors.items())
-    for number, parts in enumerate(cut(shapes, next(iter(tensors.values())).dtype, bucket_bytes)):
+def divided(tensors, bucket_bytes=512, blocks=None, sent=None, only_changes=False):
+    blocks = blocks or [Block(name, 0, 0, len(one) if one.dim() else 1) for name, one in tensors.items()]
+    outgoing = Outgoing(
+        lora=None,
+        dtype=next(iter(tensors.values())).dtype,
+        device=torch.device("cpu"),
+        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        blocks=blocks,
+        held=lambda block: block_of(tensors[block.name], block),
+        ranks=SideRanks(0, 1),
+        members=[0],
+    )
+    gathering = Gathering(outgoing, sent)
+    for number, pieces in enumerate(cut(outgoing, bucket_bytes)):
         buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-        yield fill(buffer, number, parts, drawn), buffer
+        yield gathering.fill(buffer, number, pieces, only_changes), buffer
+
+
+def block_of(tensor, block):
+    if not tensor.dim():
+        return tensor
+    rows = tensor[block.first_row : block.first_row + block.num_rows]
+    if block.num_columns is None:
+        return rows
+    return rows[:, block.first_column : block.first_column + block.num_columns].contiguous()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=3).map(tuple), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(400, 2000),
+    st.data(),
+)
+def test_blocks_of_rows_and_columns_are_put_together_whole_and_as_changes(shapes, dtype, bucket_bytes, data):
+    """As ranks hold them; each compares a copy of its own blocks."""
+    tensors, sent, blocks = some_tensors(shapes, dtype), Sent(), []
+    for name, tensor in tensors.items():
+        by_rows = data.draw(st.booleans())
+        ends = sorted(data.draw(st.sets(st.integers(1, tensor.shape[1 - by_rows])))) or [0]
+        for first, last in itertools.pairwise([0, *[end for end in ends if end], tensor.shape[1 - by_rows]]):
+            if first < last:
+                own = (first, last - first) if by_rows else (0, tensor.shape[0], first, last - first)
+                blocks.append(Block(name, 0, *own))
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for only_changes in (False, True):
+        assembly, digest = Assembly(found), Digest()
+        for bucket, buffer in divided(tensors, bucket_bytes, blocks, sent, only_changes):
+            digest.add(bucket)
+            assembly.put(Bucket.model_validate_json(bucket.model_dump_json()), buffer)
+            assert only_changes or all(part.num_changes is None for part in bucket.parts)
+        assert assembly.finish() == digest.value
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        for tensor in tensors.values():
+            tensor.view(-1)[::7] += 1
+
+
+def test_columns_that_overlap_or_are_left_out_are_noticed():
+    tensors = some_tensors([(3, 8)])
+    for blocks, message in (
+        ([("t0", 0, 0, 3, 0, 4), ("t0", 0, 0, 3, 3, 5)], "is due"),
+        ([("t0", 0, 0, 2, 0, 4), ("t0", 0, 2, 1, 0, 8)], "is due"),
+        ([("t0", 0, 0, 3, 4, 4), ("t0", 0, 0, 3, 0, 4)], "is due"),
+        ([("t0", 0, 0, 3, 0, 4)], "not complete"),
+    ):
+        assembly = Assembly({"t0": torch.zeros(3, 8)})
+        with pytest.raises(InvalidInput, match=message):
+            for bucket, buffer in divided(tensors, blocks=[Block(*block) for block in blocks]):
+                assembly.put(bucket, buffer)
+            assembly.finish()
 
 
 def test_damaged_foreign_missing_and_repeated_rows_are_noticed():

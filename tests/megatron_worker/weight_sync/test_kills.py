@@ -146,4 +146,4 @@ def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
 def here_send(driven, target, phases):
     from megatron_worker.weight_sync.sender import send
 
-    return send(driven.outgoing(None), target, "run", 0, 1, None, here.access_of("run"), phases)
+    return send(driven.outgoing(None), target, "run", None, here.access_of("run"), phases)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
-from megatron_worker.weight_sync.sender import Sent
+from megatron_worker.weight_sync.gathering import Sent
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows

@@ -17,8 +17,9 @@ from megatron_worker.sampler.models import Refused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import shapes_sha256
 from megatron_worker.weight_sync.connections import connect_locally, reachable
+from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.messages import Announcement, Connect, Message, Reply, SyncBroken
-from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.sender import send
 from megatron_worker.weight_sync.transports.shared_memory import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
@@ -40,7 +41,7 @@ def test_a_stranger_who_does_not_know_the_secret_is_refused_in_bounded_time(mode
     with listening(model, tmp_path, 1) as [sampler]:
         target = target_of([sampler], 1, "collective", BUCKET)
         for access in (SyncAccess(), SyncAccess(secret="0" * 64), access_of("another")):
-            done = send(driven.outgoing(None), target, "run", 0, 1, None, access).wait()
+            done = send(driven.outgoing(None), target, "run", None, access).wait()
             assert list(done.problems) == [sampler.path] and done.digest is None
         host, port = sampler.address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(12)]
@@ -60,7 +61,7 @@ def test_a_backend_that_cannot_be_and_a_profile_that_cannot_be_written_are_said(
         assert "cuda_ipc needs cuda, and this is cpu (" in refused.problems[sampler.path]
         target = target_of([sampler], 1, "shared_memory", BUCKET)
         profile = SyncAccess(profile=str(tmp_path / "none" / "trace.json"))
-        done = send(driven.outgoing(None), target, "run", 0, 1, None, profile).wait()
+        done = send(driven.outgoing(None), target, "run", None, profile).wait()
         assert done.problems == {} and "cannot be written" in done.profile_problem
 
 
@@ -74,7 +75,7 @@ def num_open():
 
 def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases=None, access=None, **how):
     target = target_of(samplers, version, way, BUCKET).model_copy(update=how)
-    return send(engine.outgoing(slot), target, "run", 0, 1, sent, access or access_of("run"), phases).wait()
+    return send(engine.outgoing(slot), target, "run", sent, access or access_of("run"), phases).wait()
 
 
 @pytest.mark.parametrize("way", ["shared_memory", *EXPERIMENTAL])
@@ -170,7 +171,7 @@ def test_of_adapters_that_nobody_names_the_newest_of_a_run_stays_and_no_run_take
 def train_and_sync(driven, sampler, run_id, version):
     train(driven, STEPS[:1], learning_rate=1e-3)
     target = target_of([sampler], version, "shared_memory", BUCKET)
-    return send(driven.outgoing("run"), target, run_id, 0, 1, None, access_of(run_id)).wait().digest
+    return send(driven.outgoing("run"), target, run_id, None, access_of(run_id)).wait().digest
 
 
 def named(sampler, name, digest):
@@ -235,7 +236,7 @@ def test_weights_of_another_model_older_versions_and_small_buckets_are_refused(m
             sockets=(sampler.path,), version=6, backend="shared_memory", bucket_bytes=64
         )
         with pytest.raises(InvalidInput, match="which a bucket of 64 does not hold"):
-            send(driven.outgoing(None), too_small, "run", 0, 1)
+            send(driven.outgoing(None), too_small, "run")
         away = replace(sampler, path=str(tmp_path / "none.sock"))
         missing = sync(driven, None, [away], 6)
         assert "no sampler of this machine" in missing.problems[away.path]

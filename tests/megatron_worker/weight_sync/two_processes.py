@@ -40,7 +40,7 @@ class Apart(NamedTuple):
             backend=transport,
             bucket_bytes=BUCKET,
         )
-        sending = send(engine.outgoing(slot), target, "run", 0, 1, None, self.access)
+        sending = send(engine.outgoing(slot), target, "run", None, self.access)
         assert sending is not None
         return sending.wait()
 
