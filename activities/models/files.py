@@ -1,7 +1,8 @@
 """Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -11,7 +12,7 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule, refused_value
-from shared.models.config import FAMILIES, read_model_config
+from shared.models.config import DenseConfig, check_known, read_model_config
 from shared.models.shape import ModelShape
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -30,10 +31,14 @@ SMALL_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",
 )
-HUB_PATTERNS = (*SMALL_FILES, "model*.safetensors", INDEX)
+_UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
+HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)
 _MAX_TENSORS = 500_000
+_BLOCK_BYTES = 8 << 20
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
+_OF_LAYER = re.compile(r"model\.layers\.\d+\.(?!.*rotary_emb)(.+)")
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -139,7 +144,7 @@ def read_shape(location: Location) -> ModelShape:
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    config = _read_config(location)
+    config, computed = _read_config(location)
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -150,23 +155,22 @@ def read_shape(location: Location) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=config.num_experts,
         expert_ffn_size=config.moe_intermediate_size,
+        head_dim=computed.size_of_heads,
     )
 
 
-def _read_config(location: Location) -> _Config:
+def _read_config(location: Location) -> tuple[_Config, DenseConfig]:
+    """Return the fields that are checked here, and what the model computes."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
-    if raw.get("model_type") not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InvalidInput(f"model_type {raw.get('model_type')!r} is not a known family: {known}", place)
+    check_known(raw, place)
     try:
         config = _Config.model_validate(raw)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    read_model_config(raw, place)
-    return config
+    return config, read_model_config(raw, place)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -195,12 +199,12 @@ def _token_ids(tokenizer: dict[str, Any]) -> list[int]:
 
 
 def check_chat_template(location: Location) -> None:
-    """Raises InvalidInput when no file holds a chat template."""
-    if "chat_template.jinja" in location.files:
+    """Raises InvalidInput when no file that a tokenizer reads holds a chat template."""
+    if "chat_template.jinja" in location.files or location.read_json("tokenizer_config.json").get("chat_template"):
         return
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if name in location.files and location.read_json(name).get("chat_template"):
-            return
+    if _UNREAD_TEMPLATE in location.files:
+        rule = "tokenizers do not read it, in transformers either: write its chat_template to chat_template.jinja"
+        raise InvalidInput(rule, location.place(_UNREAD_TEMPLATE))
     raise InvalidInput(
         "the model has no chat template: add chat_template.jinja, or chat_template to tokenizer_config.json",
         location.store.uri,
@@ -211,13 +215,16 @@ def weight_files(location: Location) -> list[str]:
     """The safetensors files that make up the weights, and their index. Others beside them are left alone.
 
     Raises:
-        InvalidInput: there are none, or the index names one that is missing.
+        InvalidInput: there are none, there are two sets, or the index names one that is missing.
     """
     if INDEX in location.files:
         shards = sorted(set(_weight_map(location).values()))
         for shard in shards:
             if shard not in location.files:
                 raise InvalidInput(f"the index names {shard}, which is missing", location.place(INDEX))
+        if WEIGHTS in location.files and WEIGHTS not in shards:
+            rule = f"beside it lies {WEIGHTS}, which it does not name: remove the one that is not the model"
+            raise InvalidInput(rule, location.place(INDEX))
         return [INDEX, *shards]
     if WEIGHTS in location.files:
         return [WEIGHTS]
@@ -238,16 +245,53 @@ def check_weights(location: Location) -> None:
     """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
     files = weight_files(location)
     tensors: dict[str, TensorEntry] = {}
-    for name in files:
-        if name != INDEX:
-            tensors |= read_tensors(location, name)
+    file_of: dict[str, str] = {}
+    for file in files:
+        if file != INDEX:
+            found = read_tensors(location, file)
+            tensors |= found
+            file_of |= dict.fromkeys(found, file)
             if len(tensors) > _MAX_TENSORS:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
-    for name, file in _weight_map(location).items() if INDEX in files else ():
-        if name not in tensors:
+    if INDEX in files:
+        _check_index(file_of, location)
+    config, _ = _read_config(location)
+    check_dtypes(tensors, location.store.uri)
+    _check_whole(tensors, config, location)
+    if config.tie_word_embeddings and _OUTPUT in tensors:
+        _check_tied(tensors, file_of, location)
+
+
+def _check_index(file_of: dict[str, str], location: Location) -> None:
+    named = _weight_map(location)
+    for name, file in named.items():
+        if name not in file_of:
             raise InvalidInput(f"tensor {name} is not in {file}, where the index has it", location.place(INDEX))
-    _check_dtypes(tensors, location)
-    _check_whole(tensors, _read_config(location), location)
+    for name, file in file_of.items():
+        if name not in named and not name.endswith(_IGNORED):
+            raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
+
+
+def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], location: Location) -> None:
+    """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
+    output, embedding = tensors[_OUTPUT], tensors[_EMBEDDING]
+    is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
+        mine == theirs
+        for mine, theirs in zip(
+            *(blocks_of(location, file_of[name], tensors[name]) for name in (_OUTPUT, _EMBEDDING)), strict=True
+        )
+    )
+    if not is_same:
+        rule = f"but {_OUTPUT} of {file_of[_OUTPUT]} differs from {_EMBEDDING}: set it to false, or remove that tensor"
+        raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
+
+
+def blocks_of(location: Location, file: str, tensor: TensorEntry) -> Iterator[bytes]:
+    """Yield a tensor's bytes, a few megabytes at a time."""
+    begin = 8 + int.from_bytes(location.store.read_range(file, 0, 8), "little")
+    start, end = (begin + offset for offset in tensor.data_offsets)
+    for at in range(start, end, _BLOCK_BYTES):
+        yield location.store.read_range(file, at, min(_BLOCK_BYTES, end - at))
 
 
 def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
@@ -257,21 +301,23 @@ def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
     return read_header(read, location.files[name].size, location.place(name))
 
 
-def _check_dtypes(tensors: dict[str, TensorEntry], location: Location) -> None:
+def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
+    """Raises InvalidInput for weights that are no floats of a kind that we train."""
     for name, tensor in tensors.items():
         if name.endswith((".weight", ".bias")) and tensor.dtype not in _DTYPES:
             problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(_DTYPES)}"
-            raise InvalidInput(problem, location.store.uri)
+            raise InvalidInput(problem, place)
 
 
 def _check_whole(tensors: dict[str, TensorEntry], config: _Config, location: Location) -> None:
-    """Check that a few tensors are there, and the embedding's shape. The worker checks the rest."""
-    needed = [f"model.layers.{i}.input_layernorm.weight" for i in range(config.num_hidden_layers)]
-    needed += ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
+    """Check that a layer has what any other has, and the embedding's shape. The worker checks the rest."""
+    suffixes = {match[1] for name in tensors if (match := _OF_LAYER.fullmatch(name))} | {"input_layernorm.weight"}
+    needed = [f"model.layers.{i}.{suffix}" for i in range(config.num_hidden_layers) for suffix in sorted(suffixes)]
+    needed += [_EMBEDDING, "model.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
     for name in needed:
         if name not in tensors:
             raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)
-    shape = tensors["model.embed_tokens.weight"].shape
+    shape = tensors[_EMBEDDING].shape
     if shape != (config.vocab_size, config.hidden_size):
         problem = f"model.embed_tokens.weight is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
         raise InvalidInput(problem, location.store.uri)

@@ -5,8 +5,9 @@ Files that every host can read where they lie are not copied.
 
 import re
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
+import numpy as np
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
@@ -14,7 +15,9 @@ from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
     TensorEntry,
+    blocks_of,
     check_chat_template,
+    check_dtypes,
     check_tokenizer,
     check_weights,
     read_shape,
@@ -24,7 +27,8 @@ from activities.models.files import (
 from activities.sources.models import Location, locate
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
+from shared.jobs.job import Linear, Lora
+from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.requests import RunId, Tenant
@@ -137,6 +141,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
+    check_dtypes(tensors, location.place(WEIGHTS))
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
     expected = 0 if shape is None else 2 * _linears_of_layer(lora, shape) * shape.num_layers
@@ -144,6 +149,10 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
+    for name, tensor in tensors.items():
+        for block in blocks_of(location, WEIGHTS, tensor):
+            if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
+                raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
 
 
 def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
@@ -161,6 +170,11 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
     if rank != lora.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(cast(Linear, match["linear"]))
+    size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
+    if fits and size != fits:
+        rule = f"{match['linear']} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
+        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 
 
 def import_files(location: Location, names: list[str], host: HostContext, tenant: str) -> Artifact:

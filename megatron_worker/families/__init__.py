@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, MixtureConfig, read_model_config
+from shared.models.config import DenseConfig, MixtureConfig, read_model_config
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -24,10 +24,10 @@ def read_architecture(folder: Path) -> Architecture:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return _architecture(read_model_config(values, str(path)), str(path))
+    return _architecture(read_model_config(values, str(path)))
 
 
-def _architecture(config: DenseConfig, place: str) -> Architecture:
+def _architecture(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
         case "llama":
@@ -35,21 +35,15 @@ def _architecture(config: DenseConfig, place: str) -> Architecture:
         case "qwen2":
             return _sized(config, qkv_bias=True)
         case "qwen3":
-            return _sized(config, qk_norm=True, head_dim=128)
+            return _sized(config, qk_norm=True)
         case "qwen3_moe":
             return _sized(config, qk_norm=True)
         case family:
-            raise InvalidInput(f"model family {family!r} is not supported: use {', '.join(FAMILIES)}", place)
+            raise AssertionError(family)  # refused when the file was read
 
 
-def _sized(
-    config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
-) -> Architecture:
-    """Return the architecture of a config with the given settings of its family.
-
-    Args:
-        head_dim: the family's default. Without one, and none in the config, the heads divide the hidden size.
-    """
+def _sized(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Architecture:
+    """Return the architecture of a config with the given settings of its family."""
     dense = Architecture(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -57,7 +51,7 @@ def _sized(
         ffn_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or head_dim or config.hidden_size // config.num_attention_heads,
+        head_dim=config.size_of_heads,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
@@ -78,7 +72,7 @@ def _sized(
 
 def _rope(config: DenseConfig) -> Rope:
     parameters = config.rope
-    theta = parameters.rope_theta or config.rope_theta or _DEFAULT_THETA
+    theta = parameters.rope_theta or _DEFAULT_THETA
     if parameters.rope_type != "llama3":
         return Rope(theta)
     assert parameters.factor is not None  # else the file was refused

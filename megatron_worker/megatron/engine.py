@@ -136,6 +136,7 @@ def shape_of(architecture: Architecture) -> ModelShape:
         vocab_size=a.vocab_size,
         num_experts=a.num_experts,
         expert_ffn_size=a.expert_ffn_size,
+        head_dim=a.head_dim,
     )
 
 

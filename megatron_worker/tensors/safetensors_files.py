@@ -22,6 +22,8 @@ from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # that are compared at a time
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -40,7 +42,7 @@ class TensorFiles:
         return tuple(self._slice(name).get_shape())
 
     def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int) -> Tensor:
-        """Read a rank's slice of a tensor. Raises InvalidInput when it is missing or of another shape."""
+        """Read a rank's slice of a tensor. Raises InvalidInput when it is missing, of another shape, or no floats."""
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())
         if self.shape(name) != tensor_slice.shape:
@@ -50,9 +52,25 @@ class TensorFiles:
         if tensor_slice.split is not None:
             index[tensor_slice.split] = slice(*tensor_slice.bounds(rank, size))
         try:
-            return self._slice(name)[tuple(index)]
+            local: Tensor = self._slice(name)[tuple(index)]
         except SafetensorError as error:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
+        if not local.is_floating_point():
+            raise InvalidInput(f"{name!r} holds {local.dtype}, and weights are floats", str(self._files[name]))
+        return local
+
+    def number(self, name: str) -> int:
+        """Read a tensor that is one whole number."""
+        return int(self._slice(name)[()])
+
+    def check_equal(self, name: str, other: str) -> None:
+        """Raise InvalidInput where two tensors differ. They are compared a few rows at a time."""
+        if self.shape(name) == self.shape(other):
+            num_rows, mine, theirs = self.shape(name)[0], self._slice(name), self._slice(other)
+            blocks = (slice(at, at + _ROWS) for at in range(0, num_rows, _ROWS))
+            if all(torch.equal(mine[rows], theirs[rows]) for rows in blocks):
+                return
+        raise InvalidInput(f"the model ties {name!r} to {other!r}, and they differ", str(self._files[name]))
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +120,9 @@ def _indexed(folder: Path) -> TensorFiles:
         files = {str(name): folder / Path(str(file)).name for name, file in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput("the index is not valid JSON with a weight_map", str(folder / INDEX)) from error
+    whole = folder / "model.safetensors"
+    if whole.exists() and whole not in files.values():
+        raise InvalidInput("beside the index lies another model.safetensors: remove one of them", str(folder))
     return TensorFiles(files)
 
 
@@ -116,7 +137,10 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
 
 def refuse_unknown(files: TensorFiles, slices: Iterable[TensorSlice], folder: Path) -> None:
     """Raise InvalidInput for a tensor that is not read: the model would be wrong. A tied output may be there twice."""
-    known = {s.name for s in slices} | {"lm_head.weight"}
+    known = {s.name for s in slices}
+    if _OUTPUT in files.names - known:
+        files.check_equal(_OUTPUT, _EMBEDDING)
+        known.add(_OUTPUT)
     unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
     if unknown:
         raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))

@@ -165,7 +165,7 @@ def read_optimizer(
             values = optimizer.grad.like(torch.float32)
             _read(files, slices, values.views, ranks, prefix=f"{state}.")
             optimizer.put(state, values)
-        optimizer.step_count = int(files.local(TensorSlice(STEP, STEP, (), None, 0, 0), STEP, 0, 1))
+        optimizer.step_count = files.number(STEP)
 
 
 def write_optimizer(

