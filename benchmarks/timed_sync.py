@@ -96,6 +96,19 @@ def timed_sync(
     return Seconds(blocked_s, update_s, time.perf_counter() - began), done
 
 
+def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: Sent | None = None) -> float:
+    """Take part in `timed_sync` on a rank other than 0. Returns the seconds until it can go on with passes."""
+    target = SyncTarget(
+        sockets=("rank 0's",), version=version, backend=way.partition(" ")[0], bucket_bytes=bucket_bytes
+    )
+    began = time.perf_counter()
+    sending = send(engine.outgoing(None), target, _RUN, sent)
+    blocked_s = time.perf_counter() - began
+    if sending is not None:
+        sending.wait()
+    return blocked_s
+
+
 def write_weights(engine: Engine, folder: Path) -> None:
     """Write an engine's weights as a Hugging Face folder has them."""
     outgoing = engine.outgoing(None)

@@ -1,6 +1,10 @@
 """Weights from a trainer to two samplers: a row for each way that is possible on this machine, beside the store's.
 
     python -m benchmarks.weight_sync [--gigabytes 0.5 2] [--backend NAME ...] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.weight_sync --layout [dp2 ...] [--gigabytes 0.084] [--rounds 3] [--out FILE.json]
+
+The first is of a trainer with one rank. With `--layout` it has two, one row for each way that they share the weights
+(sync_layouts.py), by shared memory whole and as changes: `blocked_s` is then of the rank that was blocked longest.
 
 A Qwen3 model in bfloat16 whose weights have so many bytes; two samplers are processes of their own. Before each sync
 comes one step of AdamW at 1e-6. Above 1 GB the optimizer's state, eight times the weights, finds no room beside the
@@ -26,6 +30,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,14 +43,14 @@ import torch
 from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
-from examples.tiny_model import make_tiny_model
-from megatron_worker.engine import Batch
+from examples.tiny_model import Family, make_tiny_model
+from megatron_worker.engine import Batch, Engine
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.jobs.job import Adam, CrossEntropy, Full
-from shared.jobs.layout import Layout
+from shared.jobs.layout import EngineName, Layout
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
@@ -55,6 +60,13 @@ NUM_SAMPLERS = 2
 BUCKET_BYTES = 64 << 20
 LEARNING_RATE = 1e-6
 MOST_TRAINED = 1e9  # bytes of weights
+LAYOUTS: dict[str, tuple[EngineName, Layout]] = {
+    "dp2": ("megatron", Layout(dp=2)),
+    "tp2": ("megatron", Layout(tp=2)),
+    "pp2": ("megatron", Layout(pp=2)),
+    "ep2": ("megatron", Layout(dp=2, ep=2)),
+    "fsdp-dp2": ("fsdp", Layout(dp=2)),
+}
 BACKENDS = (
     *("store", "shared_memory", "collective", "delta by shared_memory", "delta by collective"),
     *("delta by store", "cuda_ipc", *EXPERIMENTAL),
@@ -110,7 +122,7 @@ def summary(backend: str, measured: list[dict[str, float]]) -> dict[str, float]:
     return {**figures, "buckets": round(most / BUCKET_BYTES, 2)}
 
 
-def step(engine: MegatronEngine) -> None:
+def step(engine: Engine) -> None:
     """One step of AdamW; its gradients touch every weight."""
     batch = Batch.chain(TEXT, engine.facts.device)
     batch = replace(batch, weight_N=torch.ones_like(batch.weight_N))
@@ -193,34 +205,54 @@ def check(samplers: list[Receiver], name: str) -> None:
 
 
 def measured_with(gigabytes: float, backends: list[str], rounds: int) -> dict[str, object]:
-    sizes = SIZES.with_weights(int(gigabytes * 1e9 / 2))
     with tempfile.TemporaryDirectory() as name:
-        model = Path(name) / "model"
-        make_tiny_model(
-            model,
-            ["hello there"],
-            vocab_size=sizes.vocab,
-            hidden_size=sizes.hidden,
-            num_layers=sizes.layers,
-            num_heads=sizes.heads,
-            num_kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-        )
+        model = make_model(Path(name) / "model", gigabytes)
         return measure(model, Path(name), gigabytes * 1e9, backends, rounds)
+
+
+def layout_with(gigabytes: float, layout: str, rounds: int) -> dict[str, object]:
+    """Measure a trainer of two ranks. A model with experts has about as many bytes."""
+    with tempfile.TemporaryDirectory() as name:
+        model = make_model(Path(name) / "model", gigabytes, "qwen3_moe" if layout == "ep2" else "qwen3")
+        launcher = [sys.executable, "-m", "megatron_worker.process.launcher", str(LAYOUTS[layout][1].world_size)]
+        arguments = ["benchmarks.sync_layouts", layout, str(model), name, str(rounds)]
+        subprocess.run([*launcher, *arguments], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        figures: dict[str, object] = json.loads((Path(name) / "figures.json").read_text())
+        return figures
+
+
+def make_model(folder: Path, gigabytes: float, family: Family = "qwen3") -> Path:
+    sizes = SIZES.with_weights(int(gigabytes * 1e9 / 2))
+    return make_tiny_model(
+        folder,
+        ["hello there"],
+        family=family,
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        num_layers=max(2, sizes.layers),
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 2.0], help="of weights, one after another")
+    parser.add_argument("--gigabytes", type=float, nargs="+", help="of weights, one after another")
+    parser.add_argument("--layout", nargs="*", choices=LAYOUTS, help="of a trainer with two ranks; all unless named")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="this one alone; may be repeated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started = provenance()
-    figures = {
-        f"{gigabytes:g} GB": measured_with(gigabytes, options.backend or list(BACKENDS), options.rounds)
-        for gigabytes in options.gigabytes
-    }
+    figures: dict[str, object]
+    if options.layout is None:
+        backends = options.backend or list(BACKENDS)
+        sizes = options.gigabytes or [0.5, 2.0]
+        figures = {f"{one:g} GB": measured_with(one, backends, options.rounds) for one in sizes}
+    else:
+        layouts, sizes = options.layout or list(LAYOUTS), options.gigabytes or [0.084]
+        figures = {f"{one:g} GB": {name: layout_with(one, name, options.rounds) for name in layouts} for one in sizes}
     settings = {"bucket_bytes": BUCKET_BYTES, "samplers": NUM_SAMPLERS, "rounds": options.rounds}
     result = {"benchmark": "weight_sync", **started, "torch": torch.__version__, **settings, "figures": figures}
     print(json.dumps(result, indent=1))
