@@ -16,14 +16,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Block, Outgoing
+from megatron_worker.process.event_log import Report
 from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sampler.decoder import adapter_of
 from megatron_worker.tensors.slot_engine import SlotEngine
+from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.sender import Sending, send
+from shared.jobs.events import Synced
+from shared.jobs.job import Job
 from shared.jobs.layout import EngineName, Layout
+from shared.models.peft import WEIGHTS
 from tests.megatron_worker.driving import accumulate, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
@@ -167,10 +175,30 @@ def check(
     return sizes
 
 
+def save_meanwhile(
+    engine: SlotEngine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks
+) -> None:
+    """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does."""
+    dispatcher, log = Dispatcher(engine), folder / run_id / "events.jsonl"
+    report = Report(log if ranks.rank == 0 else None)
+    begin, target = partial(dispatcher.send_weights, "run", run_id), target_of(samplers, 20, "shared_memory", BUCKET)
+    job = Job.model_construct(log_path=str(log))
+    with dispatcher.resident("run"), sent_meanwhile(begin, job, 3, report, ranks, target):
+        dispatcher.save_state("run", folder / run_id / "saved")
+    for line in log.read_text().splitlines() if samplers else ():
+        outcome = Synced.model_validate_json(line).outcome
+        assert outcome.problems == {}
+        saved = load_file(folder / run_id / "saved" / "weights" / WEIGHTS)
+        for one in samplers:
+            check(one, engine.outgoing("run"), saved, f"{run_id}-saved", outcome.digest)
+        (folder / f"{run_id}-saved").touch()
+
+
 def main() -> None:
     folder, models = Path(sys.argv[1]), json.loads(sys.argv[2])
-    start_group("gloo")
+    store = start_group("gloo")
     rank = torch.distributed.get_rank()
+    ranks = WorkerRanks(store, rank, rank, torch.distributed.get_world_size())
     memory, taken = SyncMemory(), (folder / f"memory-{rank}.jsonl").open("a")
     for name, layouts in LAYOUTS.items():
         for engine, layout in layouts:
@@ -190,6 +218,8 @@ def main() -> None:
                     if kind == "full":
                         break_and_mend(driven, samplers, label)
                         gc.collect()  # what errors still refer to would count as mapped
+                    else:
+                        save_meanwhile(driven, samplers, label, folder, ranks)
                     if rank == 0:
                         (folder / f"{label}-{kind}").touch()
 
