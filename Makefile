@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop check test test-vllm gpu-check lint lock wheel docs
+.PHONY: help setup demo demo-stop check test test-deep test-transports test-vllm gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -11,6 +11,8 @@ help:
 	@echo "make demo-stop  stop that stack"
 	@echo "make check      for the inner loop: linters, types, the pure maths, one run end to end (minutes)"
 	@echo "make test       the whole test suite"
+	@echo "make test-deep  every point of the kill matrices, of which make test draws some; before a release"
+	@echo "make test-transports  the experimental transports of weight sync"
 	@echo "make test-vllm  a leased vLLM, in an environment of its own (.venv-vllm, 3.5 GB)"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
@@ -43,6 +45,12 @@ check: lint
 
 test: setup
 	@tests/run.sh
+
+test-deep: setup
+	@LONGSHORE_TEST_DEEP=1 tests/run.sh -m "deep or drawn"
+
+test-transports: setup
+	@.venv/bin/python -m pytest -m transports tests
 
 test-vllm: setup
 	@requirements/vllm.sh

@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from service.dev.supervisor import FAIR_QUEUES
 from shared.settings import S3Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.paths import MANIFEST
+from tests.depth import SEED
 from tests.leftovers import watch_over
 from tests.order import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
 from tests.progress import pytest_configure  # noqa: F401 (a hook of pytest's)
@@ -164,10 +164,9 @@ def s3_server() -> Iterator[S3Server]:
 @pytest.fixture
 def chance(record_property: Callable[[str, object], None]) -> random.Random:
     """Chance that can be repeated: its seed is printed and on record."""
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
-    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    record_property("seed", seed)
-    return random.Random(seed)
+    print(f"seed {SEED} (LONGSHORE_TEST_SEED={SEED} repeats it)")
+    record_property("seed", SEED)
+    return random.Random(SEED)
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
 """Which tests run one after another in one process, and which are begun first.
 
-Processes that share the suite end together only where what takes long is begun first. Tests of one stack belong into
-one process, so that the stack is started once.
+Processes that share the suite end together only where what takes long is begun first, as recorded (tests/costs.py).
+Tests of one stack belong into one process, so that the stack is started once.
 """
+
+from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
+
+from tests.costs import recorded
 
 # Folders whose tests share a stack or a service. Rollouts and what a client drives are a quarter of the first one: by
 # themselves, on a stack of their own, so that the others do not end long after everything else.
@@ -18,16 +23,6 @@ _TOGETHER = (
     "tests/security/",
     "tests/page/",
 )
-# Those that take longest, in this order; then all others, by their names.
-_FIRST = (
-    "tests/end_to_end/",
-    "tests/chaos/",
-    "tests/megatron_worker/",
-    "tests/security/",
-    "tests/workflows/",
-    "tests/service/",
-    "tests/page/",
-)
 
 
 def group(test: str) -> str:
@@ -36,9 +31,12 @@ def group(test: str) -> str:
     return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
 
 
-def rank(test: str) -> int:
-    """What is lower is begun earlier."""
-    return next((place for place, beginning in enumerate(_FIRST) if test.startswith(beginning)), len(_FIRST))
+def ranks(costs: Mapping[str, float]) -> Counter[str]:
+    """By group, what its recorded files cost together. Groups of a file that nobody has recorded cost nothing."""
+    found: Counter[str] = Counter()
+    for file, cost_s in costs.items():
+        found[group(file)] += cost_s
+    return found
 
 
 class Groups(LoadFileScheduling):
@@ -88,4 +86,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For a conftest.py to import."""
-    items.sort(key=lambda item: rank(item.nodeid))
+    costs = ranks(recorded())
+    items.sort(key=lambda item: -costs[group(item.nodeid)])

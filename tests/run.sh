@@ -16,8 +16,11 @@ cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 failures="$cache/v/longshore/failures"
 
 rm -f "$failures" "$cache/v/cache/lastfailed"
-.venv/bin/python -m pytest -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
+# What the run costs counts by its first round alone (tests/costs.py).
+LONGSHORE_TEST_COSTS=1 .venv/bin/python -m pytest -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
 status=$?
+costs() { .venv/bin/python -m tests.costs tell "$cache"; }
+[ $status != 0 ] || { costs; exit; }
 # 1: they ran to their end, and some failed.
 [ $status = 1 ] && [ -s "$failures" ] || exit $status
 first_round=$(.venv/bin/python -m tests.failures "$failures")
@@ -33,3 +36,4 @@ rm -f "$failures"
     exit 1
 }
 printf '!! failed beside other tests and passed alone: %s\n' "$first_round"
+costs

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import order
+from tests import costs, order
 from tests.test_progress import XDIST_ALONE
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +14,7 @@ CONFTEST = """
 from tests import order
 
 order._TOGETHER = ("whole/",)
-order._FIRST = ("whole/", "test_slow")
+order.recorded = lambda: {"whole/test_c.py": 2, "whole/test_d.py": 3, "test_slow.py": 4, "test_a.py": 1}
 pytest_xdist_make_scheduler = order.pytest_xdist_make_scheduler
 pytest_collection_modifyitems = order.pytest_collection_modifyitems
 
@@ -62,7 +62,7 @@ def test_what_takes_long_is_begun_first_and_a_folder_of_one_stack_shares_a_proce
 
 
 def test_the_places_that_are_named_are_there() -> None:
-    for beginning in (*order._TOGETHER, *order._FIRST):
+    for beginning in (*order._TOGETHER, *costs.recorded()):
         folder, _, name = beginning.rpartition("/")
         assert (ROOT / folder).is_dir() and (not name or any((ROOT / folder).glob(f"{name}*.py"))), beginning
     check = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]

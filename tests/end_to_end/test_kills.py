@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
+from tests.depth import drawn
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
@@ -130,7 +131,8 @@ def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
         signal_all(ranks(stack), signal.SIGCONT)
 
 
-@pytest.mark.parametrize("turn", range(len(VICTIMS)))
+@pytest.mark.drawn
+@pytest.mark.parametrize("turn", drawn(range(len(VICTIMS)), 1))
 def test_a_kill_at_every_point_changes_nothing(
     stack: Stack, undisturbed: Answer, sft_options: list[str], turn: int
 ) -> None:

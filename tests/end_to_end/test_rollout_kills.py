@@ -22,6 +22,7 @@ from shared.jobs.weight_sync import newest_name
 from shared.runs.requests import RLRun
 from shared.storage.store import LocalStore
 from tests.activities.sampling.injected import write_weights
+from tests.depth import drawn
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.test_rollouts import hashes_of_versions, steps_of
@@ -100,7 +101,7 @@ def publishing(stack: Stack, run_id: str) -> bool:
 
 
 Point = Callable[[Stack, str], bool]
-KILLS: list[tuple[Point, Victim]] = [
+ALL_KILLS: list[tuple[Point, Victim]] = [
     (sampling, sampler),
     (grading, control_host),
     (training, a_rank),
@@ -110,6 +111,7 @@ KILLS: list[tuple[Point, Victim]] = [
     (grading, temporal_server),
     (publishing, sampler),  # before the proof of what is published
 ]
+KILLS = drawn(ALL_KILLS, 3)
 
 
 # Samples under way go on under what the trainer sends, before the step that made it is durable, published or recorded.

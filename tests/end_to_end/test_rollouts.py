@@ -11,10 +11,9 @@ from temporalio.api.history.v1 import HistoryEvent
 from benchmarks.one_device import Device
 from shared.chat.trajectories import TrajectoryGroup
 from shared.jobs.events import Offloaded, parse_event
-from shared.jobs.weight_sync import EXPERIMENTAL
 from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
-from tests.megatron_worker.weight_sync.samplers import needs
+from tests.megatron_worker.weight_sync.samplers import TRANSPORTS, needs
 
 pytestmark = pytest.mark.slow
 
@@ -221,7 +220,7 @@ def test_the_trainers_weights_reach_the_sampler_without_the_store(
         assert {event["args"]["transport"] for event in events} == {transport}
 
 
-@pytest.mark.parametrize("backend", EXPERIMENTAL)
+@pytest.mark.parametrize("backend", TRANSPORTS)
 def test_an_experimental_transport_that_the_hosts_allow_brings_the_same_weights(
     stack: Stack, rollout_options: list[str], undisturbed: dict, backend: str
 ) -> None:

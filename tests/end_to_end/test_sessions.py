@@ -38,12 +38,12 @@ from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Ledger
+from tests.depth import SEED
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import Victim, a_rank, control_host, gpu_host, kill, temporal_server, web_service
 
 pytestmark = pytest.mark.slow
 
-SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
 NUM_COMMANDS = int(os.environ.get("LONGSHORE_TEST_SESSION_COMMANDS", "24"))
 NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_SESSION_KILLS", "3"))
 _DRAWN = ("forward", "save_state", "gradients", "gradients", "labels", "labels", "step", "step", "step")

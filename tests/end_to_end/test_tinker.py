@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pyarrow import parquet
 from service.apis.tinker.addresses import TINKER
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
+from tests.depth import SEED
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Stack, wait_until
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CLIENTS = ("tinker-38", "tinker-36", "tinker-35")
 COOKBOOK = "tinker-cookbook"
-SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
 NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_TINKER_STEPS", "10"))
 NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_TINKER_KILLS", "3"))
 VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, web_service, control_host, temporal_server, sampler_host)

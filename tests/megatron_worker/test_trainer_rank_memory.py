@@ -8,7 +8,6 @@ Workloads are drawn anew each time; LONGSHORE_TEST_SEED repeats one.
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from megatron_worker.trainer_rank.packing import PackSize, pack
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam
 from shared.jobs.layout import Layout
+from tests.depth import SEED
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (
     gradient,
@@ -108,7 +108,7 @@ def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
     items, each a small part of one. The budget counts as used as far as the largest of a workload's micro-batches did:
     the last one is what was left, and others stand beside outputs that the loop still holds of the one before.
     """
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
+    seed = SEED
     print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
     generator = np.random.default_rng(seed)
     largest, means, highest = {}, [], 0.0

@@ -19,7 +19,8 @@ from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget, secret
 
 PACKAGES = Path(__file__).parents[3] / ".venv" / "clients" / "transports"
 """NIXL and Mooncake, as requirements/clients.txt pins them."""
-WAYS = ["shared_memory", "collective", *EXPERIMENTAL]
+TRANSPORTS = [pytest.param(name, marks=pytest.mark.transports) for name in EXPERIMENTAL]
+WAYS = ["shared_memory", "collective", *TRANSPORTS]
 sys.path.append(str(PACKAGES))
 NAME = "tiny"
 KEY = b"k" * 32

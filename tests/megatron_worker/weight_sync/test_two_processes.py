@@ -117,6 +117,7 @@ def test_a_read_that_would_never_end_ends_when_its_trainer_is_gone() -> None:
     inbound.finalize()
 
 
+@pytest.mark.transports
 def test_nixl_listens_at_the_interface_alone_by_which_samplers_come() -> None:
     needs("nixl")
     before = listening()
