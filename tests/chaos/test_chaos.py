@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 NUM_DISTURBANCES = 4
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_whatever_is_killed_or_stopped_no_bit_changes(tmp_path: Path, chance: random.Random) -> None:
     """Seven kinds of runs at once; processes of every kind die or stand still, and all of them once."""
     trial = Trial(tmp_path, chance, NUM_DISTURBANCES)

@@ -46,7 +46,7 @@ ROLLOUT_STEPS = 3
 
 _HERE = Path(__file__).parent
 # Of a test, with its share of fixtures: it ends what hangs. Beside much else a run of seconds takes minutes.
-_TIMEOUT_S = 1500
+_TIMEOUT_S = 2400
 _shared = ExitStack()
 
 
@@ -118,7 +118,7 @@ def sft_options(options: list[str]) -> list[str]:
 @pytest.fixture(scope="session")
 def undisturbed(stack: Stack, sft_options: list[str]) -> Answer:
     """The run as it ends when nothing happens to it."""
-    return stack.cli(*sft_options, "--wait", "--timeout", "600")
+    return stack.cli(*sft_options, "--wait")
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 def train(stack: Stack, run_id: str, groups: Groups, number: int) -> dict:
     """A step to its end, however often it has to be asked for: its key trains once."""
-    return stack.cli(
-        *("step", run_id, groups(number), "--key", f"key-{number}", "--wait", "--timeout", "600", "--json")
-    ).json
+    return stack.cli(*("step", run_id, groups(number), "--key", f"key-{number}", "--wait", "--json")).json
 
 
 def weights(step: dict) -> bytes:

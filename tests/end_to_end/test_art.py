@@ -27,7 +27,7 @@ def told(
     taught = stack.cli(
         *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset), "--full"),
         *("--steps", "24", "--batch-size", "32", "--learning-rate", "0.01", "--schedule", "constant"),
-        *("--max-tokens", "128", "--wait", "--timeout", "600"),
+        *("--max-tokens", "128", "--wait"),
     ).json["adapter"]
     address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder), taught]
     done = run_with_art("0.5.18", ["-m", "tests.end_to_end.art_session", *address], folder, 500, **wandb(connection))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def submit(stack: Stack, model: Path | str, dataset: Path | str, *more: str) -> Answer:
     return stack.cli(
-        *("submit", "sft", "--wait", "--json", "--timeout", "600", "--model", str(model), "--dataset", str(dataset)),
+        *("submit", "sft", "--wait", "--json", "--model", str(model), "--dataset", str(dataset)),
         *("--max-tokens", "128", *(more if "--steps" in more else ("--steps", "2", "--batch-size", "4", *more))),
         check=False,
     )

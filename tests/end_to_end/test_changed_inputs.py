@@ -22,7 +22,7 @@ def interrupted(stack: Stack, options: list[str], num_checkpoints: int = 1) -> s
     run_id = stack.cli(*options).json["run_id"]
     wait_until(lambda: len(checkpoints(stack, run_id)) >= num_checkpoints, "checkpoints")
     stack.cli("pause", run_id)
-    assert stack.cli("watch", run_id, "--json", "--timeout", "600", check=False).json["status"] == "paused"
+    assert stack.cli("watch", run_id, "--json", check=False).json["status"] == "paused"
     return run_id
 
 
@@ -45,7 +45,7 @@ def test_a_run_is_not_resumed_on_another_base_model(
     run_id = interrupted(stack, options)
     flip(model / "model.safetensors")
     stack.cli("resume", run_id)
-    ended = stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
+    ended = stack.cli("watch", run_id, "--json", check=False)
     assert (ended.code, ended.json["problem"]["kind"]) == (100, "invalid_input")
     assert "not the one that the run began with: model.safetensors changed" in ended.json["problem"]["message"]
 
@@ -56,17 +56,17 @@ def test_a_client_s_rl_run_is_not_trained_on_another_base_model_between_its_step
     groups = tmp_path / "groups.jsonl"
     groups.write_text("".join(json.dumps(one) + "\n" for one in random_groups(seed=1)))
     submit = ("submit", "rl", "--json", "--model", str(model), "--max-tokens", "64", "--idle", "1")
-    step = ("--wait", "--timeout", "600", "--json")
+    step = ("--wait", "--json")
     paused, going_on = (stack.cli(*submit).json["run_id"] for _ in range(2))
     for run_id in (paused, going_on):
         assert stack.cli("step", run_id, str(groups), "--key", "one", *step).json["state"] == "done"
     stack.cli("pause", paused)
-    stack.cli("watch", paused, "--timeout", "600", check=False)
+    stack.cli("watch", paused, check=False)
     flip(model / "model.safetensors")
     stack.cli("step", going_on, str(groups), "--key", "two", *step, check=False)
     stack.cli("resume", paused)
     for run_id, kind in ((going_on, "corrupt_artifact"), (paused, "invalid_input")):
-        ended = stack.cli("watch", run_id, "--json", "--timeout", "600", check=False).json
+        ended = stack.cli("watch", run_id, "--json", check=False).json
         assert (ended["status"], ended["problem"]["kind"]) == ("failed", kind)
         assert "model.safetensors" in ended["problem"]["message"]
 
@@ -80,7 +80,7 @@ def test_damaged_checkpoints_are_passed_over_and_the_run_says_so(
     flip(newest / "weights" / "adapter_model.safetensors")
     (before / "manifest.json").write_bytes((before / "manifest.json").read_bytes()[:99])
     stack.cli("resume", run_id)
-    ended = stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
+    ended = stack.cli("watch", run_id, "--json", check=False)
     assert ended.json["status"] == "succeeded", ended
     assert stack.adapter_sha256(ended) == stack.adapter_sha256(undisturbed)
     of_weights, of_manifest = ended.json["notices"]

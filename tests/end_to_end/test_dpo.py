@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 def submit(stack: Stack, model: Path, dataset: Path, *more: str, check: bool = True) -> Answer:
     return stack.cli(
-        *("submit", "dpo", "--wait", "--json", "--timeout", "600", "--model", str(model), "--dataset", str(dataset)),
+        *("submit", "dpo", "--wait", "--json", "--model", str(model), "--dataset", str(dataset)),
         *("--max-tokens", "256", "--lora-rank", str(LORA_RANK), "--lora-alpha", str(LORA_ALPHA), *more),
         check=check,
     )

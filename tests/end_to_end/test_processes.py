@@ -115,7 +115,7 @@ def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(
     rollout_options: list[str],
 ) -> None:
     with Watch(stack) as watch:
-        assert stack.cli(*rollout_options, "--dp", "2", "--wait", "--timeout", "600").json["status"] == "succeeded"
+        assert stack.cli(*rollout_options, "--dp", "2", "--wait").json["status"] == "succeeded"
         table = documented()
         # W&B is told of a run after its end.
         wait_until(lambda: watch.seen.keys() >= table.keys(), "every kind of process is seen")

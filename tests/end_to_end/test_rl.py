@@ -23,7 +23,7 @@ def undisturbed(stack: Stack, rl_options: list[str], groups: Groups) -> list[dic
     run_id = stack.cli(*rl_options).json["run_id"]
     steps = [train(stack, run_id, groups, number) for number in range(1, NUM_STEPS + 1)]
     stack.cli("finish", run_id)
-    stack.cli("watch", run_id, "--timeout", "600")
+    stack.cli("watch", run_id)
     return steps
 
 
@@ -86,7 +86,7 @@ def test_the_same_key_twice_trains_once_and_with_other_groups_is_refused(
     jobs = list((stack.root / "store" / "runs" / run_id / "logs").glob("*/*/job.json"))
     assert len(jobs) == 1
     stack.cli("finish", run_id)
-    assert stack.cli("watch", run_id, "--json", "--timeout", "600").json["adapter"] == first["adapter"]
+    assert stack.cli("watch", run_id, "--json").json["adapter"] == first["adapter"]
     late = stack.cli("step", run_id, groups(2), "--key", "late", check=False)
     assert "has ended" in late.stderr
 

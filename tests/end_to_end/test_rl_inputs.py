@@ -29,7 +29,7 @@ def conversation(model: Path, answer: str, reward: float) -> dict[str, Any]:
 def train(stack: Stack, run_id: str, folder: Path, groups: list[dict[str, Any]]) -> dict[str, Any]:
     path = folder / f"{run_id}.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in groups))
-    return stack.cli("step", run_id, str(path), "--wait", "--timeout", "600", "--json").json
+    return stack.cli("step", run_id, str(path), "--wait", "--json").json
 
 
 def submitted(stack: Stack, model: Path, *options: str) -> str:
@@ -54,7 +54,7 @@ def test_conversations_are_trained_and_the_adapter_is_another_runs_reference(
     stack.cli("finish", near)
     missing = {"coefficient": 0.1, "reference": step["adapter"].replace("v000001", "v000009")}
     far = submitted(stack, tiny_model, "--loss", json.dumps({"kind": "ppo", "kl": missing}))
-    view = stack.cli("watch", far, "--timeout", "600", "--json", check=False)
+    view = stack.cli("watch", far, "--json", check=False)
     assert view.json["status"] == "failed"
     problem = "v000009: this is in Longshore's own store, but nothing was completed there"
     assert problem in view.json["problem"]["message"]

@@ -71,7 +71,7 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, rollout_options: list[str]) -> Answer:
-    return stack.cli(*rollout_options, "--wait", "--timeout", "600")
+    return stack.cli(*rollout_options, "--wait")
 
 
 # Where in the run, seen from outside: by what stands in the store, and what does not yet.
@@ -124,13 +124,14 @@ CONTINUE_KILLS: list[tuple[Point, Victim]] = [
 
 
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
-    answer = stack.cli("watch", run_id, "--json", "--timeout", "600")
+    answer = stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
     assert answer.json["policy_version"] == undisturbed.json["policy_version"]
     wait_until(lambda: _count(stack, "sampled/*-parts/*.json") == 0, "parts are gone")
 
 
+@pytest.mark.drawn
 def test_kills_in_every_phase_change_nothing(
     fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
 ) -> None:
@@ -153,7 +154,7 @@ def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_
         *("--sync-in-flight", "continue", "--publish-every", "3"),
     ).json["run_id"]
     _kill_in_turn(fresh_stack, run_id, CONTINUE_KILLS)
-    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded" and answer.json["version"] == 2, answer
     steps = steps_of(fresh_stack, run_id)
     assert all(step["metrics"]["staleness_max"] <= 1 for step in steps)
@@ -163,9 +164,9 @@ def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_
     again = fresh_stack.cli("submit", "rl", "--json", "--model", model, *full, *mine).json["run_id"]
     for step in steps:
         groups = step["groups"].removeprefix("file://")
-        fresh_stack.cli("step", again, groups, "--key", step["key"], "--wait", "--timeout", "600")
+        fresh_stack.cli("step", again, groups, "--key", step["key"], "--wait")
     fresh_stack.cli("finish", again)
-    undisturbed = fresh_stack.cli("watch", again, "--json", "--timeout", "600")
+    undisturbed = fresh_stack.cli("watch", again, "--json")
     models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (answer, undisturbed)]
     assert models[0].read_bytes() == models[1].read_bytes()
 
@@ -212,7 +213,7 @@ def test_a_sampler_that_has_not_the_trainers_weights_is_mended_or_replaced(
     then other weights below it, which nothing replaces in that sampler.
     """
     options = [*rollout_options, "--off-policy-steps", "0", "--steps", "8"]
-    alone = fresh_stack.cli(*options, "--wait", "--timeout", "600")
+    alone = fresh_stack.cli(*options, "--wait")
     for folder in ("packed", "sampled", "graded"):
         shutil.rmtree(fresh_stack.root / "store" / folder)
     wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
@@ -231,7 +232,7 @@ def test_a_sampler_that_has_not_the_trainers_weights_is_mended_or_replaced(
                 sampler.load_adapter(name, wrong)
         wait_until(lambda: not _is_training(_activities(fresh_stack, run_id)), "a proof", every_s=0.01)
         kill(fresh_stack, sampler_host)
-        answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+        answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     assert fresh_stack.adapter_sha256(answer) == fresh_stack.adapter_sha256(alone)
     told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
@@ -306,7 +307,7 @@ def test_what_was_drawn_under_weights_that_fail_the_proof_is_drawn_again(
     with _while_the_next_step_is_drawn(fresh_stack, run_id) as version, _samplers(fresh_stack) as [(sampler, _)]:
         sampler.update_weights(newest_name(run_id), version, wrong, is_adapter=True)
         wait_until(lambda: _num_sampled(fresh_stack) == version + 1, "samples by the wrong adapter")
-    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
     assert sum(metrics["sync_given_up"] for metrics in told) == told[version - 1]["sync_given_up"] == 1
@@ -362,7 +363,7 @@ def test_a_run_ends_when_no_sampler_has_the_trainers_weights(fresh_stack: Stack,
     assert connection is not None
     with Client(connection.api_url, connection.api_key) as client:
         run_id = client.submit(RLRun.model_validate(run), "never proved").run_id
-    ended = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
+    ended = fresh_stack.cli("watch", run_id, "--json", check=False)
     assert ended.json["status"] == "failed" and ended.json["problem"]["kind"] == "sampler_mismatch", ended
     assert "no sampler is left: 2 were given up; of the last one: token " in ended.json["problem"]["message"]
     assert "after it was loaded anew from the store" in ended.json["problem"]["message"]

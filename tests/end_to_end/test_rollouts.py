@@ -29,7 +29,7 @@ def weights(adapter: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, rollout_options: list[str]) -> dict:
-    return stack.cli(*rollout_options, "--wait", "--timeout", "600").json
+    return stack.cli(*rollout_options, "--wait").json
 
 
 def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict) -> None:
@@ -87,14 +87,16 @@ def test_trainer_and_sampler_are_never_on_one_device_together(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:
     """Colocated, the sampler is seen asleep whenever a job has not offloaded yet; the bits are those of two devices."""
-    shutil.rmtree(stack.root / "store" / "sampled")  # so that this run draws its own
-    run_id = stack.cli(*rollout_options, "--colocate").json["run_id"]
     with Device(stack.root) as device:
-        run = stack.cli("watch", run_id, "--json").json
-    assert run["status"] == "succeeded"
-    assert weights(run["adapter"]) == weights(undisturbed["adapter"])
+        for _ in range(10):  # a busy machine may have the observer look only between the jobs of a run
+            shutil.rmtree(stack.root / "store" / "sampled")  # so that this run draws its own
+            run = stack.cli(*rollout_options, "--colocate", "--wait").json
+            assert run["status"] == "succeeded"
+            assert weights(run["adapter"]) == weights(undisturbed["adapter"])
+            if device.asleep + device.together and device.awake:
+                break
     assert device.asleep and not device.together
-    logs = (stack.root / "store" / "runs" / run_id / "logs").rglob("log.jsonl")
+    logs = (stack.root / "store" / "runs" / run["run_id"] / "logs").rglob("log.jsonl")
     events = [parse_event(line) for log in logs for line in log.read_bytes().splitlines()]
     assert sum(isinstance(event, Offloaded) for event in events) == ROLLOUT_STEPS
     figures = device.figures(events)
@@ -106,7 +108,7 @@ def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:
     """Off-policy by two: steps 1 to 3 are sampled from the beginning, step 4 from the policy after step 1."""
-    ahead = ["--steps", "4", "--off-policy-steps", "2", "--wait", "--timeout", "600"]
+    ahead = ["--steps", "4", "--off-policy-steps", "2", "--wait"]
     run = stack.cli(*rollout_options, *ahead).json
     steps = steps_of(stack, run["run_id"])[1:]
     assert [_versions(step) for step in steps] == [{0}, {0}, {0}, {1}]
@@ -123,7 +125,7 @@ def _versions(step: dict) -> set[int]:
 
 
 def test_it_ends_with_the_step_that_reaches_the_target(stack: Stack, rollout_options: list[str]) -> None:
-    run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait", "--timeout", "600").json
+    run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait").json
     assert run["status"] == "succeeded"
     assert run["policy_version"] == 0
     assert [step["step"] for step in steps_of(stack, run["run_id"])] == [0]
@@ -149,7 +151,7 @@ def test_gsm8k_goes_the_whole_way(stack: Stack, tiny_model: Path, gsm8k: Path, t
         ),
         *("--grader", json.dumps(grader), "--steps", "3", "--prompts-per-step", "8", "--group-size", "4"),
         *("--max-completion-tokens", "16", "--max-tokens", "400", "--bin-tokens", "1600", "--lora-rank", "4"),
-        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait", "--timeout", "600"),
+        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait"),
     ).json
     assert run["status"] == "succeeded"
     steps = steps_of(stack, run["run_id"])
@@ -225,7 +227,7 @@ def test_an_experimental_transport_that_the_hosts_allow_brings_the_same_weights(
     stack: Stack, rollout_options: list[str], undisturbed: dict, backend: str
 ) -> None:
     needs(backend)
-    run = stack.cli(*rollout_options, "--sync-backend", backend, "--wait", "--timeout", "600").json
+    run = stack.cli(*rollout_options, "--sync-backend", backend, "--wait").json
     assert run["status"] == "succeeded", run
     steps, others = steps_of(stack, run["run_id"])[1:], steps_of(stack, undisturbed["run_id"])[1:]
     assert [step["metrics"]["sync_used"] for step in steps] == [1.0] * ROLLOUT_STEPS
@@ -239,7 +241,7 @@ def test_an_experimental_transport_that_the_hosts_allow_brings_the_same_weights(
 def test_a_sync_that_the_hosts_cannot_do_ends_the_run_before_a_sampler_starts(
     stack: Stack, rollout_options: list[str]
 ) -> None:
-    options = [*rollout_options, "--sync-backend", "cuda_ipc", "--wait", "--timeout", "600"]
+    options = [*rollout_options, "--sync-backend", "cuda_ipc", "--wait"]
     ended = stack.cli(*options, check=False).json
     assert ended["status"] == "failed" and ended["problem"]["kind"] == "invalid_input"
     assert "cuda_ipc is not possible on this sampler host: cuda_ipc needs cuda" in ended["problem"]["message"]
@@ -258,7 +260,7 @@ def test_full_weights_are_sent_while_later_steps_are_sampled(
     run = stack.cli(
         *(*rollout_options[:at], *rollout_options[at + 2 :], "--full", "--learning-rate", "0.0003"),
         *("--steps", "5", "--off-policy-steps", "1", "--sync-in-flight", in_flight, "--publish-every", "5"),
-        *("--wait", "--timeout", "600"),
+        *("--wait"),
     ).json
     assert run["status"] == "succeeded" and run["version"] == 1
     steps = steps_of(stack, run["run_id"])[1:]

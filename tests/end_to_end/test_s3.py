@@ -25,7 +25,7 @@ def test_a_run_whose_store_is_s3(
         "LONGSHORE_S3__REGION": "us-east-1",
     }
     with started(tmp_path / "stack", **settings) as stack:
-        answer = stack.cli(*sft_options, "--wait", "--timeout", "600").json
+        answer = stack.cli(*sft_options, "--wait").json
         stack.cli("download", answer["run_id"], "--into", str(tmp_path / "adapter"))
     assert answer["adapter"].startswith(prefix)
     local = Path(undisturbed.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors"
@@ -43,7 +43,7 @@ def test_a_store_that_is_not_there_is_named(s3_server: S3Server, sft_options: li
         "LONGSHORE_S3__REGION": "us-east-1",
     }
     with started(tmp_path / "stack", **settings) as stack:
-        answer = stack.cli(*sft_options, "--wait", "--timeout", "600", check=False)
+        answer = stack.cli(*sft_options, "--wait", check=False)
         assert stack.processes("service")
     assert stack.processes() == [], "stopped, it leaves no process"
     assert answer.code not in (0, 2)

@@ -72,14 +72,14 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     assert said.code == 0 and said.stdout.strip(), said
     place = options.index("--model") + 1
     named = [*options[:place], f"{run_id}:v1", *options[place + 1 :], "--steps", "1"]
-    again = stack.cli(*named, "--wait", "--timeout", "600").json
+    again = stack.cli(*named, "--wait").json
     assert stack.cli("get", again["run_id"], "--json").json["run"]["initial_adapter"] == undisturbed.json["adapter"]
 
 
 def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(
     stack: Stack, undisturbed: Answer, sft_options: list[str]
 ) -> None:
-    again = stack.cli(*sft_options, "--wait", "--timeout", "600")
+    again = stack.cli(*sft_options, "--wait")
     assert stack.adapter_sha256(again) == stack.adapter_sha256(undisturbed)
     assert again.json["adapter"] != undisturbed.json["adapter"]
 
@@ -95,7 +95,7 @@ def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "600").json
+    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait").json
     published = answer["adapter"].removeprefix("file://")
     model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (published, tiny_model))
     text = "<|im_start|>user\nHow many crates are on quay 3?<|im_end|>\n<|im_start|>assistant\n21 crates.<|im_end|>\n"
@@ -106,7 +106,7 @@ def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
 
 
 def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
-    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait", "--timeout", "600"]
+    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait"]
     one, two = (
         stack.cli("metrics", stack.cli(*gentle, "--tp", ranks).json["run_id"], "--json").json["steps"]
         for ranks in ("1", "2")

@@ -58,7 +58,7 @@ def full_options(rollout_options: list[str]) -> list[str]:
 
 @pytest.mark.timeout(3600)
 def test_kills_in_every_phase_of_a_sync_change_nothing(fresh_stack: Stack, full_options: list[str]) -> None:
-    alone = fresh_stack.cli(*full_options, "--wait", "--timeout", "600")
+    alone = fresh_stack.cli(*full_options, "--wait")
     for folder in ("sampled", "graded"):  # so that the second run draws and grades its own
         shutil.rmtree(fresh_stack.root / "store" / folder)
     run_id = fresh_stack.cli(*full_options).json["run_id"]
@@ -66,7 +66,7 @@ def test_kills_in_every_phase_of_a_sync_change_nothing(fresh_stack: Stack, full_
         steps = fresh_stack.root / "store" / "runs" / run_id / "steps"
         wait_until(lambda n=number, s=steps: s.exists() and len(list(s.iterdir())) >= n, f"{number} steps")
         disturb(fresh_stack, phase, victim)
-    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     assert last_model(answer) == last_model(alone)
     disturbed, undisturbed = (steps_of(fresh_stack, one)[1:] for one in (run_id, alone.json["run_id"]))
@@ -100,14 +100,18 @@ def last_model(answer: Answer) -> bytes:
 
 def cut(stack: Stack) -> None:
     """Shut all TCP connections between trainers and samplers, by duplicates of the trainers' sockets."""
-    theirs = {connection.laddr for one in sampler(stack) for connection in one.net_connections("tcp")}
-    cut_ones = [
-        duplicate(rank.pid, connection.fd)
-        for rank in ranks(stack)
-        for connection in rank.net_connections("tcp")
-        if connection.status == psutil.CONN_ESTABLISHED and connection.raddr in theirs
-    ]
-    assert len(cut_ones) >= 2, "the trainer's to the sampler, and the group's"
+
+    def found() -> list[tuple[int, int]] | None:
+        theirs = {connection.laddr for one in sampler(stack) for connection in one.net_connections("tcp")}
+        links = [
+            (rank.pid, connection.fd)
+            for rank in ranks(stack)
+            for connection in rank.net_connections("tcp")
+            if connection.status == psutil.CONN_ESTABLISHED and connection.raddr in theirs
+        ]
+        return links if len(links) >= 2 else None
+
+    cut_ones = [duplicate(*one) for one in wait_until(found, "the trainer's link to the sampler, and the group's")]
     print(f"cutting {len(cut_ones)} connections")
     for one in cut_ones:
         one.shutdown(socket.SHUT_RDWR)

@@ -18,6 +18,7 @@ import torch
 from megatron_worker.sampler.models import Refused
 from shared.jobs.weight_sync import SyncTarget
 from tests import forks
+from tests.depth import drawn
 from tests.forks import Program
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
@@ -63,13 +64,15 @@ def equal(sampler, driven):
     return all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, way):
     """The survivor gets every tensor to the bit, in the same sync; the trainer names the one that is lost."""
     needs(way)
     driven = start("megatron", model, "full")
+    phases = drawn(["connect", "fill 0", "send 1", "settle 3", "commit"], 2)
     with listening(model, tmp_path, 1) as [survivor]:
-        for version, phase in enumerate(["connect", "fill 0", "send 1", "settle 3", "commit"]):
+        for version, phase in enumerate(phases):
             train(driven, [[random_rows([17], seed=version)]], learning_rate=1e-4)
             with apart(model, tmp_path / phase.replace(" ", "-")) as (victim, pid):
                 kill = At(phase, lambda pid=pid: os.kill(pid, signal.SIGKILL))
@@ -80,13 +83,14 @@ def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, 
             assert [card.id for card in survivor.models.cards().data] == [f"sync-{done.digest}"]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(model, tmp_path, way):
     needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
-        for version, phase in enumerate(PHASES):
+        for version, phase in enumerate(drawn(PHASES, 4)):
             assert sync(driven, None, [sampler], 2 * version, way).problems == {}
             [old] = [card.id for card in sampler.models.cards().data]
             before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
