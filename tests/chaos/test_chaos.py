@@ -1,4 +1,4 @@
-"""A short one of `python -m tests.chaos`."""
+"""A short one of `python -m tests.chaos`. Each kind of run is killed in the suite by a file of tests/end_to_end."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.trial import Trial
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deep]
 
 NUM_DISTURBANCES = 4
 

@@ -14,7 +14,7 @@ from service.dev.connection import Connection
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deep, pytest.mark.timeout(600)]
 
 CLIENTS = Path(__file__).parents[2] / ".venv" / "clients"
 DOCUMENTS = [

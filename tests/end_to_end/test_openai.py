@@ -16,13 +16,14 @@ import pytest
 
 from service.dev.connection import Connection
 from shared.storage.artifacts import sha256_file
+from tests.depth import drawn
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.drawn, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = ("openai-1", "openai-2", "openai-3")
+VERSIONS = drawn(("openai-1", "openai-2", "openai-3"), 0, always=["openai-3"])
 
 
 @pytest.fixture(scope="module")
