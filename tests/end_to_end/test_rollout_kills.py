@@ -149,7 +149,8 @@ def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_
     """What was drawn depends on when weights came, so no two runs are alike. But what is stored is not drawn again: a
     client's run of the same groups, which nothing happens to, ends in the same bits. No version has two hashes.
     """
-    at, num_steps = rollout_options.index("--lora-rank"), len(CONTINUE_KILLS) + 1
+    at = rollout_options.index("--lora-rank")
+    num_steps = len(CONTINUE_KILLS) + 3  # a moment that a busy machine misses comes again
     full = ("--full", "--learning-rate", "0.0003")
     run_id = fresh_stack.cli(
         *(*rollout_options[:at], *rollout_options[at + 2 :], *full, "--steps", str(num_steps)),
