@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from service import decoding
 from service.accounts.limits import RateLimit
 from service.accounts.principals import BEARER
 from service.apis import errors as problems
@@ -151,7 +152,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         lifespan=_lifespan,
         middleware=[edge, Middleware(HeadRequests)],
     )
-    app.state.backend, app.state.in_hand = backend, in_hand
+    app.state.backend, app.state.decoding, app.state.in_hand = backend, backend.decoding, in_hand
     app.state.tinker_samples = tinker_samples.Samples(backend)
     for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router, wandb_artifacts.open_router):
         app.include_router(router)
@@ -269,6 +270,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     private_folder(settings.root_path)
+    decoding.prepare()
     served = config(app, settings, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=3)
     server = uvicorn.Server(served)
     with suppress(KeyboardInterrupt):

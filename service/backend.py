@@ -14,6 +14,7 @@ from service.automation.schedules import Schedules
 from service.automation.spending import SpendingLimits
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
+from service.decoding import Decoding
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
 from service.inference.art_models import ArtModels, UntrainedModels
@@ -66,6 +67,7 @@ class Backend:
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
         self.checks = Checks(self.runs, temporal, checks)
         self.estimates = Estimates(self.checks, rows, self.histories, settings.prices)
+        self.decoding = Decoding(settings)
         self.published = PublishedModels(store)
         self.names = NamedModels(self.published)
         self.untrained = UntrainedModels(settings, temporal)

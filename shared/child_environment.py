@@ -10,10 +10,12 @@ from typing import Literal
 from shared.jobs.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
-Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "vllm", "wandb", "confined", "template"]
+Kind = Literal[
+    "temporal", "web", "control", "gpu", "sampler", "worker", "vllm", "wandb", "confined", "decoder", "template"
+]
 """`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `vllm` is a sampler host's vLLM;
-`wandb` is a control host's writer; `confined` works on strangers' data, which it reads from the store; `template`
-renders strangers' templates."""
+`wandb` is a control host's writer; `confined` works on strangers' data, which it reads from the store;
+`decoder` on bodies of requests; `template` renders strangers' templates."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
 """Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""
@@ -51,18 +53,21 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
     "confined": ("PATH", "TZ", *_NETWORK, *_S3),
+    "decoder": ("PATH", "TZ"),
     "template": ("PATH", "TZ"),
+}
+_FORKED = {
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
+    "OMP_NUM_THREADS": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",  # the other pools count memory that they only reserve
+    "MALLOC_ARENA_MAX": "2",
 }
 _SET: dict[Kind, Mapping[str, str]] = {
     "vllm": {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
-    "confined": {
-        "LANG": "C.UTF-8",
-        "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
-        "OMP_NUM_THREADS": "1",
-        "ARROW_DEFAULT_MEMORY_POOL": "system",  # the other pools count memory that they only reserve
-        "MALLOC_ARENA_MAX": "2",
-    },
+    "confined": _FORKED,
+    "decoder": _FORKED,
     "template": {"LANG": "C.UTF-8"},
 }
 

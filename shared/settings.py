@@ -184,6 +184,7 @@ class TenantLimits(BaseModel):
 
     checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
     questions: int = Field(default=16, ge=1, description="to published models")
+    bodies: int = Field(default=2, ge=1, description="bodies of requests of more than a few kB that are being read")
     patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
 
 

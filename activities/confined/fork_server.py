@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 import threading
 import traceback
 import types
@@ -27,19 +28,6 @@ from activities.isolation.frames import read_frame, write_frame
 from activities.isolation.namespaces import die_with_parent
 from shared.settings import ConfinedSettings
 
-# Modules that calls need, imported once; others would be imported in every child.
-_PRELOADED = (
-    "numpy",
-    "tokenizers",
-    "pyarrow",
-    "pyarrow.parquet",
-    "activities.grading.grade",
-    "activities.models.files",
-    "activities.trajectories.pack_trajectories",
-    "activities.tokenizing.preview",
-    "activities.tokenizing.render_prompts",
-    "activities.tokenizing.tokenize",
-)
 _CHANNEL = 3
 """The descriptor of a child's socket. Its frames begin with their kind (s: sign, r: result, e: end, x: exception)."""
 
@@ -89,7 +77,7 @@ def _serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with_s3 = ("boto3",) if any(name.startswith("AWS_") for name in os.environ) else ()
-    for name in (*_PRELOADED, *with_s3):
+    for name in (*sys.argv[1:], *with_s3):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in children copy no pages

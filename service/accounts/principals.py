@@ -4,7 +4,7 @@ Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeGuard, get_args
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -50,15 +50,34 @@ async def principal(request: Request) -> Principal:
 Asking = Annotated[Principal, Depends(principal)]
 
 
-def require(scope: Scope) -> Callable[[Principal], Awaitable[None]]:
+Demand = Callable[[Request], Awaitable[None]]
+
+
+def require(scope: Scope) -> Demand:
     """A dependency: the key must have this scope."""
 
-    async def check(asking: Asking) -> None:
-        asking.demand(scope)
+    async def demand(request: Request) -> None:
+        (await principal(request)).demand(scope)
 
-    return check
+    return _noted(demand)
 
 
-async def reads_or_writes(request: Request, asking: Asking) -> None:
+async def reads_or_writes(request: Request) -> None:
     """A FastAPI dependency: GET and HEAD need the scope `read`, other methods `write`. Raises Forbidden."""
-    asking.demand("read" if request.method in ("GET", "HEAD") else "write")
+    (await principal(request)).demand("read" if request.method in ("GET", "HEAD") else "write")
+
+
+def is_demand(call: object) -> TypeGuard[Demand]:
+    """True for a dependency that demands a scope of the request's key."""
+    return call in _demands
+
+
+_demands: set[object] = set()
+
+
+def _noted(demand: Demand) -> Demand:
+    _demands.add(demand)
+    return demand
+
+
+_noted(reads_or_writes)

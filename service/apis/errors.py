@@ -207,6 +207,8 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
 
 async def http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, LongshoreError):
+        return await _ours(request, error.__cause__)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
         return answer(422, "the body is no JSON that can be read here", path=request.url.path)

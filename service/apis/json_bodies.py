@@ -1,27 +1,32 @@
 """Bodies of requests, validated with JSON's types: "5" is no number, 1 is no boolean, and 2.0 is an integer.
 
-Large bodies are read and validated on a thread, so that other requests need not wait. Fields, values, depth and errors
-of a body are limited.
+Large bodies are parsed and validated in a child process (service/decoding.py); what it accepts is read here once more.
+Fields, values, depth and errors of a body are limited.
 """
 
 import asyncio
+import importlib
 import json
 import math
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from service.accounts.principals import is_demand
+from service.decoding import SMALL_BYTES, Decoding
+from shared.errors import LongshoreError
+from shared.field_rules import rule_in_words
 
 T = TypeVar("T")
 _TYPES = ("int_type", "float_type", "bool_type", "string_type")
 
 
-SMALL_BYTES = 4 << 10
-"""Smaller bodies are read and validated on the event loop, since switching to a thread would take longer."""
 MAX_DEPTH = 100
 MAX_FIELDS = 1_000
 """Fields of one object."""
@@ -30,18 +35,28 @@ MAX_VALUES = 200_000
 MAX_ERRORS = 1_000
 
 
+_validators: dict[str, Callable[["_Sent"], None]] = {}
+"""What checks an endpoint's body, by the endpoint's module and name."""
+
+
 class JsonRoute(APIRoute):
-    """A route that reads its `JsonBody` off the event loop."""
+    """A route that demands its scope before it reads a body, and reads a large `JsonBody` in a child process."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body_field = super().get_route_handler(), self.body_field
+        endpoint = f"{self.endpoint.__module__}:{self.endpoint.__qualname__}"
+        demands = [each.call for each in self.dependant.dependencies if is_demand(each.call)]
 
         def validate(sent: "_Sent") -> None:
             if body_field is not None:
                 body_field.validate(sent, {}, loc=("body",))
 
+        _validators[endpoint] = validate
+
         async def read_and_handle(request: Request) -> Response:
-            return await handle(_Request(request.scope, request.receive, request._send, validate))
+            for demand in demands:
+                await demand(request)
+            return await handle(_Request(request.scope, request.receive, request._send, endpoint))
 
         return read_and_handle
 
@@ -50,39 +65,96 @@ class _Request(Request):
     """A request whose JSON is a `_Sent`."""
 
     def __init__(self, *scope_receive_send: Any) -> None:
-        *asgi, self._validate = scope_receive_send
+        *asgi, self._endpoint = scope_receive_send
         super().__init__(*asgi)
 
     async def json(self) -> Any:
-        """Parse the body. Raises json.JSONDecodeError, RecursionError."""
-        body = await self.body()
-        return self._read(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(self._read, body)
-
-    def _read(self, body: bytes) -> "_Sent":
-        sent = _Sent(*_parsed(body))
-        self._validate(sent)
+        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError."""
+        body, validate = await self.body(), _validators[self._endpoint]
+        if len(body) <= SMALL_BYTES:
+            sent = _Sent(*_parsed(body))
+            validate(sent)
+            return sent
+        decoding: Decoding = self.app.state.decoding
+        try:
+            found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
+        except LongshoreError as error:
+            raise HTTPException(422) from error  # FastAPI lets no other exception pass; it is told as its cause is
+        sent = found.sent()
+        await asyncio.to_thread(validate, sent)
         return sent
 
 
 @dataclass
 class _Sent:
-    """A parsed body and the cached result of its validation, which is done on a thread, before FastAPI asks for it."""
+    """A body and the cached result of its validation, which is done before FastAPI asks for it.
 
-    value: Any
+    `text`: the JSON that the model accepts, and whether strictly. What a child has found so is not judged again.
+    """
+
+    value: Any = None
     problem: Exception | None = None
+    text: tuple[str, bool] | None = None
     found: Any = None
     is_checked: bool = False
 
-    def checked(self, check: Callable[[Any], Any]) -> Any:
+    def checked(self, adapter: TypeAdapter[Any]) -> Any:
         if not self.is_checked and self.problem is None:
             try:
-                self.found = check(self.value)
+                self.text = self.text or _accepted(adapter, self.value)
+                self.found = adapter.validate_json(self.text[0], strict=self.text[1])
             except (ValidationError, PydanticCustomError) as error:
                 self.problem = error
         self.is_checked = True
         if self.problem is not None:
             raise self.problem
         return self.found
+
+
+class Judged(BaseModel):
+    """What a child has found of a body: the text that its model accepts, or what is wrong with it.
+
+    `no_json`: what is wrong with it as JSON, and where. `rules`: the place and the rule of each error.
+    """
+
+    text: tuple[str, bool] | None = None
+    no_json: tuple[str, int] | None = None
+    is_unreadable: bool = False
+    rules: tuple[tuple[tuple[int | str, ...], str], ...] = ()
+
+    def sent(self) -> _Sent:
+        """Raises json.JSONDecodeError, RecursionError."""
+        if self.no_json is not None:
+            raise json.JSONDecodeError(self.no_json[0], "", self.no_json[1])
+        if self.is_unreadable:
+            raise RecursionError
+        if not self.rules:
+            return _Sent(text=self.text)
+        lines = [
+            InitErrorDetails(type=PydanticCustomError("in_words", "{rule}", {"rule": rule}), loc=loc, input=None)
+            for loc, rule in self.rules
+        ]
+        return _Sent(problem=ValidationError.from_exception_data("body", lines))
+
+
+def judged(endpoint: str, body: str) -> Judged:
+    """Parse and validate an endpoint's body, each of whose characters is one byte."""
+    try:
+        sent = _Sent(*_parsed(body.encode("latin-1")))
+    except json.JSONDecodeError as error:
+        return Judged(no_json=(error.msg, error.pos))
+    except (RecursionError, UnicodeDecodeError):
+        return Judged(is_unreadable=True)
+    module = endpoint.partition(":")[0]
+    importlib.import_module(module)
+    with suppress(ValidationError, PydanticCustomError):
+        _validators[endpoint](sent)
+    problem = sent.problem
+    if problem is None:
+        return Judged(text=sent.text)
+    if not isinstance(problem, ValidationError):
+        return Judged(rules=(((), str(problem)),))
+    return Judged(rules=tuple((each["loc"], rule_in_words(each)) for each in problem.errors(include_url=False)))
 
 
 class _AsJson:
@@ -94,26 +166,29 @@ class _AsJson:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         adapter = TypeAdapter[Any](source)
 
-        def check(value: Any) -> Any:
-            text = _text(value)
-            try:
-                return adapter.validate_json(text, strict=True)
-            except ValidationError as error:
-                _check_errors(error, 10 * MAX_ERRORS)  # most of these are harmless: whole floats, lists for tuples
-                guessed = _guessed(error)
-            try:
-                found = adapter.validate_json(text)
-            except ValidationError as error:
-                _check_errors(error, MAX_ERRORS)
-                raise
-            if guessed:
-                raise ValidationError.from_exception_data("body", guessed[:MAX_ERRORS])
-            return found
-
         def check_once(value: Any, _: core_schema.ValidatorFunctionWrapHandler) -> Any:
-            return value.checked(check) if isinstance(value, _Sent) else check(value)
+            return (value if isinstance(value, _Sent) else _Sent(value)).checked(adapter)
 
         return core_schema.no_info_wrap_validator_function(check_once, handler(source))
+
+
+def _accepted(adapter: TypeAdapter[Any], value: Any) -> tuple[str, bool]:
+    """Return the JSON that a model accepts, and whether strictly. Raises ValidationError, PydanticCustomError."""
+    text = _text(value)
+    try:
+        adapter.validate_json(text, strict=True)
+        return text, True
+    except ValidationError as error:
+        _check_errors(error, 10 * MAX_ERRORS)  # most of these are harmless: whole floats, lists for tuples
+        guessed = _guessed(error)
+    try:
+        adapter.validate_json(text)
+    except ValidationError as error:
+        _check_errors(error, MAX_ERRORS)
+        raise
+    if guessed:
+        raise ValidationError.from_exception_data("body", guessed[:MAX_ERRORS])
+    return text, False
 
 
 def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:

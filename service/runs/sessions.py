@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from pydantic import Field, ValidationError
 
@@ -42,6 +43,13 @@ class CommandView(Frozen):
     state: str = Field(description="waiting, done, failed or dropped")
     message: str | None = Field(default=None, description="why it was dropped")
     result: CommandResult | None = None
+
+
+@dataclass(frozen=True)
+class StoredCommand:
+    """A command as it is stored, which a child process has made of a large body."""
+
+    data: bytes
 
 
 class TrainingSessions:
@@ -86,7 +94,7 @@ class TrainingSessions:
         await self._tell(record, number, data)
         return await self._wait(record, number, wait_s)
 
-    async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip) -> None:
+    async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip | StoredCommand) -> None:
         """Accept a command as `send` does, and raise as it does, without waiting for a session that is at work.
 
         Whoever is told that a command was accepted asks for its `outcome`.
@@ -152,8 +160,10 @@ class TrainingSessions:
             raise Conflict(f"{run_id} is no session")
         return record
 
-    async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip) -> bytes:
+    async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip | StoredCommand) -> bytes:
         """Return a command as it is stored. The checkpoint that a `load_state` names is looked up once."""
+        if isinstance(asked, StoredCommand):
+            return asked.data
         if not isinstance(asked, LoadState):
             return await asyncio.to_thread(lambda: asked.model_dump_json().encode())
         before = await asyncio.to_thread(self._read, RunKeys(record.run_id).command(number))

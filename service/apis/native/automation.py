@@ -3,9 +3,9 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
-from service.accounts.principals import Asking
+from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.automation.schedule_views import Backfill, ScheduleView
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
@@ -14,7 +14,7 @@ from shared.runs.requests import Name
 from shared.runs.schedules import ScheduledRun
 from shared.runs.webhooks import Delivery, WebhookId
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 
 
 @router.post("/webhooks", status_code=201)

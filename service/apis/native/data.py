@@ -4,10 +4,10 @@ import asyncio
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from service.accounts.principals import Asking
+from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
 from service.files.files import FILE_NAME, FilePage, FileRecord
@@ -15,7 +15,7 @@ from shared.contract import Frozen
 from shared.grading.graders import Grader, OneGrade, SampledItem
 from shared.runs.previews import Preview, PreviewRequest
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 _BYTES: dict[str, Any] = {
     "requestBody": {
         "required": True,

@@ -3,10 +3,10 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from pydantic import RootModel
 
-from service.accounts.principals import Asking
+from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, IdempotencyKey
 from service.runs.sessions import CommandView
@@ -15,7 +15,7 @@ from shared.jobs.commands import Asked
 from shared.runs.requests import RunId, SessionRun
 from shared.runs.status import State
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 Number = Annotated[
     int, Path(ge=1, le=99_999_999, description="commands are done in the order of their numbers, from 1")
 ]

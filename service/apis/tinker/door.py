@@ -18,7 +18,7 @@ from service.accounts.principals import Asking, Principal
 from service.apis.tinker.records import CheckpointRecord, ModelRecord, TinkerRecords
 from service.backend import Backed, Backend
 from service.errors import Conflict, QueueFull
-from service.runs.sessions import CommandView
+from service.runs.sessions import CommandView, StoredCommand
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.jobs.commands import Asked, CommandResult, Skip
@@ -122,7 +122,7 @@ class Door:
     # Commands.
 
     async def command(
-        self, model: ModelRecord, seq_id: int, asked: Asked | Skip, kind: FutureKind, detail: str = ""
+        self, model: ModelRecord, seq_id: int, asked: Asked | Skip | StoredCommand, kind: FutureKind, detail: str = ""
     ) -> dict[str, Any]:
         """Have a model's session do a command, and answer with its future."""
         number = seq_id + model.before

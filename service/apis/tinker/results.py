@@ -2,24 +2,27 @@
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.apis.tinker import passes
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door, TrainingFuture, loss_of_detail
+from service.apis.tinker.door import AtDoor, Door, TrainingFuture
 from service.apis.tinker.records import ModelRecord
 from service.apis.tinker.requests import CancelFuture, RetrieveFuture
 from service.apis.tinker.samples import SAMPLE, Samples
-from service.apis.tinker.translation import metrics_of_step, told
-from service.apis.tinker.wire import PROTOBUF, output_bytes
+from service.apis.tinker.translation import metrics_of_step
+from service.apis.tinker.wire import PROTOBUF
 from shared.errors import LongshoreError, NotFound
-from shared.jobs.commands import Command, CommandResult, Forward, ForwardBackward, command
+from shared.jobs.commands import CommandResult
 from shared.storage.paths import RunKeys
 
 router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
+_SMALL_COMMAND_BYTES = 64 << 10  # of our own JSON
 _WAIT_S = 30.0  # the SDK gives up after 45
 _OPEN_POLL_S = 0.1
 _BEING_OPENED = ("queued", "checking")
@@ -42,7 +45,7 @@ async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, door
     if body.request_id.startswith(SAMPLE):
         done = await _sample(door, request, body.request_id)
     else:
-        done = await _trained(door, TrainingFuture.parse(body.request_id))
+        done = await _trained(door, request, TrainingFuture.parse(body.request_id))
     match done:
         case None:
             pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
@@ -77,7 +80,7 @@ async def _sample(door: Door, request: Request, request_id: str) -> Done | None:
         return Failed(str(error))
 
 
-async def _trained(door: Door, future: TrainingFuture) -> Done | None:
+async def _trained(door: Door, request: Request, future: TrainingFuture) -> Done | None:
     model = await door.model(future.model_id)
     if future.kind == "create":
         return await _created(door, model)
@@ -90,7 +93,7 @@ async def _trained(door: Door, future: TrainingFuture) -> Done | None:
         return Failed(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
     if view.result.expired:
         return Failed("the scores of this request are no longer kept")
-    return await _answer(door, model, future, view.result)
+    return await _answer(door, request, model, future, view.result)
 
 
 async def _created(door: Door, model: ModelRecord) -> Done | None:
@@ -108,13 +111,13 @@ async def _created(door: Door, model: ModelRecord) -> Done | None:
         await asyncio.sleep(_OPEN_POLL_S)
 
 
-async def _answer(door: Door, model: ModelRecord, future: TrainingFuture, result: CommandResult) -> Done:
+async def _answer(
+    door: Door, request: Request, model: ModelRecord, future: TrainingFuture, result: CommandResult
+) -> Done:
     """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
     match future.kind, result.kind:
         case "passes", "forward" | "forward_backward":
-            asked = await asyncio.to_thread(_command, door, model, future.command)
-            assert isinstance(asked, Forward | ForwardBackward)
-            return await asyncio.to_thread(_scores, asked, future.detail, result)
+            return await _scores(door, request, RunKeys(model.run_id).command(future.command), future.detail, result)
         case "optim", "optim_step":
             return {"metrics": metrics_of_step(result)}
         case "save", "save_state":
@@ -126,10 +129,15 @@ async def _answer(door: Door, model: ModelRecord, future: TrainingFuture, result
     raise NotFound(f"there is no request {future.request_id[:120]}")
 
 
-def _command(door: Door, model: ModelRecord, number: int) -> Command:
-    return command.validate_json(door.backend.store.get_bytes(RunKeys(model.run_id).command(number)))
+async def _scores(door: Door, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
+    """Return the answer to a command in the store: what a large one's scores make is made in a child."""
+    decoding = door.backend.decoding
+    async with decoding.scratch() as command, decoding.scratch() as made:
+        size = await asyncio.to_thread(_copy, door, key, command)
+        asked = str(command), detail, result, str(made)
+        await decoding.call(request, passes.write_scores, *asked, is_small=size <= _SMALL_COMMAND_BYTES)
+        return await asyncio.to_thread(made.read_bytes)
 
 
-def _scores(asked: Forward | ForwardBackward, detail: str, result: CommandResult) -> bytes:
-    loss_fn, config = loss_of_detail(detail)
-    return output_bytes(*told(asked, loss_fn, config, result))
+def _copy(door: Door, key: str, to: Path) -> int:
+    return to.write_bytes(door.backend.store.get_bytes(key))

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.tinker import sessions
+from service.apis.tinker import passes, sessions
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door, TrainingFuture, loss_detail
+from service.apis.tinker.door import AtDoor, Door, TrainingFuture
 from service.apis.tinker.records import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord
 from service.apis.tinker.requests import (
     AdamParams,
@@ -25,8 +25,8 @@ from service.apis.tinker.requests import (
     SaveForSampler,
     SaveWeights,
 )
-from service.apis.tinker.translation import command_of
-from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF, SentRequest, plain_body
+from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF
+from service.runs.sessions import StoredCommand
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs import commands
@@ -116,18 +116,19 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
     """Score a chunk of data and, unless it is a forward, add the gradients of its loss's sum."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
         raise HTTPException(415, f"data comes as {PROTOBUF}: clients since 0.30 send it so")
-    body = await request.body()
-    assert len(body) <= MAX_BODY_BYTES
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    plain = await asyncio.to_thread(plain_body, body, encoding)
-    sent = await asyncio.to_thread(SentRequest, plain)
-    seq_id = sent.seq_id
-    model = await door.model(sent.model_id)
-    _check_seq(seq_id)
-    async with door.numbered(model, seq_id):
-        batch = await asyncio.to_thread(sent.batch)
-        command = await asyncio.to_thread(command_of, batch)
-        return await door.command(model, seq_id, command, "passes", loss_detail(batch.loss_fn, batch.config))
+    decoding = door.backend.decoding
+    async with decoding.received(request, MAX_BODY_BYTES) as body, decoding.scratch() as made:
+        is_small = await asyncio.to_thread(passes.is_small, body, encoding)
+        sent = str(body.path), encoding
+        head = await decoding.call(request, passes.head_of, *sent, is_small=is_small)
+        model = await door.model(head.model_id)
+        _check_seq(head.seq_id)
+        await door.backend.quotas.admit_bytes(door.tenant, body.num_bytes)
+        async with door.numbered(model, head.seq_id):
+            detail = await decoding.call(request, passes.make_command, *sent, str(made), is_small=is_small)
+            command = StoredCommand(await asyncio.to_thread(made.read_bytes))
+            return await door.command(model, head.seq_id, command, "passes", detail)
 
 
 def _check_seq(seq_id: int) -> None:

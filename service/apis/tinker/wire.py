@@ -20,8 +20,9 @@ PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 16 << 20
 """Of a forward_backward, as sent and decompressed. The SDK is told to send chunks of a fraction of it."""
 _MAX_WINDOW_BYTES = 32 << 20
-MAX_FIELDS = 1_000_000
-"""Of a body, inner ones too: 3,000 sequences with three inputs of their loss have some 60,000."""
+MAX_FIELDS = 200_000
+"""Of a body, inner ones and numbers of shapes too: 3,000 sequences with three inputs of their loss have some 60,000."""
+_MAX_RATIO, _FREE_BYTES = 1_000, 1 << 20
 _MAX_CONFIG = 32
 _MAX_INPUTS = 32
 _PACKAGE = "longshore.tinker"
@@ -88,6 +89,18 @@ class SentBatch:
     forward_only: bool
 
 
+def _numbers() -> dict[str, set[int]]:
+    """Return of each message its fields that repeat numbers, which one field on the wire may hold any number of."""
+    found: dict[str, set[int]] = {}
+    for name, fields in _SCHEMA.items():
+        pairs = (field.replace("=", " ").split(" ") for field in fields.split(", ") if field)
+        found[name] = {int(number) for _, number, kind in pairs if kind == "int64*"}
+    return found
+
+
+_NUMBERS = _numbers()
+
+
 def _inner() -> dict[str, dict[int, str]]:
     """Return of each message the numbers of its fields that are messages, and which."""
     found: dict[str, dict[int, str]] = {}
@@ -138,19 +151,30 @@ def plain_body(body: bytes, encoding: str) -> bytes:
     return plain
 
 
-def _decompressed(body: bytes, encoding: str) -> bytes:
+def plain_bytes(body: bytes, encoding: str) -> int:
+    """Return how many bytes a body says that it has without its encoding. Raises as `plain_body` does."""
     if encoding in ("", "identity"):
-        return body
+        return len(body)
     if encoding != "zstd":
         raise InvalidInput(f"bodies come plain or under zstd, and this one is said to be {encoding[:40]}", "body")
     try:
         size = zstandard.frame_content_size(body)
-        if size > MAX_BODY_BYTES:
-            raise InvalidInput(
-                f"decompressed, the body has more than the {MAX_BODY_BYTES:,} bytes that are taken", "body"
-            )
-        if size < 0:
-            raise InvalidInput("its zstd frame does not say how many bytes it holds", "body")
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"this is no body under zstd: {error}", "body") from None
+    if size < 0:
+        raise InvalidInput("its zstd frame does not say how many bytes it holds", "body")
+    if size > MAX_BODY_BYTES:
+        raise InvalidInput(f"decompressed, the body has more than the {MAX_BODY_BYTES:,} bytes that are taken", "body")
+    if size > max(_FREE_BYTES, _MAX_RATIO * len(body)):
+        raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
+    return int(size)
+
+
+def _decompressed(body: bytes, encoding: str) -> bytes:
+    plain_bytes(body, encoding)
+    if encoding in ("", "identity"):
+        return body
+    try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         return bytes(decompressor.decompress(body, allow_extra_data=False))
     except zstandard.ZstdError as error:
@@ -167,7 +191,7 @@ def _check_fields(body: bytes) -> None:
     while left:
         text, name = left.pop()
         for number, value in _fields(text):
-            num_fields += 1
+            num_fields += 1 + (len(value) if number in _NUMBERS[name] else 0)
             if num_fields > MAX_FIELDS:
                 raise InvalidInput(f"more than {MAX_FIELDS:,} fields: send less at once", "body")
             if (kind := _INNER[name].get(number)) is not None:
@@ -175,7 +199,10 @@ def _check_fields(body: bytes) -> None:
 
 
 def _fields(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield a message's fields, each with its bytes if it has a length. Ends at what the parser will refuse."""
+    """Yield a message's fields, each with its bytes if it has a length. What is cut off the parser refuses.
+
+    Raises InvalidInput for groups, which no client sends: the parser passes over them, so what they hide would count.
+    """
     at = 0
     while at < len(text):
         tag, at = _varint(text, at)
@@ -189,6 +216,8 @@ def _fields(text: bytes) -> Iterator[tuple[int, bytes]]:
                 at += 4
             case 2:
                 size, at = _varint(text, at)
+            case 3 | 4:
+                raise InvalidInput("it has groups, which are not read", "body")
             case _:
                 return
         yield tag >> 3, text[at : at + size]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from activities.confined import calls as confined
+from activities.confined.children import Child
 from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
@@ -91,7 +92,7 @@ def test_only_what_took_much_memory_itself_is_why_the_kernel_had_none_left(
     """The kernel ends such children first, whoever took the memory. That it ended any is made up here."""
     settings = ConfinedSettings(memory_bytes=3 << 29)
     data, status = confined._server.fork()
-    killed = confined._Child(data, status, settings)
+    killed = Child(data, status, settings)
     limits = {"memory_bytes": settings.memory_bytes, "step_cpu_s": 300, "file_bytes": 1 << 20}
     killed.send(json.dumps({"module": work.__name__, "function": "take_and_die", "limits": limits}).encode())
     killed.send(json.dumps([num_bytes]).encode())
@@ -102,7 +103,7 @@ def test_only_what_took_much_memory_itself_is_why_the_kernel_had_none_left(
     os.write(tells, json.dumps([how, True, peak_bytes]).encode())
     os.close(tells)
     theirs.close()
-    child = confined._Child(ours, told, settings)
+    child = Child(ours, told, settings)
     with pytest.raises(error, match=r"memory|killed by signal 9"):
         list(child.results())
     child.close()

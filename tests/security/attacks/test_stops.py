@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import field_validator
+from pydantic import Field, model_validator
 
-from service.apis.json_bodies import MAX_FIELDS, SMALL_BYTES, JsonBody, JsonRoute
+from service.apis.json_bodies import MAX_FIELDS, JsonBody, JsonRoute
 from service.app import ART_ROUTERS, NATIVE_ROUTERS, OPENAI_ROUTERS, ROUTERS
+from service.decoding import SMALL_BYTES, Decoding
 from shared.contract import Frozen
+from shared.settings import Settings
 from tests.security.attacks.tenants import Tenant
 
 ROOT = Path(__file__).parents[3]
@@ -105,33 +108,47 @@ def test_a_body_with_too_much_in_it_is_refused_in_few_words(attacker: Tenant, bo
     assert len(answer.content) < 2_000
 
 
-def test_a_large_body_is_validated_beside_the_event_loop() -> None:
-    seen: dict[str, int] = {}
+class Body(Frozen):
+    text: str
+    pid: int = Field(default_factory=os.getpid)
 
-    class Body(Frozen):
-        text: str
+    @model_validator(mode="before")
+    @classmethod
+    def _note(cls, given: Any) -> Any:
+        if given.get("text", "").startswith("where"):
+            raise ValueError(f"in {os.getpid()}")
+        return given
 
-        @field_validator("text")
-        @classmethod
-        def _note(cls, text: str) -> str:
-            seen[text[:5]] = threading.get_ident()
-            return text
 
-    app = FastAPI()
-    app.router.route_class = JsonRoute
+async def text_of(body: JsonBody[Body]) -> str:
+    return body.text[:10]
 
-    @app.post("/")
-    async def loop_of(body: JsonBody[Body]) -> int:
-        return threading.get_ident()
 
-    async def ask(text: str) -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as client:
-            answer = await client.post("/", json={"text": text})
-        return int(answer.json())
+_app = FastAPI()
+_app.router.route_class = JsonRoute
+_app.post("/")(text_of)
 
-    loop = asyncio.run(ask("small"))
-    assert asyncio.run(ask("large" * SMALL_BYTES)) == loop
-    assert seen["small"] == loop != seen["large"]
+
+def test_a_large_body_is_judged_in_a_child(tmp_path: Path) -> None:
+    _app.state.decoding = Decoding(Settings(root=tmp_path))
+
+    async def ask(content: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(_app), base_url="http://app") as client:
+            return await client.post("/", content=content, headers={"content-type": "application/json"})
+
+    def said(content: str) -> str:
+        return asyncio.run(ask(content)).text
+
+    large = "x" * SMALL_BYTES
+    assert said(json.dumps({"text": "some text " + large})) == '"some text "'
+    assert f"in {os.getpid()}" in said(json.dumps({"text": "where"}))
+    elsewhere = said(json.dumps({"text": "where" + large}))
+    assert "Value error, in " in elsewhere or "in " in elsewhere
+    assert f"in {os.getpid()}" not in elsewhere
+    # What is wrong is told as it is of a small body.
+    for wrong in ('{"text": 1, "more": "%s"}', '{"text": "%s"', '["%s"]', '{"text": NaN, "more": "%s"}'):
+        small, same = asyncio.run(ask(wrong % "x")), asyncio.run(ask(wrong % large))
+        assert small.status_code == same.status_code >= 400, same.text
 
 
 def test_every_body_is_read_so() -> None:

@@ -1,0 +1,212 @@
+"""The host's side of confined children: fork servers of this process, and the conversation with one child."""
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
+
+from activities.confined.fork_server import types_of
+from activities.isolation.frames import read_frame, write_frame
+from shared import errors
+from shared.child_environment import Kind, child_environment
+from shared.errors import InvalidInput
+from shared.settings import ConfinedSettings
+
+_MAX_FRAME_BYTES = 256 << 20
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE_S = 10.0
+_MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
+
+
+class Child:
+    """The host's side of one call's child. `_place`: the place in the input that the child reported last."""
+
+    def __init__(self, data: socket.socket, status: int, settings: ConfinedSettings) -> None:
+        self._data = data
+        self._status = status
+        self._settings = settings
+        self._place: str | None = None
+        self._is_abandoned = False
+
+    def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[bytearray]:
+        """Have the child call a function, and yield its results as JSON. Raises as `results` does."""
+        asked, _ = types_of(function)
+        limits = self._settings.model_dump(mode="json")
+        opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits}
+        self.send(json.dumps(opening).encode())
+        self.send(TypeAdapter(asked).dump_json(arguments))
+        return self.results()
+
+    def abandon(self) -> None:
+        """Make another thread's wait for the child end, with an error. It then closes the connection."""
+        self._is_abandoned = True
+        with suppress(OSError):  # it is closed
+            self._data.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection; the fork server then ends the child."""
+        self._data.close()
+        os.close(self._status)
+
+    def send(self, frame: bytes) -> None:
+        with suppress(BrokenPipeError):  # `_ended` raises the reason
+            write_frame(self._data.fileno(), frame)
+
+    def results(self) -> Iterator[bytearray]:
+        """Yield the frames of results. Raises what the child raised, or an error that says how it ended."""
+        while True:
+            frame = self._receive()
+            kind = frame.pop(0)
+            match chr(kind):
+                case "s":
+                    self._place = json.loads(frame) or self._place
+                case "r":
+                    yield frame
+                case "e":
+                    return
+                case _:
+                    _raise(json.loads(frame), self._place)
+
+    def _receive(self) -> bytearray:
+        silence_s = self._settings.silence_s
+        try:
+            return read_frame(self._data.fileno(), _MAX_FRAME_BYTES, time.monotonic() + silence_s)
+        except OverflowError as error:
+            raise InvalidInput("what it comes to is larger than may be handed on", self._place) from error
+        except TimeoutError as error:
+            raise InvalidInput(f"it takes longer than {silence_s:g} s", self._place) from error
+        except (EOFError, ConnectionResetError):
+            self._ended()
+
+    def _ended(self) -> NoReturn:
+        """Raise the reason why the child ended without a result."""
+        if self._is_abandoned:
+            raise RuntimeError("nobody waits for this call any more")
+        if not select.select([self._status], [], [], _GRACE_S)[0] or not (told := os.read(self._status, 4096)):
+            raise RuntimeError("the fork server ended, and the process of this call with it")
+        status, out_of_memory, peak_bytes = json.loads(told)
+        limits = self._settings
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGXCPU:
+                raise InvalidInput(f"it takes more than {limits.step_cpu_s} s of processor time", self._place)
+            if number == signal.SIGKILL and out_of_memory and peak_bytes >= _MUCH * limits.memory_bytes:
+                raise InvalidInput("it takes more memory than this host has left", self._place)
+            if number in _FROM_OUTSIDE:
+                raise RuntimeError(f"the process of this call was killed by signal {number}")
+            raise InvalidInput(
+                f"reading it aborts its process ({signal.Signals(number).name}), as too much memory does: "
+                f"the limit is {_in_words(limits.memory_bytes)}",
+                self._place,
+            )
+        raise RuntimeError(f"the process of this call ended with status {os.waitstatus_to_exitcode(status)}")
+
+
+def _in_words(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.3g} GiB"
+
+
+def _raise(told: dict[str, Any], place: str | None) -> NoReturn:
+    """Raise what the function raised in the child."""
+    match told:
+        case {"error": "InvalidInput" | "CorruptArtifact" as name, "message": message, "place": where}:
+            raise getattr(errors, name)(message, where)
+        case {"error": name, "message": message}:
+            raise getattr(errors, name)(message)
+        case {"memory": limit}:
+            raise InvalidInput(f"reading it takes more memory than the {_in_words(limit)} that it may", place)
+        case {"panic": message}:
+            raise InvalidInput(f"it cannot be read: {message}", place)
+        case {"errno": number, "strerror": text, "filename": filename}:
+            raise OSError(number, text, filename)
+        case _:
+            raise RuntimeError(f"in a process of its own:\n{told['bug']}")
+
+
+class ForkServer:
+    """A fork server of this process, started when it is first needed, and again when it was lost.
+
+    Args:
+        modules: what it imports, so that its children need not.
+        kind: which environment it has.
+        niceness: of its children, where others wait for the processor.
+    """
+
+    def __init__(self, modules: Sequence[str], kind: Kind = "confined", niceness: int = 0) -> None:
+        self._modules = tuple(modules)
+        self._kind: Kind = kind
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def forget_parents(self) -> None:
+        """Begin anew in a process that was forked: the server is its parent's."""
+        self.__init__(self._modules, self._kind, self._niceness)  # type: ignore[misc]
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """Fork a child. Returns its socket, and the pipe on which the fork server reports how it ended."""
+        ours, childs = socket.socketpair()
+        told, tells = os.pipe()
+        try:
+            self._hand_over(childs.fileno(), tells)
+        except BaseException:
+            ours.close()
+            os.close(told)
+            raise
+        finally:
+            childs.close()
+            os.close(tells)
+        return ours, told
+
+    def _hand_over(self, data: int, status: int) -> None:
+        with self._lock:
+            for is_last_try in (False, True):
+                try:
+                    socket.send_fds(self._started(), [b"f"], [data, status])
+                    return
+                except OSError as error:  # it was killed: one more is started
+                    if is_last_try or error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                        raise
+                    self._forget()
+
+    def _started(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "activities.confined.fork_server", *self._modules],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    cwd=Path(__file__).parents[2],
+                    start_new_session=True,  # a terminal's Ctrl-C is for the host
+                    env=child_environment(self._kind),
+                )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+        return self._control
+
+    def _forget(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None

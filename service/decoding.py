@@ -1,0 +1,171 @@
+"""Decodes what tenants send. A body of more than a few kB is read in a child process, under limits of memory and
+processor time, in its tenant's share of such processes, and only for as long as its client waits.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+from fastapi import HTTPException, Request
+from pydantic import TypeAdapter
+from starlette.types import Receive
+
+from activities.confined.calls import machine_bytes
+from activities.confined.children import Child, ForkServer
+from activities.confined.fork_server import types_of
+from service.accounts.limits import FairShare
+from service.files.files import uploads_folder
+from shared.settings import ConfinedSettings, Settings
+
+AnswerT = TypeVar("AnswerT")
+Arguments = TypeVarTuple("Arguments")
+
+SMALL_BYTES = 4 << 10
+"""Smaller bodies are read by the web process, since a child would take longer to begin."""
+_MEMORY_BYTES, _LARGE_MEMORY_BYTES = 1 << 30, 2 << 30
+_CPU_S, _LARGE_CPU_S = 10, 120
+_SILENCE_S = 300.0
+_FILE_BYTES = 1 << 30
+_server = ForkServer(("numpy", "service.apis.decoders"), "decoder", niceness=10)
+
+
+class Decoding:
+    """Calls functions on bodies of requests in child processes."""
+
+    def __init__(self, settings: Settings) -> None:
+        limits = settings.tenant_limits
+        self._share = FairShare("large bodies", limits.bodies, limits.patience_s)
+        self._room = asyncio.Semaphore(max(limits.bodies + 1, machine_bytes() // _LARGE_MEMORY_BYTES))
+        self._folder = uploads_folder(settings.root_path)
+
+    async def call(
+        self,
+        request: Request,
+        function: Callable[[*Arguments], AnswerT],
+        *arguments: *Arguments,
+        is_small: bool = False,
+        is_large: bool = False,
+    ) -> AnswerT:
+        """Call a module-level function in a child, which is ended when the request's client hangs up.
+
+        Args:
+            request: its body has been received.
+            function: its parameters and its result are annotated with types that JSON can carry.
+            is_small: the body may be read in this process, on a thread.
+            is_large: the body may have more than some MiB.
+
+        Raises:
+            LongshoreError: what the function raised. InvalidInput also where the child broke a limit, or broke.
+            Busy: the tenant has as many bodies read as it may.
+        """
+        if is_small:
+            return await asyncio.to_thread(function, *arguments)
+        asking = getattr(request.state, "principal", None)
+        limits = ConfinedSettings(
+            memory_bytes=_LARGE_MEMORY_BYTES if is_large else _MEMORY_BYTES,
+            step_cpu_s=_LARGE_CPU_S if is_large else _CPU_S,
+            silence_s=_SILENCE_S,
+            file_bytes=_FILE_BYTES,
+        )
+        async with self._share.place(asking.tenant if asking else ""), self._room:
+            call = _Call(limits, function, arguments)
+            frame = await _while_connected(request.receive, call.result())
+        result: AnswerT = TypeAdapter(types_of(function)[1]).validate_json(frame)
+        return result
+
+    @asynccontextmanager
+    async def scratch(self) -> AsyncIterator[Path]:
+        """A file for what a child makes, which lasts as long as the block."""
+        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+            yield Path(file.name)
+
+    @asynccontextmanager
+    async def received(self, request: Request, max_bytes: int) -> AsyncIterator["Received"]:
+        """Receive a body into a file, which lasts as long as the block.
+
+        Raises:
+            HTTPException: it is larger (413), or does not come.
+        """
+        async with self.scratch() as path:
+            size = 0
+            with path.open("wb") as file:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > max_bytes:
+                        text = f"the body is larger than the {max_bytes} bytes that are taken here"
+                        raise HTTPException(413, text)
+                    await asyncio.to_thread(file.write, chunk)
+            yield Received(path, size)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A body in a file."""
+
+    path: Path
+    num_bytes: int
+
+    @property
+    def is_small(self) -> bool:
+        return self.num_bytes <= SMALL_BYTES
+
+
+class _Call:
+    """One call in a child. A task that is cancelled ends the child."""
+
+    def __init__(self, limits: ConfinedSettings, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._limits = limits
+        self._function = function
+        self._arguments = arguments
+        self._child: Child | None = None
+        self._is_over = False
+
+    async def result(self) -> bytearray:
+        try:
+            return await asyncio.to_thread(self._ask)
+        finally:
+            self._is_over = True
+            if self._child is not None:
+                self._child.abandon()
+
+    def _ask(self) -> bytearray:
+        self._child = child = Child(*_server.fork(), self._limits)
+        try:
+            if self._is_over:  # cancelled before there was a child
+                raise RuntimeError("nobody waits for this call any more")
+            [frame] = child.ask(self._function, self._arguments)
+            return frame
+        finally:
+            child.close()
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, AnswerT]) -> AnswerT:
+    """Await work, and cancel it when the client hangs up."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(400, "the client has hung up")
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def prepare() -> None:
+    """Start the process that children are forked from, which the first large body would else wait for."""
+    _server.start()
+
+
+os.register_at_fork(after_in_child=_server.forget_parents)
