@@ -207,7 +207,7 @@ class Answers:
 
                     vocab_size = self._decoder.architecture.vocab_size
                     self._grammars = Grammars(self._tokenizer, vocab_size, self._end_ids)
-            return self._grammars.compiled(wanted)
+            return self._grammars.compiled(wanted, request.user or "")
         except ImportError:
             raise Refused(400, "this sampler has no llguidance, which gives answers their form", _FORM) from None
         except InvalidInput as error:

@@ -21,6 +21,7 @@ KINDS = {
     "sampler": "-m megatron_worker.sampler ",
     "worker": "-m megatron_worker",
     "W&B writer": "wandb",
+    "body reader": "-m activities.confined.fork_server numpy service.apis.decoders",
     "data step": "-m activities.confined.fork_server",
     "Temporal": "server start-dev",
     "web service": "-m service.app",
@@ -35,7 +36,7 @@ WORDS = {
     "AWS_SECRET_ACCESS_KEY": "S3",
     "HF_TOKEN": "hub",
 }
-ALWAYS_THERE = {"Temporal", "web service", "control host", "GPU host", "sampler host"}
+ALWAYS_THERE = {"Temporal", "web service", "body reader", "control host", "GPU host", "sampler host"}
 
 
 @dataclass

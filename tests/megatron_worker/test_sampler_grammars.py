@@ -1,6 +1,7 @@
 """Answers of a given form, of an untrained model: always valid, seeded, and hostile forms harm nobody."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -210,3 +211,21 @@ def test_a_vocabulary_that_cannot_write_the_form_is_told(model):
     del told["model"]["vocab"]["{"]
     with pytest.raises(InvalidInput, match="cannot write every character of JSON"):
         Grammars(Tokenizer.from_str(json.dumps(told)), VOCAB_SIZE, frozenset({END_ID}))
+
+
+def test_nobody_waits_for_a_grammar_of_anothers(model):
+    ours, began, ended = grammars(model), threading.Event(), threading.Event()
+
+    def ask_again() -> None:
+        began.set()
+        with ours._turn("one"):
+            ended.set()
+
+    with ours._turn("one"):
+        waiting = threading.Thread(target=ask_again)
+        waiting.start()
+        assert began.wait(60)
+        with ours._turn("another"):
+            assert not ended.is_set(), "those of one tenant are tried one after another"
+    waiting.join(60)
+    assert ended.is_set() and not ours._trying

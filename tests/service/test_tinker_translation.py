@@ -13,7 +13,7 @@ from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import Sample
 from service.apis.tinker.translation import command_of, policy_loss, told
-from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
+from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, head_of_body, plain_body
 from service.errors import Conflict
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
@@ -137,6 +137,33 @@ def test_bodies_are_bounded_and_whole() -> None:
         SentRequest(body[:-2]).batch()
 
 
+def test_a_small_body_makes_no_large_work() -> None:
+    """Three hundred bytes held the service for half a minute: groups hid what was counted."""
+    chunks, head = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07"
+    for datum, rule in (
+        (chunks, "more than 200,000 fields"),
+        (b"\x7b\x7c" + chunks, "groups"),
+        (b"\x7b\x7c" * 300_000, "groups"),
+        (b"\x12\x00" * 200_001, "more than 200,000 fields"),
+    ):
+        body = head + b"\x1a" + _length(len(datum)) + datum
+        with pytest.raises(InvalidInput, match=rule):
+            plain_body(compressed(body, 19), "zstd")
+        sent = head_of_body(compressed(body, 19), "zstd")
+        assert (sent.model_id, sent.seq_id) == ("m", 7), "the model's next request has the next number"
+    shape = batch()
+    tensor(shape).shape.extend([1] * 200_001)
+    with pytest.raises(InvalidInput, match="more than 200,000 fields"):
+        plain_body(shape.SerializeToString(), "")
+    with pytest.raises(InvalidInput, match="1,000 times as large"):
+        plain_body(compressed(b"\0" * (5 << 20), 19), "zstd")
+
+
+def _length(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _length(rest) if rest else bytes([low])
+
+
 def test_ids_of_requests_say_what_they_are_of() -> None:
     future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}))
     assert TrainingFuture.parse(future.request_id) == future
@@ -201,15 +228,15 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     }
     asked = Sample.model_validate(body)
     assert samples.parts(asked) == [(0, 2), (2, 2), (4, 1)]
-    last = samples.question(asked, "m", 10, 4, 1)
+    last = samples.part_of(samples.question(asked, "m"), 10, 4, 1)
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
     narrow = asked.model_copy(
         update={"sampling_params": asked.sampling_params.model_copy(update={"top_p": 0.5, "top_k": 7})}
     )
-    drawn = samples.question(narrow, "m", 0, 0, 1)
+    drawn = samples.question(narrow, "m")
     assert (drawn.top_p, drawn.top_k, last.top_p, last.top_k) == (0.5, 7, 1.0, None)
     stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
-    assert samples.question(stopped, "m", 0, 0, 1).stop_token_ids == [2, 9]
+    assert samples.question(stopped, "m").stop_token_ids == [2, 9]
     for name, value in (("prompt_alt_tokens_k", 2), ("target_prompt_logprobs", {}), ("record_stability_info", True)):
         with pytest.raises(InvalidInput) as caught:
             asked.model_copy(update={name: value}).check()
@@ -218,7 +245,14 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
         with pytest.raises(ValidationError, match="topk_prompt_logprobs"):
             Sample.model_validate(body | {"topk_prompt_logprobs": wrong})
     told = asked.model_copy(update={"topk_prompt_logprobs": 20})
-    assert [samples.question(told, "m", 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
+    whole = samples.question(told, "m")
+    assert [samples.part_of(whole, 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
+    # A long prompt is scored once, and its ids are not copied for each of the questions.
+    many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 8}}
+    scored = Sample.model_validate(many | {"prompt_logprobs": True})
+    assert samples.parts(scored) == [(0, 24), (24, 1000)]
+    whole = samples.question(scored, "m")
+    assert all(samples.part_of(whole, 0, *part).prompt is whole.prompt for part in samples.parts(scored))
     for wrong in (-1, 21, 10**9):
         with pytest.raises(ValidationError):
             Sample.model_validate(body | {"topk_prompt_logprobs": wrong})

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ PLACE = "structured_outputs"
 _AT, _MESSAGE_CHARACTERS = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?"), 400
 _EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 _ASCII = "\t\n\r" + "".join(map(chr, range(0x20, 0x7F)))
-_TRIALS_AT_A_TIME, _TRIAL_TIMEOUT_S, _KEPT_VERDICTS = 2, 60.0, 1024
+_TRIAL_TIMEOUT_S, _KEPT_VERDICTS = 60.0, 1024
 # White space between JSON's tokens, bounded: an untrained model would go on with it for ever.
 _OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 
@@ -84,36 +86,54 @@ class Grammars:
         if self._tokenizer.decode_bytes(self._tokenizer.greedy_tokenize(_ASCII)) != _ASCII.encode():
             raise InvalidInput("the model's vocabulary cannot write every character of JSON", PLACE)
         self._vocab_size = vocab_size
-        self._trials = threading.Semaphore(_TRIALS_AT_A_TIME)
+        self._trying: dict[str, tuple[threading.Lock, int]] = {}
         self._verdicts: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compiled(self, wanted: StructuredOutputs) -> Grammar:
+    def compiled(self, wanted: StructuredOutputs, asking: str = "") -> Grammar:
         """Compile what an answer has to be.
+
+        Args:
+            asking: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
 
         Raises:
             InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
         """
         grammar = grammar_of(wanted)
-        if problem := self._verdict(grammar):
+        if problem := self._verdict(grammar, asking):
             raise InvalidInput(problem, PLACE)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=trial.LIMITS)
         if matcher.is_error():
             raise InvalidInput(_in_short(matcher.get_error()), PLACE)
         return Grammar(matcher, self._vocab_size)
 
-    def _verdict(self, grammar: str) -> str:
+    def _verdict(self, grammar: str, asking: str) -> str:
         """Return what is wrong with a grammar, or nothing. It is tried once."""
         with self._lock:
             known = self._verdicts.get(grammar)
         if known is None:
-            with self._trials:
+            with self._turn(asking):
                 known = tried(grammar)
             with self._lock:
                 self._verdicts[grammar] = known
                 if len(self._verdicts) > _KEPT_VERDICTS:
                     self._verdicts.popitem(last=False)
         return known
+
+    @contextmanager
+    def _turn(self, asking: str) -> Iterator[None]:
+        """Wait until no other grammar of the same one is tried."""
+        with self._lock:
+            turn, num_waiting = self._trying.get(asking, (threading.Lock(), 0))
+            self._trying[asking] = turn, num_waiting + 1
+        try:
+            with turn:
+                yield
+        finally:
+            with self._lock:
+                turn, num_waiting = self._trying.pop(asking)
+                if num_waiting > 1:
+                    self._trying[asking] = turn, num_waiting - 1
 
 
 def tried(grammar: str) -> str:

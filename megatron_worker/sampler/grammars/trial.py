@@ -9,6 +9,7 @@ references make a chain of a thousand ends the process with SIGSEGV. So the tria
 sampler, whose compilation of the same grammar then comes through. Imports nothing of ours, so that it starts fast.
 """
 
+import os
 import resource
 import sys
 import threading
@@ -25,7 +26,7 @@ LIMITS = LLParserLimits(
 )
 """Bounds of work (and so of time and memory) of a compilation, and of each token. Their units are llguidance's."""
 REFUSED = 3
-CPU_S, MEMORY_BYTES = 10, 1 << 30
+CPU_S, MEMORY_BYTES = 2, 1 << 30
 _STACK_BYTES = 1 << 20  # glibc gives threads 2 MiB at least where the stack is not limited, else 8 MiB
 
 
@@ -54,6 +55,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(10)  # what draws tokens goes first
     threading.stack_size(_STACK_BYTES)
     found: list[str] = []
     grammar = sys.stdin.buffer.read().decode()

@@ -9,14 +9,14 @@ import asyncio
 import json
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel, ValidationError
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups, wandb_artifacts
@@ -36,7 +36,6 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
 from service.errors import Conflict
-from service.files.files import uploads_folder
 from service.inference.art_models import ArtModel
 from service.runs.views import RunView
 from shared.errors import InvalidInput, NotFound
@@ -45,7 +44,7 @@ from shared.runs.status import StepRequest, StepStatus
 router = APIRouter(route_class=JsonRoute, prefix="/v1/preview", tags=["art"], dependencies=[Depends(reads_or_writes)])
 
 MAX_GROUPS_BYTES = 128 << 20
-"""The largest train request: it is held in memory as text, and once more on disk."""
+"""The largest train request: a child process holds it in memory as text."""
 _ID = re.compile(r"(?P<run>[a-z0-9][a-z0-9-]{0,62})(\.(?P<step>[1-9][0-9]{0,7}))?")
 _PIECE_BYTES = 1 << 20
 _FILE_NAME, _PURPOSE = "trajectories.jsonl", "trajectories"
@@ -87,15 +86,14 @@ class JobObject(BaseModel):
 @router.post("/training-jobs", openapi_extra=_BODY)
 async def create_job(request: Request, asking: Asking, backend: Backed) -> JobObject:
     """Train a model on trajectory groups: one optimizer step on all of them."""
-    folder = uploads_folder(backend.settings.root_path)
-    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    with ExitStack() as files:
-        body, lines = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2))
-        await _receive(request, body)
-        sent = await asyncio.to_thread(_split, body, lines)
-        asked = _asked(sent.fields)
+    decoding = backend.decoding
+    async with decoding.received(request, MAX_GROUPS_BYTES) as body, decoding.scratch() as lines:
+        await backend.quotas.admit_bytes(asking.tenant, body.num_bytes)
+        files = str(body.path), str(lines)
+        asked = _asked(await decoding.call(request, read_job, *files, is_small=body.is_small, is_large=True))
         model = await backend.art_models.show(asking.tenant, asked.model_id)
-        groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(lines), purpose=_PURPOSE)
+        with lines.open("rb") as file:
+            groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(file), purpose=_PURPOSE)
     config = asked.experimental_config or ExperimentalConfig()
     run_id, step = await submit_step(backend, asking, model, config, groups.uri)
     return _job(await backend.runs.view(asking.tenant, run_id), TrainStep(f"{run_id}.{step.step}", step))
@@ -133,20 +131,16 @@ async def list_events(
     return (await read_step(backend, view, number)).page(after, limit)
 
 
-async def _receive(request: Request, file: BinaryIO) -> None:
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_GROUPS_BYTES:
-            raise HTTPException(413, f"a train request has at most {MAX_GROUPS_BYTES} bytes")
-        await asyncio.to_thread(file.write, chunk)
+def read_job(body: str, lines: str) -> dict[str, JsonValue]:
+    """Write the groups of a train request, which lies in a file, as lines into another. Returns its other fields.
 
-
-def _split(body: BinaryIO, lines: BinaryIO) -> sent_groups.SentJob:
-    body.seek(0)
-    sent = sent_groups.split(body.read(), lines)
-    lines.seek(0)
-    return sent
+    Raises:
+        InvalidInput
+    """
+    with Path(lines).open("wb") as file:
+        sent = sent_groups.split(Path(body).read_bytes(), file)
+    _asked(sent.fields)
+    return sent.fields
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

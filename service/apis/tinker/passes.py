@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from service.apis.tinker.door import loss_detail, loss_of_detail
 from service.apis.tinker.translation import command_of, told
-from service.apis.tinker.wire import SentRequest, output_bytes, plain_body, plain_bytes
+from service.apis.tinker.wire import SentRequest, head_of_body, output_bytes, plain_body, plain_bytes
 from service.decoding import SMALL_BYTES, Received
 from shared.contract import Frozen
 from shared.errors import InvalidInput
@@ -35,7 +35,7 @@ def is_small(body: Received, encoding: str) -> bool:
 
 def head_of(body: str, encoding: str) -> Head:
     """Read whose request lies in a file. Raises InvalidInput for what is no request."""
-    sent = SentRequest(plain_body(Path(body).read_bytes(), encoding))
+    sent = head_of_body(Path(body).read_bytes(), encoding)
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 

@@ -151,8 +151,8 @@ class Samples:
                 del self._tasks[key]
                 raise NotFound("nobody waits for this sample")
             target, name = await target_of(door, asked)
-            questions = [question(asked, name, record.seed, *part) for part in parts(asked)]
-            answers = [await self._answer(door, target, each) for each in questions]
+            whole = question(asked, name)
+            answers = [await self._answer(door, target, part_of(whole, record.seed, *part)) for part in parts(asked)]
         return answer_bytes(asked, answers)
 
     async def _answer(self, door: Door, target: Target, asked: CompletionRequest) -> CompletionResponse:
@@ -225,16 +225,20 @@ async def _published(door: Door, name: str) -> tuple[Target, str]:
 
 
 def parts(asked: Sample) -> list[tuple[int, int]]:
-    """Divide a request's samples over questions whose answers have a bounded size: (first, how many)."""
-    told = 1 + asked.topk_prompt_logprobs if _scores_prompt(asked) else 0
+    """Divide a request's samples over questions whose answers have a bounded size: (first, how many).
+
+    The prompt is scored with the first of them alone.
+    """
     drawn = (asked.sampling_params.max_tokens or 1) * (1 + asked.topk_sample_logprobs)
-    tokens = drawn + told * len(asked.prompt.ids)
-    most = max(1, _ANSWER_TOKENS // tokens)
-    return [(first, min(most, asked.num_samples - first)) for first in range(0, asked.num_samples, most)]
+    told = (1 + asked.topk_prompt_logprobs) * len(asked.prompt.ids) if _scores_prompt(asked) else 0
+    most = max(1, _ANSWER_TOKENS // drawn)
+    first = min(asked.num_samples, max(1, (_ANSWER_TOKENS - told) // drawn))
+    rest = range(first, asked.num_samples, most)
+    return [(0, first), *((begin, min(most, asked.num_samples - begin)) for begin in rest)]
 
 
-def question(asked: Sample, model: str, seed: int, first: int, n: int) -> CompletionRequest:
-    """Translate some of a request's samples. Raises InvalidInput that names the setting."""
+def question(asked: Sample, model: str) -> CompletionRequest:
+    """Translate a request to draw its first sample. Raises InvalidInput that names the setting."""
     params = asked.sampling_params
     stop, stop_ids = _stops(params)
     try:
@@ -242,7 +246,6 @@ def question(asked: Sample, model: str, seed: int, first: int, n: int) -> Comple
             {
                 "model": model,
                 "prompt": asked.prompt.ids,
-                "n": n,
                 "max_tokens": params.max_tokens or 1,
                 "temperature": params.temperature,
                 "top_p": params.top_p,
@@ -250,16 +253,21 @@ def question(asked: Sample, model: str, seed: int, first: int, n: int) -> Comple
                 "stop": stop or None,
                 "stop_token_ids": stop_ids or None,
                 "ignore_eos": params.stop is not None and not stop and not stop_ids,
-                "seed": seed + first,
                 "logprobs": asked.topk_sample_logprobs,
                 "return_tokens_as_token_ids": True if asked.topk_sample_logprobs else None,
-                "prompt_logprobs": asked.topk_prompt_logprobs if _scores_prompt(asked) and first == 0 else None,
+                "prompt_logprobs": asked.topk_prompt_logprobs if _scores_prompt(asked) else None,
                 "return_token_ids": True,
             }
         )
     except ValidationError as error:
         place, rule = first_error(error)
         raise InvalidInput(rule, f"sampling_params.{place}") from None
+
+
+def part_of(question: CompletionRequest, seed: int, first: int, n: int) -> CompletionRequest:
+    """Return the question for some of a request's samples. Its prompt, which may be long, is not read again."""
+    changes: dict[str, Any] = {"n": n, "seed": seed + first}
+    return question.model_copy(update=changes if first == 0 else changes | {"prompt_logprobs": None})
 
 
 def _scores_prompt(asked: Sample) -> bool:
@@ -348,6 +356,13 @@ async def sample(body: JsonBody[Sample], request: Request, door: AtDoor) -> dict
     """Begin to draw samples."""
     body.check()
     samples: Samples = request.app.state.tinker_samples
+    _check_length(body, door.backend.settings.serving.max_model_len)
     sampler = await door.read(door.records.sampler, body.sampling_session_id or "")
     request_id = await samples.ask(door, sampler, body)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}
+
+
+def _check_length(asked: Sample, most: int) -> None:
+    """Raise InvalidInput for a prompt that leaves no room for an answer."""
+    if (length := len(asked.prompt.ids)) >= most:
+        raise InvalidInput(f"{length:,} tokens; a prompt and its samples together have at most {most:,}", "prompt")

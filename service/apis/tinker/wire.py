@@ -5,6 +5,7 @@ What comes is bounded before anything is made of it, and leaves this module as p
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,8 @@ MAX_BODY_BYTES = 16 << 20
 _MAX_WINDOW_BYTES = 32 << 20
 MAX_FIELDS = 200_000
 """Of a body, inner ones and numbers of shapes too: 3,000 sequences with three inputs of their loss have some 60,000."""
-_MAX_RATIO, _FREE_BYTES = 1_000, 1 << 20
+_MAX_RATIO, _FREE_BYTES = 1_000, 4 << 20  # a chunk of the SDK's may be of equal sequences
+_HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
 _MAX_CONFIG = 32
 _MAX_INPUTS = 32
 _PACKAGE = "longshore.tinker"
@@ -147,6 +149,8 @@ def plain_body(body: bytes, encoding: str) -> bytes:
         InvalidInput: it is another one than zstd, or the body is broken, too large, or has too many fields.
     """
     plain = _decompressed(body, encoding)
+    if len(plain) > max(_FREE_BYTES, _MAX_RATIO * len(body)):
+        raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
     _check_fields(plain)
     return plain
 
@@ -165,8 +169,6 @@ def plain_bytes(body: bytes, encoding: str) -> int:
         raise InvalidInput("its zstd frame does not say how many bytes it holds", "body")
     if size > MAX_BODY_BYTES:
         raise InvalidInput(f"decompressed, the body has more than the {MAX_BODY_BYTES:,} bytes that are taken", "body")
-    if size > max(_FREE_BYTES, _MAX_RATIO * len(body)):
-        raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
     return int(size)
 
 
@@ -190,7 +192,7 @@ def _check_fields(body: bytes) -> None:
     num_fields = 0
     while left:
         text, name = left.pop()
-        for number, value in _fields(text):
+        for number, _, value in _fields(text):
             num_fields += 1 + (len(value) if number in _NUMBERS[name] else 0)
             if num_fields > MAX_FIELDS:
                 raise InvalidInput(f"more than {MAX_FIELDS:,} fields: send less at once", "body")
@@ -198,13 +200,28 @@ def _check_fields(body: bytes) -> None:
                 left.append((value, kind))
 
 
-def _fields(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield a message's fields, each with its bytes if it has a length. What is cut off the parser refuses.
+def head_of_body(body: bytes, encoding: str) -> "SentRequest":
+    """Read a request's model and number alone, which are known though there may be too much of the rest.
+
+    Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
+    """
+    found, plain = [], _decompressed(body, encoding)
+    with suppress(InvalidInput):
+        for number, field, _ in _fields(plain):
+            if number in _HEAD:
+                found.append(field)
+    return SentRequest(b"".join(found))
+
+
+def _fields(text: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield a message's fields: number, all of its bytes, those of its value if it has a length.
+
+    What is cut off the parser refuses.
 
     Raises InvalidInput for groups, which no client sends: the parser passes over them, so what they hide would count.
     """
     at = 0
-    while at < len(text):
+    while (begin := at) < len(text):
         tag, at = _varint(text, at)
         size = 0
         match tag & 7:
@@ -220,8 +237,8 @@ def _fields(text: bytes) -> Iterator[tuple[int, bytes]]:
                 raise InvalidInput("it has groups, which are not read", "body")
             case _:
                 return
-        yield tag >> 3, text[at : at + size]
-        at += size
+        at, value = at + size, text[at : at + size]
+        yield tag >> 3, text[begin:at], value
 
 
 def _varint(text: bytes, at: int) -> tuple[int, int]:
