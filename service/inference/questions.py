@@ -209,6 +209,7 @@ class Inference:
         self, tenant: str, asked: CompletionRequest, so_far: AnswerSoFar | None = None
     ) -> CompletionResponse:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
+        check_length(self._settings, asked.prompt)
         async with self._questions.place(tenant):
             answer = await self._ask(tenant, asked, so_far)
         assert isinstance(answer, CompletionResponse)
@@ -324,6 +325,16 @@ class Inference:
                 if following is not None:
                     following.cancel()
         return answer
+
+
+def check_length(settings: Settings, prompt: str | list[int] | list[str] | list[list[int]]) -> None:
+    """Raise InvalidInput for token ids that leave no room for an answer in the samplers of this installation."""
+    if settings.sampling.url is not None or isinstance(prompt, str):
+        return  # a server of the installation's own says by itself what it takes, and a text is longer than its tokens
+    of_ids = [each for each in prompt if isinstance(each, list)] or [[each for each in prompt if isinstance(each, int)]]
+    longest = max(map(len, of_ids))
+    if longest >= (most := settings.serving.max_model_len):
+        raise InvalidInput(f"{longest:,} tokens; prompt and answer together have at most {most:,}", "prompt")
 
 
 async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:

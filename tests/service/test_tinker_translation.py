@@ -15,9 +15,11 @@ from service.apis.tinker.requests import Sample
 from service.apis.tinker.translation import command_of, policy_loss, told
 from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, head_of_body, plain_body
 from service.errors import Conflict
+from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
 from shared.jobs.job import CISPO, DRO, PPO, Reinforce
+from shared.settings import Settings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (
     FLOAT32,
@@ -247,6 +249,11 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     told = asked.model_copy(update={"topk_prompt_logprobs": 20})
     whole = samples.question(told, "m")
     assert [samples.part_of(whole, 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
+    for prompt in ([5] * 8192, [[5], [5] * 8192]):
+        with pytest.raises(InvalidInput, match=r"^prompt: 8,192 tokens; prompt and answer together"):
+            check_length(Settings(), prompt)
+    for fits in ([5] * 8191, ["5" * 9000], "5" * 9000):
+        check_length(Settings(), fits)
     # A long prompt is scored once, and its ids are not copied for each of the questions.
     many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 8}}
     scored = Sample.model_validate(many | {"prompt_logprobs": True})

@@ -26,6 +26,7 @@ from service.apis.tinker.wire import Drawn, Likely, PromptScores, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
+from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
@@ -356,13 +357,7 @@ async def sample(body: JsonBody[Sample], request: Request, door: AtDoor) -> dict
     """Begin to draw samples."""
     body.check()
     samples: Samples = request.app.state.tinker_samples
-    _check_length(body, door.backend.settings.serving.max_model_len)
+    check_length(door.backend.settings, body.prompt.ids)
     sampler = await door.read(door.records.sampler, body.sampling_session_id or "")
     request_id = await samples.ask(door, sampler, body)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}
-
-
-def _check_length(asked: Sample, most: int) -> None:
-    """Raise InvalidInput for a prompt that leaves no room for an answer."""
-    if (length := len(asked.prompt.ids)) >= most:
-        raise InvalidInput(f"{length:,} tokens; a prompt and its samples together have at most {most:,}", "prompt")
