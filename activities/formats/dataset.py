@@ -5,12 +5,13 @@ A row is one line of JSONL, one record of Parquet, or one non-blank line of a `.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from activities.formats.columns import GUARDED, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
@@ -19,6 +20,7 @@ from shared.runs.sources import DatasetSource
 from shared.storage.paths import MANIFEST
 
 _DETECTION_ROWS = 32
+_REFUSED = frozenset(GUARDED) - {"label"}
 ItemT = TypeVar("ItemT")
 
 
@@ -26,7 +28,7 @@ ItemT = TypeVar("ItemT")
 class Dataset(Generic[ItemT]):
     """A dataset whose format is known. Iterating streams its items, in order of file name and row.
 
-    `columns`: those of a Parquet file to read; all if None.
+    `columns`: those of a Parquet file to read; all if None. `unread`: names of columns that were met and not read.
     """
 
     folder: Path
@@ -34,6 +36,7 @@ class Dataset(Generic[ItemT]):
     format: FormatSpec
     parse: Callable[[Row], ItemT]
     columns: tuple[str, ...] | None
+    unread: set[str] = field(default_factory=set)
 
     def __iter__(self) -> Iterator[ItemT]:
         return map(self.parse, _rows(self.folder, self.files, self.columns))
@@ -57,8 +60,9 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
     if source.format == "auto":
         tell = partial(_as_named, spec) if source.prompt_field is not None else partial(_format_of, pairs=pairs)
         spec = _detect(_rows(folder, files), tell, source)
-    parse = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
-    return Dataset(folder, files, spec, parse, spec.columns)
+    unread = set[str]()
+    example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
+    return Dataset(folder, files, spec, partial(_guarded, spec, example, unread), spec.columns, unread)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
@@ -109,6 +113,13 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     return found[0]
 
 
+def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: set[str], row: Row) -> Example:
+    """Parse a row. Columns that nobody reads are added to `unread`; those that say what is trained are refused."""
+    refuse_unread(row, spec.read, spec.name)
+    unread.update(row.fields.keys() - spec.read - _REFUSED, row.others)
+    return example(row)
+
+
 def _last_answer(spec: FormatSpec, row: Row) -> Example:
     """Return the example of a row, of which the last answer alone is trained. Raises InvalidInput if none ends it."""
     example = spec.example(row)
@@ -124,8 +135,8 @@ def _last_answer(spec: FormatSpec, row: Row) -> Example:
 
 
 def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:
-    for field in spec.fields:
-        refuse_missing(row, field)
+    for name in spec.fields:
+        refuse_missing(row, name)
     return spec
 
 

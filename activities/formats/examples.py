@@ -64,7 +64,8 @@ MASKED_LABEL = -100
 class Question:
     """A conversation whose last message the model is to answer. `text`: the prompt, if the row has a plain text.
 
-    `had_answer`: the row ended in an answer, which is left out of the messages.
+    `had_answer`: the row ended in an answer, which is left out of the messages. `hidden_thoughts`: messages whose
+    thoughts the chat template leaves out, once it is rendered.
     """
 
     place: str
@@ -73,3 +74,4 @@ class Question:
     item: dict[str, Any]
     text: str | None = None
     had_answer: bool = False
+    hidden_thoughts: int = 0

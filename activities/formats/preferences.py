@@ -3,8 +3,10 @@
 Each answer becomes an example of its own, so that it is rendered and encoded as it would be alone.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from activities.formats.columns import PROMPT, is_given, with_context
 from activities.formats.examples import Chat, Pair, PromptCompletion
 from activities.formats.messages import messages_of, tools_of
 from activities.formats.rows import Row, list_of_objects, text_of, type_name
@@ -23,7 +25,7 @@ def preference(row: Row) -> Pair:
         InvalidInput: an answer is missing, or is the other one; the prompts differ, or there is none.
     """
     _refuse_weight(row)
-    if isinstance(row.fields.get("chosen"), str):
+    if isinstance(row.fields.get("chosen"), str) and not isinstance(row.fields.get("prompt"), list):
         return _of_texts(row)
     answers = {name: _answer(row, name) for name in ("chosen", "rejected")}
     match row.fields.get("prompt"):
@@ -59,11 +61,26 @@ def _of_texts(row: Row) -> Pair:
     prompt, chosen, rejected = (text_of(row, name) for name in ("prompt", "chosen", "rejected"))
     if chosen == rejected:
         raise _same(row, "rejected", "chosen")
+    if tools_of(row) or any(is_given(row, column) for column in PROMPT):
+        answers = {"chosen": _spoken(chosen), "rejected": _spoken(rejected)}
+        return _pair(row, "prompt", [{"role": "user", "content": prompt}], answers, tools_of(row))
     return Pair(row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected))
 
 
+def _spoken(text: str) -> Messages:
+    return [{"role": "assistant", "content": text}]
+
+
 def _answer(row: Row, field: str) -> Messages:
-    """Return the messages of an answer. Weights other than 1 are refused, since all of an answer is learned."""
+    """Return the messages of an answer, which may be one message, or a text behind a prompt of messages.
+
+    Weights other than 1 are refused, since all of an answer is learned.
+    """
+    match row.fields.get(field):
+        case str() as text if isinstance(row.fields.get("prompt"), list):
+            return _spoken(text)
+        case dict() as message:
+            row = replace(row, fields=row.fields | {field: [message]})
     for i, turn in enumerate(list_of_objects(row, field)):
         if turn.get("role") == "assistant" and turn.get("weight") not in (None, 1):
             raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
@@ -101,6 +118,7 @@ def _pair(
         asked_in: the prompt's field; None if the prompt is the common beginning of both conversations.
         answers: by their fields, the preferred one first.
     """
+    prompt, _ = with_context(row, prompt, [0.0] * len(prompt))
     if asked_in is not None and prompt[-1]["role"] == "assistant":
         fields = " and ".join(answers)
         raise InvalidInput(f"{asked_in} ends with an assistant's turn: answers go into {fields}", row.place)

@@ -28,11 +28,15 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's fields, and its place for errors. `has_schema`: it is from Parquet, where absent fields become nulls."""
+    """A row's fields, and its place for errors. `has_schema`: it is from Parquet, where absent fields become nulls.
+
+    `others`: columns of a Parquet file that are not among the fields.
+    """
 
     place: str
     fields: dict[str, JSON]
     has_schema: bool = False
+    others: tuple[str, ...] = ()
 
 
 def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> Iterator[Row]:
@@ -72,7 +76,7 @@ def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
 def _parsed(line: bytes, place: str) -> dict[str, JSON]:
     text = _decoded(line, place)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise InvalidInput(f"invalid JSON: {error.msg} at column {error.colno}", place) from error
     except RecursionError as error:
@@ -94,6 +98,14 @@ def _decoded(line: bytes, place: str) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise InvalidInput(f"byte {error.start + 1} of the line is not UTF-8", place) from error
+
+
+def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the key {next(n for n in names if names.count(n) > 1)!r:.60} twice")
+    return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -133,6 +145,7 @@ def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Ite
             if len(present) > _MAX_COLUMNS:
                 raise InvalidInput(f"{len(present):,} columns; a file may have up to {_MAX_COLUMNS:,}", name)
             wanted = present if columns is None else [column for column in columns if column in present]
+            others = tuple(column for column in present if column not in wanted)
             sign(name)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
                 if batch.nbytes > _MAX_PARQUET_BATCH_BYTES:
@@ -143,7 +156,7 @@ def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Ite
                 sign(f"{name}: row {number + 1}")
                 for fields in _records(batch):
                     number += 1
-                    yield Row(f"{name}: row {number}", fields, has_schema=True)
+                    yield Row(f"{name}: row {number}", fields, True, others)
     except pyarrow.ArrowException as error:
         raise InvalidInput(f"the Parquet file cannot be read after row {number}: {error}", name) from error
     except OSError as error:  # how pyarrow reports truncated and corrupted pages

@@ -4,6 +4,7 @@ The prompt of a row equals what its training example has before the answer, so t
 was trained in. Graders get the whole row as the item.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.examples import Chat, Example, PromptCompletion, Question, Text, TokenIds
+from activities.formats.columns import GUARDED, MASKS, PROMPT, is_given, with_context
+from activities.formats.examples import MASKED_LABEL, Chat, Example, PromptCompletion, Question, Text, TokenIds
 from activities.formats.messages import message_of, messages_of, tools_of
 from activities.formats.preferences import openai_preference, preference
 from activities.formats.rows import (
@@ -28,6 +30,7 @@ from shared.errors import InvalidInput
 from shared.runs.sources import PAIR_FORMATS, Format
 
 _ASKING = ("user", "tool")
+_PADDING = -(2**62)  # beyond what _int_array takes: the label, meanwhile, of a token that is padding
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -35,6 +38,8 @@ _SHAREGPT_ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
     "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
 }
 
 
@@ -58,9 +63,16 @@ class FormatSpec:
     note: str = ""
 
     @property
+    def read(self) -> frozenset[str]:
+        """The columns that `example` reads."""
+        is_of_answers = self.name not in ("text", "tokenized")
+        context = (*PROMPT, "tools", "functions", "label") if is_of_answers else ()
+        return frozenset((*self.fields, *self.more, *context, "weight"))
+
+    @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of a Parquet file that `example` reads."""
-        return (*self.fields, *self.more, "weight")
+        """The columns of a Parquet file that `example` reads, or that a row is refused for."""
+        return tuple(sorted(self.read | set(GUARDED)))
 
     @property
     def has_pairs(self) -> bool:
@@ -74,7 +86,18 @@ def _conversation(row: Row, field: str, messages: list[dict[str, Any]], weights:
     if not any(message["role"] == "assistant" for message in messages):
         raise InvalidInput(f"{field} has no assistant turn, so there is nothing to learn", row.place)
     scale = _row_weight(row)
+    messages, weights = with_context(row, messages, weights)
     return Chat(row.place, messages, tools_of(row), [weight * scale for weight in weights])
+
+
+def _answered(row: Row, prompt: str, completion: str) -> Chat | PromptCompletion:
+    """Make the example of two texts: a conversation, where more is told than these."""
+    tools, turns = tools_of(row), [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    messages, weights = with_context(row, turns, [0.0, 1.0])
+    weight = _row_weight(row)
+    if tools is None and len(messages) == len(turns):
+        return PromptCompletion(row.place, prompt, completion, weight)
+    return Chat(row.place, messages, tools, [each * weight for each in weights])
 
 
 def _asked(row: Row, field: str, messages: list[dict[str, Any]]) -> Question:
@@ -87,11 +110,15 @@ def _asked(row: Row, field: str, messages: list[dict[str, Any]]) -> Question:
             f"{field}: the message to answer {role}: a user's or a tool's must be the last, or stand before the answer",
             row.place,
         )
+    asked, _ = with_context(row, asked, [0.0] * len(asked))
     return Question(row.place, asked, tools_of(row), _item(row), had_answer=had_answer)
 
 
 def _asked_text(row: Row, text: str) -> Question:
-    return Question(row.place, [{"role": "user", "content": text}], None, _item(row), text)
+    asked, tools = [{"role": "user", "content": text}], tools_of(row)
+    messages, _ = with_context(row, asked, [0.0])
+    is_alone = tools is None and len(messages) == 1
+    return Question(row.place, messages, tools, _item(row), text if is_alone else None)
 
 
 def _item(row: Row) -> dict[str, JSON]:
@@ -132,18 +159,23 @@ def _row_weight(row: Row) -> float:
 def _chat(row: Row) -> Chat:
     turns = list_of_objects(row, "messages")
     messages = [message_of(row, f"messages[{i}]", turn) for i, turn in enumerate(turns)]
-    return _conversation(row, "messages", messages, [_turn_weight(row, i, turn) for i, turn in enumerate(turns)])
+    return _conversation(
+        row,
+        "messages",
+        messages,
+        [_turn_weight(row, f"messages[{i}]", turn, turn.get("role")) for i, turn in enumerate(turns)],
+    )
 
 
-def _turn_weight(row: Row, i: int, turn: dict[str, JSON]) -> float:
+def _turn_weight(row: Row, field: str, turn: dict[str, JSON], role: JSON) -> float:
     """A message's loss weight: 1 for an assistant's unless it says otherwise, 0 for all others."""
-    weight = weight_of(row, f"messages[{i}].weight", turn.get("weight"))
-    return weight if turn.get("role") == "assistant" else 0.0
+    weight = weight_of(row, f"{field}.weight", turn.get("weight"))
+    return weight if role == "assistant" else 0.0
 
 
 def _sharegpt(row: Row) -> Chat:
-    messages = _sharegpt_messages(row)
-    weights = [1.0 if message["role"] == "assistant" else 0.0 for message in messages]
+    messages, turns = _sharegpt_messages(row), row.fields["conversations"]
+    weights = [_turn_weight(row, f"conversations[{i}]", turns[i], m["role"]) for i, m in enumerate(messages)]
     return _conversation(row, "conversations", messages, weights)
 
 
@@ -157,8 +189,18 @@ def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
             raise InvalidInput(f"conversations[{i}].from must be one of {known}, not {speaker!r:.40}", row.place)
         if not isinstance(value, str):
             raise InvalidInput(f"conversations[{i}].value must be text, not {type_name(value)}", row.place)
-        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": value})
+        turn = {"content": value} if speaker != "function_call" else {"tool_calls": _calls_in(row, i, value)}
+        messages.append(message_of(row, f"conversations[{i}]", {"role": _SHAREGPT_ROLES[speaker], **turn}))
     return messages
+
+
+def _calls_in(row: Row, i: int, value: str) -> list[JSON]:
+    """Read a turn of the role function_call: JSON text of one call, or of several."""
+    try:
+        told = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"conversations[{i}].value must be JSON text of a call: {error}", row.place) from error
+    return told if isinstance(told, list) else [told]
 
 
 def _alpaca_prompt(row: Row) -> str:
@@ -173,7 +215,23 @@ def _tokenized(row: Row) -> TokenIds:
     labels = input_ids if row.fields.get("labels") is None else _int_array(row, "labels")
     if len(labels) != len(input_ids):
         raise InvalidInput(f"labels has {len(labels)} entries, input_ids {len(input_ids)}", row.place)
-    return TokenIds(row.place, input_ids, labels, _row_weight(row))
+    for mask in (each for each in MASKS if is_given(row, each)):
+        kept = _mask(row, mask, len(input_ids))
+        if mask == "attention_mask":
+            if np.count_nonzero(np.diff(np.concatenate(([0], kept, [0])))) > 2:
+                raise InvalidInput("attention_mask has zeros between tokens: padding alone may have them", row.place)
+            labels = np.where(kept, labels, _PADDING)
+        else:
+            labels = np.where(kept | (labels == _PADDING), labels, MASKED_LABEL)
+    is_text = labels != _PADDING
+    return TokenIds(row.place, input_ids[is_text], labels[is_text], _row_weight(row))
+
+
+def _mask(row: Row, field: str, length: int) -> NDArray[np.bool_]:
+    mask = _int_array(row, field)
+    if len(mask) != length or not np.isin(mask, (0, 1)).all():
+        raise InvalidInput(f"{field} must have a 0 or 1 for each of the {length} input_ids", row.place)
+    return mask == 1
 
 
 def _int_array(row: Row, field: str) -> NDArray[np.int64]:
@@ -192,8 +250,14 @@ def _int_array(row: Row, field: str) -> NDArray[np.int64]:
 def prompt_completion(prompt: str = "prompt", completion: str = "completion") -> FormatSpec:
     """Rows of a prompt and its completion, in fields of these names."""
 
-    def example(row: Row) -> PromptCompletion:
-        return PromptCompletion(row.place, text_of(row, prompt), text_of(row, completion), _row_weight(row))
+    def example(row: Row) -> Chat | PromptCompletion:
+        asked, answered = row.fields.get(prompt), row.fields.get(completion)
+        if not isinstance(asked, list) and not isinstance(answered, list):
+            return _answered(row, text_of(row, prompt), text_of(row, completion))
+        messages = _said(row, prompt, "user")
+        answer = _said(row, completion, "assistant")
+        weights = [0.0] * len(messages) + [float(message["role"] == "assistant") for message in answer]
+        return _conversation(row, completion, messages + answer, weights)
 
     def question(row: Row) -> Question:
         refuse_missing(row, prompt)
@@ -204,34 +268,37 @@ def prompt_completion(prompt: str = "prompt", completion: str = "completion") ->
     return FormatSpec("prompt_completion", (prompt, completion), example, question)
 
 
+def _said(row: Row, field: str, role: str) -> list[dict[str, Any]]:
+    """Return a field's messages, of which a text is one, of this role."""
+    if isinstance(row.fields.get(field), list):
+        return messages_of(row, field)
+    return [{"role": role, "content": text_of(row, field)}]
+
+
 FORMATS = (
     FormatSpec(
         "chat",
         ("messages",),
         _chat,
         lambda row: _asked(row, "messages", messages_of(row, "messages")),
-        more=("tools",),
     ),
     FormatSpec(
         "sharegpt",
         ("conversations",),
         _sharegpt,
         lambda row: _asked(row, "conversations", _sharegpt_messages(row)),
-        more=("tools",),
     ),
     FormatSpec(
         "alpaca",
         ("instruction", "output"),
-        lambda row: PromptCompletion(row.place, _alpaca_prompt(row), text_of(row, "output"), _row_weight(row)),
+        lambda row: _answered(row, _alpaca_prompt(row), text_of(row, "output")),
         lambda row: _asked_text(row, _alpaca_prompt(row)),
         more=("input",),
     ),
     prompt_completion(),
-    FormatSpec("tokenized", ("input_ids",), _tokenized, more=("labels",)),
+    FormatSpec("tokenized", ("input_ids",), _tokenized, more=("labels", *MASKS)),
     FormatSpec("text", ("text",), lambda row: Text(row.place, text_of(row, "text"), _row_weight(row))),
-    FormatSpec(
-        "preference", ("chosen", "rejected"), preference, more=("prompt", "tools"), note=", with or without prompt"
-    ),
+    FormatSpec("preference", ("chosen", "rejected"), preference, more=("prompt",), note=", with or without prompt"),
     FormatSpec(
         "openai_preference",
         ("preferred_output", "non_preferred_output"),

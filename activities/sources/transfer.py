@@ -4,14 +4,16 @@ A file beside the data, the part map, is append-only: a validator of the source'
 every part. After a crash only parts whose hash is right are used.
 """
 
+import gzip
 import hashlib
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol, cast
 
 from pydantic import ValidationError
 
@@ -19,6 +21,7 @@ from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import DownloadSettings
 
+_SKIPPABLE = b"\x2a\x4d\x18"  # behind 0x50 to 0x5f: a frame of zstd that holds no content
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
@@ -224,6 +227,8 @@ def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
     """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
     start = file.read(4)
     file.seek(0)
+    if start[1:] == _SKIPPABLE and start[0] & 0xF0 == 0x50:
+        return "zstd"
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
@@ -248,21 +253,25 @@ def unpack(source: BinaryIO, target: Path, left: Allowance, place: str) -> int:
 
 @contextmanager
 def _content(source: BinaryIO) -> Iterator[BinaryIO]:
-    import pyarrow
+    # Both decompress bounded pieces, notice truncation, and read all members of a file. Arrow's own gzip does not take
+    # the zeros that tapes and block devices leave at a file's end.
+    match compression_of(source):
+        case None:
+            yield source
+        case "gzip":
+            with gzip.GzipFile(fileobj=source) as stream:
+                yield cast(BinaryIO, stream)
+        case "zstd":
+            import pyarrow
 
-    compression = compression_of(source)
-    if compression is None:
-        yield source
-        return
-    # Arrow decompresses bounded pieces, notices truncation, and reads all members of a file, in both formats.
-    with pyarrow.CompressedInputStream(source, compression) as stream:
-        yield stream
+            with pyarrow.CompressedInputStream(source, "zstd") as stream:
+                yield stream
 
 
 def _read(content: BinaryIO, place: str) -> bytes:
     try:
         return content.read(_CHUNK_BYTES)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise InvalidInput(f"the compressed data is damaged or cut short: {error}", place) from error
 
 

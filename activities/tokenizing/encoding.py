@@ -44,11 +44,13 @@ class EncodedBatch:
     """A block of tokens, and prompts if they were asked for.
 
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
+    `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out.
     """
 
     block: Block
     prompts: list[Prompt] = field(default_factory=list)
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
+    hidden_thoughts: list[tuple[str, int]] = field(default_factory=list)
 
 
 def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator[EncodedBatch, None, None]:
@@ -176,7 +178,8 @@ def _encode_chats(
         for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
         if row.prompt is not None and is_first
     ]
-    return EncodedBatch(_block(places, codes), prompts, _with_control_tokens(chats, tokenizer))
+    hidden = dict(zip(places, (row.hidden_thoughts for row in rendered), strict=True))  # a pair's answers are one row
+    return EncodedBatch(_block(places, codes), prompts, _with_control_tokens(chats, tokenizer), list(hidden.items()))
 
 
 def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
@@ -211,14 +214,18 @@ def _last_text(chat: Chat, role: str) -> str:
 
 
 def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
-    """Encode texts, or prompts with completions. The tokenizer's first tokens and the end-of-text token are added."""
+    """Encode texts, or prompts with completions. The tokenizer's first tokens and the end-of-text token are added,
+    where a text does not have them already.
+    """
+    begin, end = tokenizer.decode(tokenizer.prefix_ids), tokenizer.eos
     texts, spans = list[str](), list[list[Span]]()
     for example in batch:
         match example:
             case Text(_, body, weight):
-                text, start = body + tokenizer.eos, 0
+                text, start = body.removeprefix(begin).removesuffix(end) + end, 0
             case PromptCompletion(_, prompt, completion, weight):
-                text, start = prompt + completion + tokenizer.eos, len(prompt)
+                prompt = prompt.removeprefix(begin)
+                text, start = prompt + completion.removesuffix(end) + end, len(prompt)
             case Chat():
                 raise InvalidInput("the row holds a conversation, and the model has no chat template", example.place)
             case _:

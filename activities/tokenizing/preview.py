@@ -70,10 +70,14 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
         return _preview_of_prompts(dataset, tokenizer, request, cut)
     opened = open_dataset(dataset, request.source)
     examples = _Counted(iter(opened), request)
-    tally, shown, tokens_U = Tally(opened.format.name, request.max_tokens), list[PreviewRow](), array("q")
+    tally, shown, tokens_U = (
+        Tally(opened.format.name, request.max_tokens, opened.unread),
+        list[PreviewRow](),
+        array("q"),
+    )
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
-            tally.add_control_tokens(batch.control_tokens)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             num_left = request.num_rows - len(shown)
             if opened.format.has_pairs:
                 pairs = keep_pairs(batch.block, request.max_tokens)
@@ -122,6 +126,7 @@ def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: Previ
         num_fully_masked=0,
         lengths=(),
         lost=counted.lost,
+        warnings=counted.warnings,
     )
     return Preview(
         report=report,

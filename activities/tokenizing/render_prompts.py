@@ -7,7 +7,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from activities.formats.examples import Question
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.encoding import batches_of, sign_longest
+from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
 from shared.contract import Artifact, Frozen
@@ -30,7 +31,7 @@ from shared.runs.sources import DatasetSource, Format
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 
-_VERSION = "prompts-1"  # raise it when the same rows would give other prompts
+_VERSION = "prompts-2"  # raise it when the same rows would give other prompts
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _PROBE_TOKENS = 64
 _STAND_IN = "A"
@@ -82,6 +83,7 @@ class PromptsReport(Frozen):
     longest_tokens: int
     probe: tuple[int, ...]
     lost: tuple[LostRow, ...]
+    warnings: tuple[str, ...] = ()
 
 
 class RenderPrompts:
@@ -151,13 +153,15 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
         process = None
         if tokenizer.template is not None:
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
+        begin = tokenizer.decode(tokenizer.prefix_ids)
         for batch in batches_of(questions, _characters_of):
-            prompts = process.asked(batch) if process else [Rendered(_plain(question), []) for question in batch]
+            prompts = process.asked(batch) if process else [Rendered(_plain(question, begin), []) for question in batch]
             texts = [prompt.text for prompt in prompts]
             sign_longest(texts, [question.place for question in batch])
             prefix = [] if process else tokenizer.prefix_ids
-            for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):
-                yield question, [*prefix, *token_ids]
+            rows = zip(batch, prompts, ids_before_answers(texts, tokenizer), strict=True)
+            for question, prompt, token_ids in rows:
+                yield replace(question, hidden_thoughts=prompt.hidden_thoughts), [*prefix, *token_ids]
 
 
 def _characters_of(question: Question) -> int:
@@ -190,10 +194,11 @@ def _split(values_T: NDArray[Any], codes: Encoded) -> Iterator[list[Any]]:
     return (each.tolist() for each in np.split(values_T, ends[:-1]))
 
 
-def _plain(question: Question) -> str:
+def _plain(question: Question, begin: str) -> str:
+    """Return a prompt's text without what the tokenizer begins texts with."""
     if question.text is None:
         raise InvalidInput("the model has no chat template, and the row is a conversation", question.place)
-    return question.text
+    return question.text.removeprefix(begin)
 
 
 @dataclass
@@ -210,6 +215,7 @@ class PromptTally:
     shortest: int = 1 << 62
     probe: tuple[int, ...] = ()
     lost: list[LostRow] = field(default_factory=list)
+    hidden: HiddenThoughts = field(default_factory=HiddenThoughts)
 
     def count(self, question: Question, token_ids: list[int]) -> bool:
         """Count a prompt. Returns whether it is short enough to use. Raises InvalidInput for a prompt of no token."""
@@ -218,6 +224,7 @@ class PromptTally:
             raise InvalidInput("the prompt is empty: it has no token for the model to go on from", question.place)
         self.num_rows += 1
         self.num_answers += question.had_answer
+        self.hidden.add(question.place, question.hidden_thoughts)
         self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
         if num_tokens <= self.max_tokens:
             self.num_tokens += num_tokens
@@ -240,6 +247,7 @@ class PromptTally:
             longest_tokens=self.longest,
             probe=self.probe,
             lost=tuple(self.lost),
+            warnings=tuple(self.hidden.warnings()),
         )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:

@@ -6,6 +6,7 @@ it leaves out is a reason to refuse the row.
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from activities.tokenizing.template_environment import Refused
@@ -13,6 +14,24 @@ from activities.tokenizing.template_environment import Refused
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's thoughts."""
 _THOUGHT_END = "</think>"
+
+
+@dataclass
+class HiddenThoughts:
+    """Counts rows whose thoughts of earlier turns a template leaves out."""
+
+    num_rows: int = 0
+    first: str = ""
+
+    def add(self, place: str, num_messages: int) -> None:
+        if num_messages:
+            self.num_rows += 1
+            self.first = self.first or place
+
+    def warnings(self) -> Iterator[str]:
+        if self.num_rows:
+            rows = f"{self.num_rows} row{'s' * (self.num_rows != 1)}"
+            yield f"the chat template leaves the thoughts of earlier turns out of {rows}; first: {self.first}"
 
 
 def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
@@ -33,12 +52,13 @@ def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] 
             raise Refused(
                 f"messages[{i}]: the chat template leaves out what this message of the {message['role']} says"
             )
-        cut = any(not _holds(text, thought) for thought in thoughts)
+        near = _near(text, messages, ends, i)
+        cut = any(not _holds(near, thought) for thought in thoughts)
         if cut and i > last_question:
             raise Refused(f"messages[{i}]: the chat template leaves out the thoughts of this message")
         hidden += cut
         for k, call in enumerate(message.get("tool_calls") or ()):
-            if (lacking := _lacking(text, call["function"])) is not None:
+            if (lacking := _lacking(near, call["function"])) is not None:
                 raise Refused(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {lacking!r:.60}")
     for k, tool in enumerate(tools or ()):
         if not _holds(text, tool["function"]["name"]):
@@ -50,6 +70,17 @@ def says_a_tools_name(messages: list[dict[str, Any]], tools: list[Any]) -> bool:
     """True if a tool's name, or a part of one, stands in a message, so that finding it in the text proves nothing."""
     said = json.dumps(messages, ensure_ascii=False)
     return any(tool["function"]["name"] in said for tool in tools)
+
+
+def _near(text: str, messages: list[dict[str, Any]], ends: dict[int, int], i: int) -> str:
+    """Return the text from the end of the message before to that of the message behind, as far as these are known.
+
+    A system's message may stand anywhere.
+    """
+    known = {k: end for k, end in ends.items() if end >= 0 and messages[k]["role"] != "system"}
+    start = next((known[k] for k in range(i - 1, -1, -1) if k in known), 0)
+    end = next((known[k] for k in range(i + 1, len(messages)) if k in known), len(text))
+    return text[start:end] if start < end else text
 
 
 def _visible(message: dict[str, Any], shown: str, is_end: bool) -> tuple[str, list[str]]:

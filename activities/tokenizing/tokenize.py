@@ -21,7 +21,7 @@ from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, tokenized
 
-_VERSION = "tokenize-1"  # raise it when the same input gives other units
+_VERSION = "tokenize-2"  # raise it when the same input gives other units
 
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 
@@ -101,7 +101,7 @@ def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: Tokenize
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
     opened = open_dataset(dataset, request.source, request.pairs)
-    tally, prompts = Tally(opened.format.name, request.max_tokens), list[Prompt]()
+    tally, prompts = Tally(opened.format.name, request.max_tokens, opened.unread), list[Prompt]()
     writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs else UnitsWriter(folder)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
@@ -111,7 +111,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
                 kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
             kept.count(tally)
             kept.write(writer)
-            tally.add_control_tokens(batch.control_tokens)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             prompts += batch.prompts
     writer.close()
     tally.refuse_losses(request.max_lost_fraction, request.source.uri)

@@ -7,13 +7,15 @@ Legend: R rows of a block, two a pair; T tokens of a block, one row behind the o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from activities.formats.rows import listed
+from activities.tokenizing.shown import HiddenThoughts
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
@@ -30,8 +32,11 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 class Tally:
     """Counts rows as they come."""
 
-    def __init__(self, kind: Format, max_tokens: int) -> None:
+    def __init__(self, kind: Format, max_tokens: int, unread: Collection[str] = ()) -> None:
+        """`unread`: names of columns that are not read, which may grow until the report is made."""
         self._kind = kind
+        self._unread = unread
+        self._hidden = HiddenThoughts()
         self._max_tokens = max_tokens
         self._counts: Counter[str] = Counter()
         self._lengths: Counter[int] = Counter()
@@ -68,10 +73,12 @@ class Tally:
         """Count a row that cannot be trained, for the reason given, with the fully masked ones."""
         self._lose("masked", place, reason)
 
-    def add_control_tokens(self, found: Sequence[tuple[str, str]]) -> None:
-        """Count rows that quote control tokens, given as pairs of place and token."""
-        self._counts["control_tokens"] += len(found)
-        self._first_control_token = self._first_control_token or next(iter(found), None)
+    def add_warnings_of(self, quoted: Sequence[tuple[str, str]], hidden: Sequence[tuple[str, int]] = ()) -> None:
+        """Count rows that quote control tokens (place and token), or whose thoughts are hidden (place and messages)."""
+        self._counts["control_tokens"] += len(quoted)
+        self._first_control_token = self._first_control_token or next(iter(quoted), None)
+        for place, num_messages in hidden:
+            self._hidden.add(place, num_messages)
 
     def _lose(self, count: str, place: str, reason: str) -> None:
         self._counts[count] += 1
@@ -106,6 +113,9 @@ class Tally:
                 f"messages of {num} row{'s' * (num != 1)} hold {token}, which the model reads as the token and not as "
                 f"text, as transformers does; first: {place}"
             )
+        yield from self._hidden.warnings()
+        if self._unread:
+            yield f"nobody reads the columns {listed(sorted(self._unread))}"
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
         """Raises InvalidInput when no row is left, or more rows are lost than the run allows."""

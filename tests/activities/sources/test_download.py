@@ -131,6 +131,8 @@ def test_two_files_of_one_name_are_refused(settings, tmp_path) -> None:
 
 # Compression
 
+SKIPPED = b"\x5a\x2a\x4d\x18\x05\0\0\0notes"  # a frame of zstd without content
+
 
 @pytest.mark.parametrize(
     ("name", "content"),
@@ -140,9 +142,11 @@ def test_two_files_of_one_name_are_refused(settings, tmp_path) -> None:
         ("a.jsonl.gz", ROWS),
         ("a.jsonl.GZ", b"".join(gzip.compress(ROWS[i : i + 700]) for i in range(0, len(ROWS), 700))),
         ("a.jsonl.zst", zstandard.compress(ROWS)),
+        ("a.jsonl.zst", SKIPPED + zstandard.compress(ROWS[:700]) + SKIPPED + zstandard.compress(ROWS[700:]) + SKIPPED),
+        ("a.jsonl.gz", gzip.compress(ROWS[:700]) + gzip.compress(ROWS[700:]) + b"\0" * 512),
         ("a.jsonl.zstd", b"".join(zstandard.compress(ROWS[i : i + 700]) for i in range(0, len(ROWS), 700))),
     ],
-    ids=["gzip", "gzip-unnamed", "not-gzip", "gzip-members", "zstd", "zstd-frames"],
+    ids=["gzip", "gzip-unnamed", "not-gzip", "gzip-members", "zstd", "zstd-skippable", "gzip-zeros", "zstd-frames"],
 )
 def test_compression_is_known_by_content(settings, tmp_path, name, content) -> None:
     (tmp_path / "data" / name).write_bytes(content)

@@ -17,8 +17,9 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
 from activities.tokenizing.chat_template import ChatTemplate, Refused
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.render_prompts import rendered
+from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer
+from activities.tokenizing.units import Tally
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from shared.chat.trajectories import ChatTrajectory
 from shared.contract import Artifact
@@ -186,6 +187,145 @@ def test_space_that_a_template_trims_is_no_part_of_the_header(tmp_path: Path) ->
     for content in ("12 sacks.", " 12 sacks.", "\n12 sacks."):
         [(_, own)] = trained_of(tmp_path, template, {"messages": [ASK, ANSWER | {"content": content}]})
         assert own == "12 sacks.<|eot_id|>"
+
+
+def test_texts_keep_one_beginning_and_one_end(tmp_path: Path) -> None:
+    described = json.loads(tokenizer_json())
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [SPECIAL.index("<s>")], "tokens": ["<s>"]}},
+    }
+    files = {"tokenizer.json": json.dumps(described).encode(), "tokenizer_config.json": b'{"eos_token": "</s>"}'}
+    model = ModelTokenizer(files, "model")
+    body = "How many sacks? Twelve."
+    for text in (body, f"<s>{body}", f"{body}</s>", f"<s>{body}</s>"):
+        [(whole, own)] = trained(folder_of(tmp_path, {"text": text}), model)
+        assert whole == f"<s>{body}</s>" and own == f"{body}</s>"
+        row = {"prompt": text.partition("Twelve")[0], "completion": "Twelve" + text.partition("Twelve")[2]}
+        [(whole, own)] = trained(folder_of(tmp_path, row), model)
+        assert whole == f"<s>{body}</s>" and own == "Twelve.</s>"
+        [(_, ids)] = rendered(open_prompts(tmp_path / "rows", DatasetSource(uri="file:///rows")), model)
+        assert model.decode(ids) == "<s>How many sacks? "
+
+
+ALPACA = {"instruction": "And on the next quay?", "input": "", "output": "Eleven sacks."}
+TOLD = {"system": "Be terse.", "history": [["How many sacks on quay 7?", "Ten sacks."]]}
+NEXT = [{"role": "user", "content": ALPACA["instruction"]}, {"role": "assistant", "content": ALPACA["output"]}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ALPACA,
+        {"messages": NEXT},
+        {"messages": [{"role": "system", "content": "Be terse."}, *NEXT]},
+        {"conversations": [{"from": "human", "value": NEXT[0]["content"]}, {"from": "gpt", "value": "Eleven sacks."}]},
+        {"prompt": NEXT[0]["content"], "completion": "Eleven sacks."},
+        {"prompt": NEXT[:1], "completion": NEXT[1:]},
+        {"prompt": NEXT[0]["content"], "chosen": "Eleven sacks.", "rejected": "No."},
+        {"prompt": NEXT[:1], "chosen": NEXT[1], "rejected": "No."},
+        {"chosen": NEXT, "rejected": [NEXT[0], {"role": "assistant", "content": "No."}]},
+    ],
+)
+def test_system_and_history_are_earlier_turns_in_every_format(tmp_path: Path, row: dict[str, Any]) -> None:
+    said = [
+        ("system", "Be terse."), ("user", "How many sacks on quay 7?"), ("assistant", "Ten sacks."),
+        ("user", "And on the next quay?"), ("assistant", "Eleven sacks."),
+    ]  # fmt: skip
+    text, own = trained_of(tmp_path, TURNS, row | TOLD)[0]
+    assert text == "".join(f"<|im_start|>{role}\n{content}{END}\n" for role, content in said)
+    assert own == ("" if "chosen" in row else f"Ten sacks.{END}") + f"Eleven sacks.{END}"
+    if "chosen" not in row:
+        source = DatasetSource(uri="file:///rows")
+        [(_, ids)] = rendered(open_prompts(tmp_path / "rows", source), model_of(TURNS))
+        assert model_of(TURNS).decode(ids) == text.removesuffix(f"Eleven sacks.{END}\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"prompt": "p", "completion": "c", "label": False}, "label is false"),
+        ({"prompt": "p", "completion": "c", "label": 0}, "label is false"),
+        ({"messages": [ASK, ANSWER], "input": "x"}, "input says what the prompt or the mask is"),
+        ({"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "loss_mask says what"),
+        ({"prompt": "p", "completion": "c", "completion_mask": [0, 1]}, "completion_mask says what"),
+        ({"text": "t", "attention_mask": [1]}, "attention_mask says what"),
+        ({"text": "t", "system": "s"}, "system says what"),
+        ({"messages": [{"role": "system", "content": "a"}, ASK, ANSWER], "system": "b"}, "system is another text"),
+        ({"messages": [ASK, ANSWER], "history": [["q"]]}, "history must be a list of pairs"),
+        ({"messages": [ASK, ANSWER], "tools": [TIDE], "functions": [TIDE]}, "functions is the older name of tools"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask must have a 0 or 1 for each of the 3"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask has zeros between"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_that_say_what_is_trained_are_never_ignored(
+    tmp_path: Path, row: dict[str, Any], rule: str, kind: str
+) -> None:
+    folder = folder_of(tmp_path, row)
+    if kind == "parquet":
+        (folder / "rows.jsonl").unlink()
+        parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "d.parquet")
+    with pytest.raises(InvalidInput, match=rule):
+        trained(folder, model_of(TURNS))
+
+
+def test_masks_of_tokenized_rows_are_kept_and_padding_is_not(tmp_path: Path) -> None:
+    ids = [9, 10, 11, 12]
+    for masks, expected in (
+        ({"completion_mask": [0, 0, 1, 1]}, ([9, 10, 11, 12], [-100, -100, 11, 12])),
+        ({"loss_mask": [0, 1, 1, 1], "completion_mask": [0, 0, 1, 1]}, ([9, 10, 11, 12], [-100, -100, 11, 12])),
+        ({"attention_mask": [0, 1, 1, 0], "loss_mask": [1, 0, 1, 1]}, ([10, 11], [-100, 11])),
+    ):
+        [row] = open_dataset(folder_of(tmp_path, {"input_ids": ids, **masks}), DatasetSource(uri="file:///rows"))
+        assert (row.input_ids.tolist(), row.labels.tolist()) == expected
+
+
+def test_columns_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    rows = [{"messages": [ASK, ANSWER], "id": 7, "label": True}, {"messages": [ASK, ANSWER], "source": "quay"}]
+    folder = folder_of(tmp_path, *rows)
+    for kind in ("jsonl", "parquet"):
+        if kind == "parquet":
+            (folder / "rows.jsonl").unlink()
+            parquet.write_table(pyarrow.Table.from_pylist([rows[0] | rows[1]]), folder / "d.parquet")
+        dataset = open_dataset(folder, DatasetSource(uri="file:///rows"))
+        tally = Tally("chat", 100, dataset.unread)
+        list(dataset)
+        assert tally.report().warnings == ("nobody reads the columns 'id', 'source'",)
+
+
+def test_thoughts_that_a_template_cuts_are_counted(tmp_path: Path) -> None:
+    thoughtful = ANSWER | {"reasoning_content": "The moon says so."}
+    row = {"messages": [ASK, thoughtful, ASK, thoughtful]}
+    [batch] = encoded(open_dataset(folder_of(tmp_path, row, row), DatasetSource(uri="file:///rows")), model_of(QWEN))
+    tally = Tally("chat", 100)
+    tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
+    told = "the chat template leaves the thoughts of earlier turns out of 2 rows; first: rows.jsonl:1"
+    assert tally.report().warnings == (told,)
+    opened = open_prompts(folder_of(tmp_path, row), DatasetSource(uri="file:///rows"))
+    prompts = PromptTally(opened, 1000)
+    for question, ids in rendered(opened, model_of(QWEN)):
+        prompts.count(question, ids)
+    assert prompts.report().warnings == (told.replace("2 rows", "1 row"),)
+
+
+def test_sharegpts_calls_are_calls(tmp_path: Path) -> None:
+    turns = [
+        ("human", "When?"), ("function_call", '{"name": "tide", "arguments": {"port": "Kiel"}}'),
+        ("observation", "06:30"), ("gpt", "Half past six."),
+    ]  # fmt: skip
+    row = {"conversations": [{"from": role, "value": value} for role, value in turns], "tools": json.dumps([TIDE])}
+    same = {"messages": [ASK, CALLED, {"role": "tool", "content": "06:30"}, ANSWER], "tools": [TIDE]}
+    assert trained_of(tmp_path, QWEN, row) == trained_of(tmp_path, QWEN, same)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "rows" / "rows.jsonl").write_text('{"text": "a", "more": {"b": 1, "b": 2}}\n')
+    with pytest.raises(InvalidInput, match=r"rows.jsonl:1: .* has the key 'b' twice"):
+        trained(tmp_path / "rows", model_of(None))
 
 
 # The same rows at every door.

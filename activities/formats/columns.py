@@ -1,0 +1,68 @@
+"""Columns beside those of a format: parts of the prompt, masks and labels, which are read or refused, never ignored."""
+
+from collections.abc import Collection
+from typing import Any
+
+from activities.formats.messages import Message, message_of
+from activities.formats.rows import Row, text_of, type_name
+from shared.errors import InvalidInput
+
+PROMPT = ("system", "history")
+"""Columns that conversations of every format may have."""
+MASKS = ("completion_mask", "loss_mask", "attention_mask")
+GUARDED = (*PROMPT, "input", "functions", "tools", *MASKS, "label")
+"""Columns that change what is trained: a row with one that its format does not read is refused."""
+
+
+def is_given(row: Row, column: str) -> bool:
+    """True if a row has something in a column: neither null nor empty."""
+    value = row.fields.get(column)
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
+    """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good."""
+    for column in GUARDED:
+        if column not in read and is_given(row, column) and column != "label":
+            rule = f"{column} says what the prompt or the mask is, and the format {format} does not read it"
+            raise InvalidInput(f"{rule}: drop or rename the column", row.place)
+    if row.fields.get("label") is False or ("label" in read and row.fields.get("label") == 0):
+        raise InvalidInput("label is false: the answer is not to be learned, so drop the row", row.place)
+
+
+def with_context(row: Row, messages: list[Message], weights: list[float]) -> tuple[list[Message], list[float]]:
+    """Put a row's `system` text and `history` (pairs of question and answer) before its messages.
+
+    The answers of the history are learned as those of the messages are.
+
+    Raises:
+        InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
+    """
+    told = _system(row)
+    has_system = messages[0]["role"] in ("system", "developer")
+    if told and has_system and messages[0]["content"] != told[0]["content"]:
+        raise InvalidInput("system is another text than the first message's, which is a system turn too", row.place)
+    head, rest = (messages[:1], messages[1:]) if has_system else (told, messages)
+    history = _history(row)
+    inserted = [float(message["role"] == "assistant") for message in history]
+    return [*head, *history, *rest], [0.0] * len(head) + inserted + weights[len(messages) - len(rest) :]
+
+
+def _system(row: Row) -> list[Message]:
+    return [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
+
+
+def _history(row: Row) -> list[Message]:
+    if not is_given(row, "history"):
+        return []
+    match row.fields["history"]:
+        case list() as pairs if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            turns = [(f"history[{i}]", role, text) for i, pair in enumerate(pairs) for role, text in _turns(pair)]
+            return [message_of(row, place, {"role": role, "content": text}) for place, role, text in turns]
+        case other:
+            rule = f"history must be a list of pairs of question and answer, not {type_name(other)}"
+            raise InvalidInput(rule, row.place)
+
+
+def _turns(pair: list[Any]) -> list[tuple[str, Any]]:
+    return list(zip(("user", "assistant"), pair, strict=True))
