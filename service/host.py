@@ -18,25 +18,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from temporalio.client import Client, Interceptor
+from temporalio.client import Client
 from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
 from activities.confined import calls as confined
 from activities.host_context import HostContext
+from activities.hosts.fitness import Check
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
 from activities.hosts.run_job import RunJob
 from activities.hosts.session import ApplyCommands
+from activities.hosts.standing import Standing, standing_of
 from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
-from activities.hosts.worker_pool import Sharing, WorkerPool
+from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.samplers import Samplers
 from service.host_record import HostRecord
+from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
-from service.temporal import connect_once
+from service.temporal import connect
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.paths import HostPaths
@@ -73,7 +76,6 @@ _CACHED_WORKFLOWS = 400
 # What they may import is held by tests/workflows/test_imports.py instead.
 _SANDBOX = SealedRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
 _M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
-_CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
 # Workflow tasks of a control host that was killed go to another after this long, instead of Temporal's 10 s. A living
 # host that is slower only has to read the run's history again.
@@ -81,26 +83,6 @@ _STICKY = timedelta(seconds=3)
 # Else the SDK holds heartbeats, and so cancellations, back by 80 % of their timeout. Streamed answers beat more often.
 _BEAT = timedelta(milliseconds=100)
 _log = logging.getLogger("longshore.host")
-
-
-async def connect(
-    settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
-) -> Client:
-    """Connect to the Temporal server, as soon as it answers.
-
-    Raises:
-        SystemExit: it does not, within the patience.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_s
-    while True:
-        try:
-            return await connect_once(settings, interceptors)
-        except RuntimeError as error:
-            if loop.time() > deadline:
-                message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"
-                raise SystemExit(message) from error
-            await asyncio.sleep(0.5)
 
 
 def control_activities(host: HostContext, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
@@ -210,8 +192,13 @@ async def control_workers(
 
 
 def gpu_workers(
-    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, host_queue: str
-) -> tuple[Worker, Worker]:
+    client: Client,
+    settings: Settings,
+    threads: ThreadPoolExecutor,
+    pool: WorkerPool,
+    host_queue: str,
+    standing: Standing | None = None,
+) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a gpu host: one lease at a time on the shape's queue, jobs and joining leases on its own."""
     store = open_store(settings.store, settings.s3)
     loop = asyncio.get_running_loop()
@@ -229,10 +216,10 @@ def gpu_workers(
             running.result()
 
     shares = door if settings.runs_per_worker > 1 else None
-    lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports)
-    leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
+    lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports, standing)
+    leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]))
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
-    jobs = RunJob(pool, store, signals, syncs).run_job, ApplyCommands(pool, store).apply_commands
+    jobs = RunJob(pool, store, signals, syncs, standing).run_job, ApplyCommands(pool, store).apply_commands
     return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 
 
@@ -243,11 +230,13 @@ def sampler_workers(
     pool: WorkerPool,
     answers: Complete,
     host_queue: str,
-) -> tuple[Worker, Worker]:
+    standing: Standing | None = None,
+) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a sampler host: one lease at a time on the shape's queue, questions on its own."""
     host = HostContext(settings)
-    lease = LeaseSampler(pool, host, WorkflowSignals(client, asyncio.get_running_loop()), host_queue).lease_sampler
-    leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
+    signals = WorkflowSignals(client, asyncio.get_running_loop())
+    lease = LeaseSampler(pool, host, signals, host_queue, standing).lease_sampler
+    leases = _leases(standing, lambda: _worker(client, settings.sampler_queue, threads, 1, [lease]))
     sampling = [*sampling_activities(host, Samplers(settings, pool)), answers.complete]
     return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)
 
@@ -260,16 +249,8 @@ def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[
     return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler]
 
 
-@asynccontextmanager
-async def polling(*workers: Worker) -> AsyncIterator[None]:
-    """Poll with all workers, and stop all together, so that none takes a new lease of a run that another gives up."""
-    async with AsyncExitStack() as stack:
-        for worker in workers:
-            await stack.enter_async_context(worker)
-        try:
-            yield
-        finally:
-            await asyncio.gather(*(worker.shutdown() for worker in workers))
+def _leases(standing: Standing | None, make: Callable[[], Worker]) -> Worker | LeasePolling:
+    return make() if standing is None else LeasePolling(standing, make)
 
 
 def _worker(
@@ -297,8 +278,19 @@ def _worker(
     )
 
 
-async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = ranks_command) -> None:
-    """Poll until `stopped`; then end all activities and worker processes. `command` starts a gpu host's workers."""
+async def serve(
+    role: Role,
+    settings: Settings,
+    stopped: asyncio.Event,
+    command: WorkerCommand = ranks_command,
+    check: Check | None = None,
+) -> None:
+    """Poll until `stopped`; then end all activities and worker processes.
+
+    Args:
+        command: starts a gpu host's workers.
+        check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
+    """
     host = HostContext(settings)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
@@ -319,12 +311,15 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
-                await stack.enter_async_context(polling(*gpu_workers(client, settings, threads, pool, record.queue)))
+                standing = standing_of(role, settings, record.queue, check)
+                jobs = gpu_workers(client, settings, threads, pool, record.queue, standing)
+                await stack.enter_async_context(polling(*jobs))
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
                 answers = stack.enter_context(closing(Complete(host, Samplers(settings, pool))))
-                workers = sampler_workers(client, settings, threads, pool, answers, record.queue)
+                standing = standing_of(role, settings, record.queue, check)
+                workers = sampler_workers(client, settings, threads, pool, answers, record.queue, standing)
                 await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
@@ -337,7 +332,14 @@ async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerComman
     # In a thread, as it may start a sampler in place of one that a killed host left, and fetch its model.
     sharing = Sharing(settings.runs_per_worker, settings.sharing_window_s)
     pool = await asyncio.to_thread(
-        WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks, sharing, settings.warm_bytes
+        WorkerPool,
+        paths,
+        command,
+        worker_environment(settings),
+        settings.worker_idle_s,
+        ranks,
+        sharing,
+        settings.warm_bytes,
     )
     stack.callback(pool.close)
     # A task group, so that an error of the task ends the host: without it, idle workers would keep their device.
@@ -350,18 +352,6 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
     while True:
         await asyncio.to_thread(pool.end_idle)
         await asyncio.sleep(0.5)
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    """Return the environment variables of worker processes. They get credentials as this host does."""
-    environment = {
-        "LONGSHORE_ROOT": str(settings.root_path),
-        "LONGSHORE_KERNELS": settings.kernels,
-        "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
-        "LONGSHORE_S3__ENDPOINT_URL": settings.s3.endpoint_url,
-        "LONGSHORE_S3__REGION": settings.s3.region,
-    }
-    return {name: value for name, value in environment.items() if value}
 
 
 async def _main(role: Role, settings: Settings) -> None:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
+_CONNECT_PATIENCE_S = 60.0
 _POLL_S = 70.0  # a request of a host waits a minute at Temporal
 # Listing a thousand runs takes a tenth of a second, or half a minute while all are starting. The server goes on with a
 # listing that timed out, so a short timeout with retries would only add load.
@@ -172,6 +173,26 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
     while (cause := getattr(found[-1], "cause", None)) is not None:
         found.append(cause)
     return found
+
+
+async def connect(
+    settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
+) -> Client:
+    """Connect to the Temporal server, as soon as it answers.
+
+    Raises:
+        SystemExit: it does not, within the patience.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await connect_once(settings, interceptors)
+        except RuntimeError as error:
+            if loop.time() > deadline:
+                message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"
+                raise SystemExit(message) from error
+            await asyncio.sleep(0.5)
 
 
 async def connect_once(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:

@@ -61,3 +61,8 @@ class LeaseLost(WorkerLost):
 
 class HostLeft(LeaseLost):
     """The host that held the lease is shutting down in good order. This does not count as a loss of the worker."""
+
+
+UNFIT, AVOIDED = "HostUnfit", "HostAvoided"
+"""Types of the errors with which a host refuses a lease: it lacks something; the run has lost a worker there, and other
+hosts take leases. Neither counts as a loss of the worker by that host."""

@@ -3,17 +3,18 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Signals
+from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, tail
 from shared.contract import Fence, Frozen
-from shared.errors import HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
+from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId
@@ -31,7 +32,8 @@ class LeaseRequest(Frozen):
     """A run's request for a worker.
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
-    `sync_backend`: how the worker's weights are to come to samplers.
+    `sync_backend`: how the worker's weights are to come to samplers. `avoid`: queues of hosts that lost the run's
+    worker at its start, which leave it to others where there are any.
     """
 
     run_id: RunId
@@ -40,6 +42,7 @@ class LeaseRequest(Frozen):
     ready_timeout_s: float
     join_queue: str | None = None
     sync_backend: SyncBackend = "auto"
+    avoid: tuple[str, ...] = ()
 
 
 class LeaseRecord(Frozen):
@@ -57,13 +60,21 @@ class ProcessLease:
 
     Args:
         signal: the name of the signal that tells the run's workflow of the process.
+        standing: this host's, which is told of losses.
     """
 
-    def __init__(self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str) -> None:
+    def __init__(
+        self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str, standing: Standing | None = None
+    ) -> None:
         self._pool = pool
         self._signals = signals
         self._host_queue = host_queue
         self._signal = signal
+        self._standing = standing
+
+    def offered(self, run_id: str, avoid: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Hold a lease in a `with` block, unless this host has to leave it to others (`Standing.offered`)."""
+        return nullcontext() if self._standing is None else self._standing.offered(run_id, avoid)
 
     @contextmanager
     def begin(self, key: ProcessKey, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
@@ -73,9 +84,27 @@ class ProcessLease:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        worker = self._pool.acquire(key, mark)
-        with self._until_released(worker, mark):
-            yield worker if _is_up(worker, ready_timeout_s) else None
+        with self._counted(mark) as begun:
+            worker = self._pool.acquire(key, mark)
+            begun.append(worker)
+            with self._until_released(worker, mark):
+                yield worker if _is_up(worker, ready_timeout_s) else None
+
+    @contextmanager
+    def _counted(self, mark: LeaseMark) -> Iterator[list[WorkerProcess]]:
+        """Have this host's standing count the loss of a worker; yields a list for the worker, once it is started."""
+        begun: list[WorkerProcess] = []
+        try:
+            yield begun
+        except (WorkerLost, DiskFull, OSError) as error:
+            # Where the disk is full, another host's may have room; on a host that is alone the error says so.
+            if self._standing is None:
+                raise
+            loss = error if isinstance(error, WorkerLost) else WorkerLost(f"no worker can be started: {error}")
+            self._standing.lost(mark.run_id, loss, at_start=not any(worker.has_worked for worker in begun))
+            if loss is error or not self._standing.others_take_leases():
+                raise
+            raise loss from error
 
     @contextmanager
     def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
@@ -133,6 +162,7 @@ class Lease:
     Args:
         door: makes a context in which this host polls a queue for `join_lease` activities.
         allowed: experimental transports of weights that this host takes part in.
+        standing: this host's; without one it takes every lease.
     """
 
     def __init__(
@@ -143,8 +173,9 @@ class Lease:
         host_queue: str,
         door: Door | None = None,
         allowed: tuple[str, ...] = (),
+        standing: Standing | None = None,
     ) -> None:
-        self._lease = ProcessLease(pool, signals, host_queue, "leased")
+        self._lease = ProcessLease(pool, signals, host_queue, "leased", standing)
         self._pool = pool
         self._store = store
         self._host_queue = host_queue
@@ -160,9 +191,10 @@ class Lease:
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
             InvalidInput: weights do not travel that way from here.
+            ApplicationError: this host leaves it to others (`Standing.offered`).
         """
         mark = mark_of(request.run_id, request.epoch)
-        with beating(), ExitStack() as after:
+        with beating(), self._lease.offered(mark.run_id, request.avoid), ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self._allowed)
             if not self._record(mark):
                 if request.join_queue is not None:

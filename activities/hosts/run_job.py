@@ -11,6 +11,7 @@ from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Metrics, Progress, Signals
+from activities.hosts.standing import Standing
 from activities.hosts.trainer_syncs import TrainerSyncs
 from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
@@ -81,12 +82,18 @@ class RunJob:
     """Does jobs on the workers of this host."""
 
     def __init__(
-        self, pool: WorkerPool, store: ObjectStore, signals: Signals, syncs: TrainerSyncs | None = None
+        self,
+        pool: WorkerPool,
+        store: ObjectStore,
+        signals: Signals,
+        syncs: TrainerSyncs | None = None,
+        standing: Standing | None = None,
     ) -> None:
         self._pool = pool
         self._store = store
         self._signals = signals
         self._syncs = syncs
+        self._standing = standing
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: JobRequest) -> JobResult:
@@ -102,7 +109,28 @@ class RunJob:
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
             attempt = _Attempt(worker, request, lease, start, self._store, self._signals, self._syncs)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
-                return attempt.run()
+                result = attempt.run()
+            self._judge(attempt, result)
+            return result
+
+    def _judge(self, attempt: "_Attempt", result: JobResult) -> None:
+        """Tell this host's standing how the job went.
+
+        Raises:
+            WorkerLost: this host's disk is full, and there are other hosts.
+        """
+        problem, standing = result.problem, self._standing
+        if standing is None:
+            return
+        if attempt.has_worked:
+            standing.worked()
+        if problem is not None and (
+            problem.kind == "disk_full" or (problem.kind == "error" and not attempt.has_worked)
+        ):
+            attempt.worker.is_suspect = True
+            standing.lost(attempt.request.plan.run_id, None, at_start=not attempt.has_worked)
+            if problem.kind == "disk_full" and standing.others_take_leases():
+                raise WorkerLost(problem.message)
 
 
 class _Attempt:
@@ -140,6 +168,7 @@ class _Attempt:
         self.progress = Progress(
             request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
         )
+        self.has_worked = False
         self.probe: tuple[float, ...] = ()
         self.sync: SyncOutcome | None = None
         self.syncs = syncs.of_job(request.plan, self.job.log_path) if syncs is not None else None
@@ -206,6 +235,8 @@ class _Attempt:
             self.worker.offloaded_bytes = event.host_bytes
         if isinstance(event, Synced):
             self.sync = event.outcome
+        if isinstance(event, Step | Applied):
+            self.has_worked = self.worker.has_worked = True
         if isinstance(event, Step) and self.syncs is not None:
             self.syncs.look()
         # After a terminal event the whole log is uploaded at once.

@@ -16,6 +16,7 @@ from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_le
 from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.layout import MAX_WORLD_SIZE
 from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
+from shared.settings import Settings
 from shared.storage.paths import HostPaths
 
 _OFFLOAD_PATIENCE_S = 60.0
@@ -150,8 +151,8 @@ class WorkerPool:
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
         """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        It first leaves the device. It is ended instead if it is dead, does not do so, or if the idle time is 0. Of the
-        others those are ended that have no room beside it.
+        It first leaves the device. It is ended instead if it is dead or suspect, does not do so, or if the idle time is
+        0. Of the others those are ended that have no room beside it.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
@@ -160,7 +161,8 @@ class WorkerPool:
             if worker.leases:
                 return
             self._shared = {queue: shared for queue, shared in self._shared.items() if shared[0] is not worker}
-        stays = self._idle_limit_s > 0 and worker.leaves_device(_OFFLOAD_PATIENCE_S) and worker.is_alive()
+        is_wanted = self._idle_limit_s > 0 and not worker.is_suspect
+        stays = is_wanted and worker.leaves_device(_OFFLOAD_PATIENCE_S) and worker.is_alive()
         num_bytes = worker.host_bytes() if stays else 0
         with self._lock:
             del self._leased[worker.worker_id]
@@ -207,6 +209,18 @@ class WorkerPool:
             self._idle.clear()
         for worker in workers:
             _dispose(worker)
+
+
+def worker_environment(settings: Settings) -> dict[str, str]:
+    """Return the environment variables of worker processes. They get credentials as this host does."""
+    environment = {
+        "LONGSHORE_ROOT": str(settings.root_path),
+        "LONGSHORE_KERNELS": settings.kernels,
+        "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
+        "LONGSHORE_S3__ENDPOINT_URL": settings.s3.endpoint_url,
+        "LONGSHORE_S3__REGION": settings.s3.region,
+    }
+    return {name: value for name, value in environment.items() if value}
 
 
 def _dispose(worker: WorkerProcess) -> None:

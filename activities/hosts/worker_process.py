@@ -58,6 +58,8 @@ class WorkerProcess:
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
     `offloaded_bytes`: of host memory that its engine holds, as it said last.
     `is_asleep`: a sampler was asked to sleep, and has not been woken since.
+    `has_worked`: it has done a step or a session's command, or is a sampler that answers.
+    `is_suspect`: a job failed on it before any of that, so that it serves no other run.
     """
 
     def __init__(self, paths: WorkerPaths, key: ProcessKey, process: subprocess.Popen[bytes]) -> None:
@@ -69,6 +71,8 @@ class WorkerProcess:
         self.holds_device = False
         self.offloaded_bytes = 0
         self.is_asleep = False
+        self.has_worked = False
+        self.is_suspect = False
         self._process = process
         self._lock = threading.Lock()
         self._turn_s, self._turn_until = 0.0, time.monotonic()  # seconds of a lease served since the worker's start

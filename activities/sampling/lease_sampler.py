@@ -12,6 +12,7 @@ from temporalio.exceptions import CancelledError
 from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
 from activities.hosts.lease import ProcessLease, mark_of
 from activities.hosts.progress import Signals
+from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
@@ -33,7 +34,7 @@ _ANSWER_S = 20.0
 class SamplerLeaseRequest(Frozen):
     """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant.
 
-    `sync_backend`: how a trainer's weights are to come to it.
+    `sync_backend`: how a trainer's weights are to come to it. `avoid`: as in LeaseRequest.
     """
 
     run_id: RunId
@@ -41,6 +42,7 @@ class SamplerLeaseRequest(Frozen):
     key: SamplerKey
     ready_timeout_s: float
     sync_backend: SyncBackend = "auto"
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,17 @@ class LeaseSampler:
     Samples are seeded and stored by content, so an old lease cannot spoil them.
     """
 
-    def __init__(self, pool: WorkerPool, host: HostContext, signals: Signals, host_queue: str) -> None:
-        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased")
+    def __init__(
+        self,
+        pool: WorkerPool,
+        host: HostContext,
+        signals: Signals,
+        host_queue: str,
+        standing: Standing | None = None,
+    ) -> None:
+        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", standing)
         self._host = host
+        self._standing = standing
 
     @activity.defn(name="lease_sampler")
     def lease_sampler(self, request: SamplerLeaseRequest) -> None:
@@ -108,9 +118,10 @@ class LeaseSampler:
             InvalidInput: the model cannot be used, or its files are not what they were; or the host has no vLLM; or
                 weights do not travel that way to here.
             StoreUnavailable: the model's files cannot be reached.
+            ApplicationError: this host leaves it to others (`Standing.offered`).
         """
         try:
-            with beating():
+            with beating(), self._lease.offered(request.run_id, request.avoid):
                 allowed = self._host.settings.experimental_transports
                 check_backend(request.sync_backend, "sampler", allowed, self._problems())
                 self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
@@ -131,6 +142,9 @@ class LeaseSampler:
         with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
                 _forget(worker, self._host.stage(request.key.model))
+                worker.has_worked = True
+                if self._standing is not None:
+                    self._standing.worked()
                 takes_weights = request.key.sampler == "own"
                 weights_socket = str(worker.paths.weights_socket) if takes_weights else None
                 if self._lease.tell(worker, mark, weights_socket=weights_socket, weights_address=_address_of(worker)):

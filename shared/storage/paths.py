@@ -13,6 +13,7 @@ MANIFEST = "manifest.json"
 SENT_REQUESTS = "index/sent/"
 FILE_RECORDS = "records/files/"
 ANSWER_RECORDS = "answers/"
+HOST_STATES = "hosts/"
 
 
 def content_key(*inputs: Frozen | str) -> str:
@@ -96,6 +97,11 @@ class RunKeys:
     def output(self, job_id: str, fence: Fence) -> str:
         """The end of the worker's stdout and stderr, kept when an attempt does not succeed."""
         return f"{self.logs}/{job_id}/{fence.label}/output.log"
+
+
+def host_state(name: str) -> str:
+    """What a GPU or sampler host tells of itself."""
+    return f"{HOST_STATES}{name}.json"
 
 
 def run_index(run_id: str = "") -> str:

@@ -25,7 +25,8 @@ from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
-from service.host import _end_idle_workers, connect, control_workers, gpu_workers, polling
+from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.lease_polling import polling
 from service.seals import seal_key
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource

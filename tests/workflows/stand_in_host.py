@@ -13,7 +13,7 @@ from tests.workflows.stand_in import StandInCommand
 async def main(step_s: float) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    await serve("gpu", Settings(), stopped, StandInCommand(step_s))
+    await serve("gpu", Settings(), stopped, StandInCommand(step_s), tuple)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
+    from shared.errors import WorkerLost
     from shared.jobs.leases import LeaseGrant, SamplerKey
     from shared.jobs.weight_sync import SyncBackend
     from shared.runs.start import RunTiming
@@ -27,22 +28,27 @@ class Lost(Exception):
     """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
     `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), or the kind of its job's
-    failure, if there was one.
+    failure, if there was one. `host`: the queue of the host, as far as it says so.
     """
 
-    def __init__(self, message: str, kind: str | None = None) -> None:
+    def __init__(self, message: str, kind: str | None = None, host: str | None = None) -> None:
         super().__init__(message)
         self.kind = kind
+        self.host = host
 
 
 @dataclass
 class Leasing:
-    """A workflow's leases of processes from one queue, one at a time. Grants of earlier epochs are ignored."""
+    """A workflow's leases of processes from one queue, one at a time. Grants of earlier epochs are ignored.
+
+    `avoid`: queues of hosts that lost a process of this workflow at its start.
+    """
 
     queue: str
     timing: RunTiming
     epoch: int = 0
     grant: LeaseGrant | None = None
+    avoid: tuple[str, ...] = ()
     _granted_at: float = 0.0
     _held_before_s: float = 0.0
     _shared_s: float | None = None
@@ -77,6 +83,12 @@ class Leasing:
             return self._held_before_s
         had_s = workflow.time() - self._granted_at if self._shared_s is None else self._shared_s
         return self._held_before_s + had_s
+
+    def lost_at_start(self, loss: Lost, granted: LeaseGrant | None = None) -> None:
+        """Avoid the host of a process that was lost before it did any work. `granted`: its grant, if it was up."""
+        host = loss.host or (granted.host_queue if granted is not None else None)
+        if host is not None and loss.kind in (WorkerLost.__name__, "error") and host not in self.avoid:
+            self.avoid += (host,)
 
     def had(self, held_s: float) -> None:
         """Note how many seconds of a shared process's time this lease has had, as its host reports."""
@@ -125,7 +137,12 @@ class Leasing:
         """Ask for a sampler. The one that was held before is given back."""
         patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(
-            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
+            run_id=run_id,
+            epoch=epoch,
+            key=key,
+            ready_timeout_s=patience_s,
+            sync_backend=sync_backend,
+            avoid=self.avoid,
         )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
@@ -150,6 +167,8 @@ class Leasing:
         if not workflow.in_workflow():  # evicted from the host's memory: the execution goes on elsewhere
             return
         for lease in self._asked:
+            if self.grant is None and lease.done() and not lease.cancelled() and (error := lease.exception()):
+                self.lost_at_start(_loss(error))
             _leave(lease)
         self._held_before_s = self.held_s
         self.grant = None
@@ -216,4 +235,7 @@ def lost(error: ActivityError) -> Lost:
 
 def _loss(error: BaseException) -> Lost:
     cause = error.cause if isinstance(error, ActivityError) else None
-    return Lost(problem_of(error).message, cause.type if isinstance(cause, ApplicationError) else None)
+    if not isinstance(cause, ApplicationError):
+        return Lost(problem_of(error).message)
+    host = cause.details[0] if cause.details and isinstance(cause.details[0], str) else None
+    return Lost(problem_of(error).message, cause.type, host)

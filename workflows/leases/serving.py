@@ -8,6 +8,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
+    from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import ServeRequest, ServingStart
     from shared.runs.status import Problem
@@ -51,7 +52,7 @@ class ServingWorkflow:
             except RunFailed as failure:
                 self._note(failure.problem, is_hopeless=True)
             except Lost as loss:
-                self._note(Problem(kind="worker_lost", message=str(loss)))
+                self._note(Problem(kind="worker_lost", message=str(loss)), is_loss=loss.kind != AVOIDED)
             finally:
                 self._leasing.release()
                 self._due_at = None  # it was for the sampler that has been given back
@@ -159,11 +160,12 @@ class ServingWorkflow:
                     return False
         return True
 
-    def _note(self, problem: Problem, is_hopeless: bool = False) -> None:
+    def _note(self, problem: Problem, is_hopeless: bool = False, is_loss: bool = True) -> None:
         workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, problem.message)
-        self._problem, self._is_hopeless = problem, is_hopeless
-        self._num_lost += 1
         self._num_lost_in_a_row += 1
+        if is_loss:
+            self._problem, self._is_hopeless = problem, is_hopeless
+            self._num_lost += 1
 
     def _is_given_up(self, lost_before: int) -> bool:
         num_lost = self._num_lost - lost_before

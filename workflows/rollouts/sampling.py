@@ -13,6 +13,7 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
     from shared.contract import Artifact
+    from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
     from shared.runs.start import RLStart
@@ -140,6 +141,7 @@ class Sampling:
             self._take_note(answer)
             return answer
         losses: list[str] = []
+        num_avoided = 0
         while True:
             if len(losses) >= self.start.timing.max_losses:
                 message = f"the sampler was lost {len(losses)} times in a row; the last time: {losses[-1]}"
@@ -157,7 +159,12 @@ class Sampling:
             except ActivityError as error:
                 if self._is_mismatched(grant, error):
                     continue
-                losses.append(str(lost(error)))
+                ended = lost(error)
+                if ended.kind == AVOIDED:
+                    num_avoided += 1
+                    await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
+                    continue
+                losses.append(str(ended))
             self._give_up(grant, losses[-1])
 
     async def on_each(self, work: Callable[[LeaseGrant, int, int], Coroutine[Any, Any, None]], model: Artifact) -> int:

@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
-    from shared.errors import HostLeft, WorkerLost
+    from shared.errors import AVOIDED, HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, JobPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
@@ -136,7 +136,7 @@ class Training:
 
     async def _do(self, plan: AnyPlan) -> JobResult:
         losses: list[Lost] = []
-        num_crowded = 0
+        num_crowded = num_avoided = 0
         self._found = None
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
@@ -162,6 +162,10 @@ class Training:
                     raise RunCancelled from loss  # it was lost while it was to end the job
                 if loss.kind == policies.CROWDED and num_crowded < 2:
                     num_crowded += 1
+                    continue
+                if loss.kind == AVOIDED:
+                    num_avoided += 1
+                    await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
                     continue
                 losses.append(loss)
                 self.num_lost += loss.kind != HostLeft.__name__
@@ -194,7 +198,7 @@ class Training:
         return self.step > step_before
 
     async def _lease_and_run(self, plan: AnyPlan, shares: bool, joins: bool) -> JobResult:
-        keep = False
+        keep, grant = False, None
         try:
             if not self.leasing.is_warm:
                 self._take_lease(plan, shares, joins)
@@ -210,10 +214,18 @@ class Training:
         except ActivityError as error:
             loss = lost(error)
             # A job whose lease has ended does not know the reason; the lease activity's error has it.
-            raise self.leasing.failure or loss from error
+            raise self._noted(self.leasing.failure or loss, grant) from error
+        except Lost as loss:  # its job has failed
+            raise self._noted(loss, grant) from loss
         finally:
             if not keep:
                 self.release()
+
+    def _noted(self, loss: Lost, grant: LeaseGrant | None) -> Lost:
+        """Have the run avoid the host of a worker that was lost before a step was done."""
+        if grant is not None and self.step <= self._begun_step:
+            self.leasing.lost_at_start(loss, grant)
+        return loss
 
     def _take_lease(self, plan: AnyPlan, shares: bool, joins: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
@@ -225,6 +237,7 @@ class Training:
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
             join_queue=policies.join_queue(self.start.shape, key, group or "") if shares else None,
             sync_backend=plan.sync.backend if isinstance(plan, JobPlan) and plan.sync is not None else "auto",
+            avoid=self.leasing.avoid,
         )
         self.leasing.take_worker(request, joins)
         self.changed()

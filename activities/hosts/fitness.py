@@ -1,0 +1,103 @@
+"""What a GPU or sampler host lacks for work: packages, room on its disk, devices that compute.
+
+    python -m activities.hosts.fitness --role gpu|sampler
+
+prints a line for each thing that this machine lacks, and nothing if it lacks nothing.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from activities.hosts.worker_process import last_words
+from shared.child_environment import child_environment
+from shared.settings import Settings
+from shared.storage.host_states import WORKER_PACKAGES, LeasingRole
+
+LEAST_BYTES = 256 << 20
+"""Of the disk under a host's root: less cannot hold the log and the checkpoint of a small run."""
+_WRITTEN_BYTES = 4 << 20
+_TRIAL_S = 300.0  # as long as a worker may take to be up
+
+Check = Callable[[], tuple[str, ...]]
+"""Returns what a host lacks, in words."""
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """Checks this machine as a worker or sampler would find it. `environment`: what those get beside the host's own."""
+
+    role: LeasingRole
+    root: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self) -> tuple[str, ...]:
+        """Return what is missing. Devices are tried only where the packages for that are there."""
+        found = (*missing_packages(WORKER_PACKAGES), *disk_lacks(self.root))
+        return found or self._tried()
+
+    def _tried(self) -> tuple[str, ...]:
+        # -P, as in ranks_command: `shared` shall be Longshore's.
+        command = [sys.executable, "-P", "-m", "megatron_worker.process.trial", "--role", self.role]
+        return trial_lacks(command, child_environment("worker") | dict(self.environment))
+
+
+def missing_packages(wanted: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name} is not installed: pip install {name}" for name in wanted if not _is_installed(name))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def disk_lacks(root: Path, least_bytes: int = LEAST_BYTES) -> tuple[str, ...]:
+    """Try to write below a folder, as a disk may be full, read-only or beyond its owner's quota."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(_WRITTEN_BYTES))
+            file.flush()
+    except OSError as error:
+        return (f"the disk of LONGSHORE_ROOT cannot be written: {error.strerror}",)
+    if free < least_bytes:
+        return (f"the disk of LONGSHORE_ROOT has {free >> 20} MiB free, and {least_bytes >> 20} are the least",)
+    return ()
+
+
+def trial_lacks(command: list[str], environment: Mapping[str, str], timeout_s: float = _TRIAL_S) -> tuple[str, ...]:
+    """Run a trial (megatron_worker/process/trial.py) as a process of its own: a broken device may hang it, or kill it."""
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return (f"a tiny pass on its devices did not end within {timeout_s:g} s",)
+    except OSError as error:
+        return (f"a tiny pass cannot be tried: {error.strerror}",)
+    try:
+        return tuple(str(each) for each in json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError):
+        said = last_words(done.stderr)
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        return (f"a tiny pass on its devices ended with {how}" + (f": {said}" if said else ""),)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=("gpu", "sampler"), default="gpu")
+    for lack in Fitness(parser.parse_args().role, Settings().root_path)():
+        print(lack)
+
+
+if __name__ == "__main__":
+    main()

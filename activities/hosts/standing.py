@@ -1,0 +1,171 @@
+"""A host's standing: what it lacks, which workers it has lost, and whether it takes leases.
+
+A host that lacks something, or has lost workers at their start again and again, leaves its lease queue to others. Where
+there are no others, runs must not wait for ever: then a host that lacks something answers them with that, and one
+that has lost workers goes on.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.hosts.fitness import Check, Fitness
+from activities.hosts.worker_pool import worker_environment
+from shared.errors import AVOIDED, UNFIT, LeaseLost, LongshoreError, WorkerLost
+from shared.settings import Settings
+from shared.storage.host_states import MAX_LOST, HostState, LeasingRole, delete_state, read_states, write_state
+from shared.storage.store import ObjectStore, open_store
+
+_QUARANTINE_S = 600.0
+_REST_S = 10.0  # for each run that lost a worker here at its start, before there are enough for quarantine
+_LEAVE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Standing:
+    """The standing of one host. Safe to use from several threads.
+
+    Args:
+        check: finds what the host lacks; it may take a minute.
+        alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
+
+    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one.
+    """
+
+    def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
+        self._store = store
+        self._check = check
+        self._alone_s = alone_s
+        self._alone_since: float | None = None
+        self._lock = threading.Lock()
+        self.state = state
+        self.leave: Callable[[], object] | None = None
+        self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
+
+    def examine(self) -> None:
+        """Check what the host lacks."""
+        self.is_doubtful = False
+        lacks = self._check()
+        if lacks != self.state.lacks:
+            _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
+        self._change(lacks=lacks)
+
+    def beat(self) -> None:
+        """Write the state into the store, and note whether there are others that take leases."""
+        is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(self._others())
+        self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
+        if self.others_take_leases():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+
+    def retire(self) -> None:
+        """Take the state off the store, as this host leaves in good order."""
+        try:
+            delete_state(self._store, self.state)
+        except (LongshoreError, OSError) as error:
+            _log.warning("the state of this host stays in the store: %s", error)
+
+    @property
+    def polls(self) -> bool:
+        """True if the host is to ask for leases now. With something lacking it does so only to say what."""
+        if self.state.lacks:
+            return self._alone_since is not None and time.monotonic() - self._alone_since >= self._alone_s
+        return self._alone_since is not None or not self.state.is_quarantined(time.time())
+
+    @contextmanager
+    def offered(self, run_id: str, avoid: tuple[str, ...]) -> Iterator[None]:
+        """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
+
+        Raises:
+            ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
+                detail, by which the run avoids this host.
+        """
+        self._refuse(avoid)
+        try:
+            yield
+        except WorkerLost as error:
+            raise ApplicationError(str(error), self.state.queue, type=type(error).__name__) from error
+        finally:
+            if self.is_doubtful:
+                self._leave_queue()
+
+    def _refuse(self, avoid: tuple[str, ...]) -> None:
+        state = self.state
+        if state.lacks:
+            text = f"no host can take it: the {state.role} host {state.name} lacks what it needs: " + "; ".join(
+                state.lacks
+            )
+            raise ApplicationError(text, state.queue, type=UNFIT, non_retryable=True)
+        if state.queue in avoid and self.others_take_leases(avoid):
+            raise ApplicationError("another host is to take it", state.queue, type=AVOIDED, non_retryable=True)
+
+    def lost(self, run_id: str, error: WorkerLost | None, at_start: bool) -> None:
+        """Note that a worker was lost here, or, without an error, that a job failed before its first step.
+
+        What is lost for a reason outside its process, as when the host leaves, is not counted.
+        """
+        if isinstance(error, LeaseLost):
+            return
+        self.is_doubtful = True
+        state = self.state.with_loss(run_id) if at_start else self.state
+        until = max(state.quarantined_until, time.time() + self._rest_s(state)) if at_start else state.quarantined_until
+        num_lost = state.num_lost + (error is not None)
+        self._change(lost_runs=state.lost_runs, num_lost=num_lost, quarantined_until=until)
+
+    def _rest_s(self, state: HostState) -> float:
+        """Return for how long others go first."""
+        num_blamed = len(state.blamed_for(self._others()))
+        if num_blamed < MAX_LOST:
+            return num_blamed * _REST_S
+        _log.warning("this host has lost the workers of %d runs at their start: it is quarantined", num_blamed)
+        return _QUARANTINE_S
+
+    def worked(self) -> None:
+        """Note that a worker has done a step here, which ends the count of losses."""
+        if self.state.lost_runs:
+            self._change(lost_runs=(), quarantined_until=0.0)
+
+    def _others(self) -> tuple[HostState, ...]:
+        try:
+            states = read_states(self._store, self.state.shape)
+        except (LongshoreError, OSError) as error:
+            _log.warning("the states of other hosts are not known: %s", error)
+            return ()
+        return tuple(each for each in states if each.role == self.state.role and each.queue != self.state.queue)
+
+    def others_take_leases(self, but: tuple[str, ...] = ()) -> bool:
+        """Return True if another host of its role and shape takes leases, beside those of the queues `but`."""
+        now = time.time()
+        return any(other.takes_leases(now) and other.queue not in but for other in self._others())
+
+    def _change(self, **fields: object) -> None:
+        with self._lock:
+            self.state = self.state.model_copy(update=fields)
+            try:
+                write_state(self._store, self.state)
+            except (LongshoreError, OSError) as error:  # a full disk: this host's own checks say so
+                _log.warning("the state of this host is not written: %s", error)
+
+    def _leave_queue(self) -> None:
+        """Have the poller stop before this activity ends: it could otherwise take another lease at once."""
+        if self.leave is None:
+            return
+        self.leave()
+        deadline = time.monotonic() + _LEAVE_S
+        while not activity.is_worker_shutdown() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check | None = None) -> Standing:
+    """Return the standing of this host, whose own queue is given. Until it has had a check, it lacks that."""
+    name, lacks = socket.gethostname(), ("its first check has not ended",)
+    state = HostState(role=role, shape=settings.shape, name=name, queue=queue, seen_at=time.time(), lacks=lacks)
+    check = check or Fitness(role, settings.root_path, worker_environment(settings))
+    return Standing(open_store(settings.store, settings.s3), state, check)

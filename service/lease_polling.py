@@ -1,0 +1,88 @@
+"""A GPU or sampler host asks for leases only while it is fit for them (activities/hosts/standing.py)."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Self
+
+from temporalio.worker import Worker
+
+from activities.hosts.standing import Standing
+from shared.storage.host_states import BEAT_S
+
+_LOOK_S = 0.5
+_EXAMINE_AGAIN_S = 60.0  # a host that lacks something
+
+
+class LeasePolling:
+    """Checks this host, and polls for leases whenever its standing allows that. Used like a Worker.
+
+    Args:
+        make: makes a worker of the lease queue, which is shut down when a worker process was lost. Another one is made
+            once the host was checked again.
+    """
+
+    def __init__(self, standing: Standing, make: Callable[[], Worker]) -> None:
+        self._standing = standing
+        self._make = make
+        self._group = asyncio.TaskGroup()  # an error of its tasks ends the host
+        self._tasks: list[asyncio.Task[None]] = []
+        self._doubted = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._standing.leave = lambda: loop.call_soon_threadsafe(self._doubted.set)
+        await self._group.__aenter__()
+        self._tasks = [self._group.create_task(self._beat()), self._group.create_task(self._poll())]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
+        await asyncio.to_thread(self._standing.retire)
+        await self._group.__aexit__(*error)  # type: ignore[arg-type]
+
+    async def shutdown(self) -> None:
+        """Ask for no more leases, and end the one in hand."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.to_thread(self._standing.beat)
+            await asyncio.sleep(BEAT_S)
+
+    async def _poll(self) -> None:
+        while True:
+            self._doubted.clear()
+            await asyncio.to_thread(self._standing.examine)
+            again_at = time.monotonic() + _EXAMINE_AGAIN_S
+            while not self._doubted.is_set() and not self._is_due(again_at):
+                if self._standing.polls:
+                    async with self._make():
+                        await self._until_left(again_at)
+                else:
+                    await asyncio.sleep(_LOOK_S)
+
+    def _is_due(self, again_at: float) -> bool:
+        return bool(self._standing.state.lacks) and time.monotonic() > again_at
+
+    async def _until_left(self, again_at: float) -> None:
+        """Wait until a worker was lost. A host that lacks something has no lease in hand, and may leave at any time."""
+        while not (self._standing.state.lacks and (self._is_due(again_at) or not self._standing.polls)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._doubted.wait(), _LOOK_S)
+                return
+
+
+@asynccontextmanager
+async def polling(*workers: Worker | LeasePolling) -> AsyncIterator[None]:
+    """Poll with all workers, and stop all together, so that none takes a new lease of a run that another gives up."""
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(worker.shutdown() for worker in workers))

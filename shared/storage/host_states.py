@@ -1,0 +1,90 @@
+"""What GPU and sampler hosts tell of themselves in the store: what they lack, and the workers that they have lost."""
+
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Literal
+
+from pydantic import ValidationError
+
+from shared.contract import Frozen
+from shared.errors import NotFound
+from shared.storage.paths import HOST_STATES, host_state
+from shared.storage.store import ObjectStore
+
+WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
+LeasingRole = Literal["gpu", "sampler"]
+BEAT_S = 20.0
+"""How often a host writes its state."""
+_SILENT_S = 90.0  # then a host is taken for gone
+_FORGOTTEN_S = 86_400.0  # then its state is deleted
+MAX_LOST = 3
+"""Runs whose workers a host may lose at their start, in a row, before it is quarantined."""
+_KEPT_RUNS = 20
+
+
+class HostState(Frozen):
+    """One host. Times are seconds since 1970.
+
+    `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
+    `num_lost`: workers that it has lost since it began.
+    """
+
+    role: LeasingRole
+    shape: str
+    name: str
+    queue: str
+    seen_at: float
+    lacks: tuple[str, ...] = ()
+    lost_runs: tuple[str, ...] = ()
+    num_lost: int = 0
+    quarantined_until: float = 0.0
+
+    def is_seen(self, now: float) -> bool:
+        return now - self.seen_at < _SILENT_S
+
+    def is_quarantined(self, now: float) -> bool:
+        return now < self.quarantined_until
+
+    def takes_leases(self, now: float) -> bool:
+        """True for a host that is up, lacks nothing, and is not quarantined. It may be busy."""
+        return self.is_seen(now) and not self.lacks and not self.is_quarantined(now)
+
+    def with_loss(self, run_id: str) -> "HostState":
+        """Return its state after it lost a run's worker at its start."""
+        runs = (*(known for known in self.lost_runs if known != run_id), run_id)
+        return self.model_copy(update={"lost_runs": runs[-_KEPT_RUNS:]})
+
+    def blamed_for(self, others: Iterable["HostState"]) -> tuple[str, ...]:
+        """Return the runs whose loss at their start is this host's doing: no other host has lost their worker, too.
+
+        So a run that kills its worker wherever it starts puts no host into quarantine.
+        """
+        elsewhere = {run for other in others for run in other.lost_runs}
+        return tuple(run for run in self.lost_runs if run not in elsewhere)
+
+
+def write_state(store: ObjectStore, state: HostState) -> None:
+    store.put_bytes(_key(state), state.model_dump_json().encode())
+
+
+def delete_state(store: ObjectStore, state: HostState) -> None:
+    store.delete(_key(state))
+
+
+def read_states(store: ObjectStore, shape: str, now: float | None = None) -> tuple[HostState, ...]:
+    """Read the states of the GPU and sampler hosts of a shape that are up. Those of hosts long gone are deleted."""
+    now, found = time.time() if now is None else now, list[HostState]()
+    for info in store.list(HOST_STATES):
+        with suppress(NotFound, ValidationError):  # it has just left, or is of another version
+            state = HostState.model_validate_json(store.get_bytes(info.key))
+            if now - state.seen_at > _FORGOTTEN_S:
+                store.delete(info.key)
+            elif state.shape == shape and state.is_seen(now):
+                found.append(state)
+    return tuple(found)
+
+
+def _key(state: HostState) -> str:
+    return host_state(re.sub(r"[^A-Za-z0-9._-]", "_", f"{state.role}-{state.queue}"))
