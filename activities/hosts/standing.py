@@ -58,12 +58,18 @@ class Standing:
 
     def beat(self) -> None:
         """Write the state into the store, and note whether there are others that take leases."""
-        is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(self._others())
+        others = self._look()
+        is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(others)
         self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
-        if self.others_take_leases():
+
+    def _look(self) -> tuple[HostState, ...]:
+        """Return the other hosts, and note since when none of them takes leases."""
+        others, now = self._others(), time.time()
+        if any(other.takes_leases(now) for other in others):
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = time.monotonic()
+        return others
 
     def retire(self) -> None:
         """Take the state off the store, as this host leaves in good order."""
@@ -121,7 +127,7 @@ class Standing:
 
     def _rest_s(self, state: HostState) -> float:
         """Return for how long others go first."""
-        num_blamed = len(state.blamed_for(self._others()))
+        num_blamed = len(state.blamed_for(self._look()))
         if num_blamed < MAX_LOST:
             return num_blamed * _REST_S
         _log.warning("this host has lost the workers of %d runs at their start: it is quarantined", num_blamed)

@@ -21,7 +21,10 @@ from temporalio.client import (
 )
 
 from activities.host_context import HostContext
+from activities.hosts.fitness import Check
+from activities.hosts.standing import standing_of
 from activities.hosts.worker_pool import Sharing, WorkerPool
+from activities.hosts.worker_process import WorkerCommand
 from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
@@ -60,21 +63,27 @@ class Stack:
     def worker_ids(self) -> list[str]:
         return [folder.name for folder in self.workers.glob("*")]
 
-    async def add_gpu_host(self, step_s: float = 0.01) -> None:
-        """A host in this process."""
+    async def add_gpu_host(
+        self, step_s: float = 0.01, command: WorkerCommand | None = None, check: Check | None = None
+    ) -> str:
+        """A host in this process; returns its queue. With a `check` it has a standing beside others of the store."""
         given = self.settings
         threads = self.exits.enter_context(ThreadPoolExecutor(2 + 2 * given.runs_per_worker))
         pool = WorkerPool(
             HostPaths(given.root_path),
-            StandInCommand(step_s),
+            command or StandInCommand(step_s),
             {"PYTHONPATH": str(REPOSITORY)},
             given.worker_idle_s,
             sharing=Sharing(given.runs_per_worker, given.sharing_window_s),
         )
         self.exits.callback(pool.close)
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
-        workers = gpu_workers(self.client, self.settings, threads, pool, f"host-{uuid.uuid4().hex}")
+        queue = f"host-{uuid.uuid4().hex}"
+        standing = standing_of("gpu", given, queue, check) if check is not None else None
+        client = self.client if standing is None else await connect(given)  # one polls a queue once
+        workers = gpu_workers(client, self.settings, threads, pool, queue, standing)
         await self.exits.enter_async_context(polling(*workers))
+        return queue
 
     def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> subprocess.Popen:
         """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""

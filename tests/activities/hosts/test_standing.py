@@ -1,0 +1,124 @@
+"""When a host leaves its lease queue to others, and what it answers when there are none."""
+
+from pathlib import Path
+
+import pytest
+from temporalio.exceptions import ApplicationError
+
+from activities.hosts.standing import Standing
+from shared.errors import AVOIDED, UNFIT, HostLeft, InvalidInput, LeaseLost, WorkerLost
+from shared.storage.host_states import MAX_LOST, HostState, read_states
+from shared.storage.store import LocalStore
+
+DIED = WorkerLost("the worker process ended with exit code 1")
+
+
+class Yard:
+    """Hosts of one store."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = LocalStore(root)
+
+    def host(self, name: str, *lacks: str, alone_s: float = 0.0, shape: str = "cpu") -> Standing:
+        state = HostState(role="gpu", shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",))
+        standing = Standing(self.store, state, lambda: lacks, alone_s)
+        standing.examine()
+        standing.beat()
+        return standing
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Yard:
+    return Yard(tmp_path)
+
+
+def refusal(standing: Standing, *avoid: str) -> ApplicationError | None:
+    try:
+        with standing.offered("run", avoid):
+            return None
+    except ApplicationError as error:
+        return error
+
+
+def lose(standing: Standing, *runs: str) -> None:
+    for run in runs:
+        standing.lost(run, DIED, at_start=True)
+
+
+def test_a_host_that_lacks_something_leaves_its_queue_to_others_until_it_is_mended(yard: Yard) -> None:
+    good, bad = yard.host("good"), yard.host("bad", "torch is not installed")
+    assert good.polls and not bad.polls
+    assert {state.name: state.lacks for state in read_states(yard.store, "cpu")} == {
+        "good": (),
+        "bad": ("torch is not installed",),
+    }
+    bad._check = lambda: ()
+    bad.examine()
+    assert bad.polls and refusal(bad) is None
+
+
+def test_where_there_is_no_other_a_host_answers_runs_with_what_it_lacks(yard: Yard) -> None:
+    yard.host("elsewhere", shape="other")
+    alone = yard.host("alone", "torch is not installed")
+    assert alone.polls
+    error = refusal(alone)
+    assert error is not None and error.type == UNFIT and "gpu host alone" in str(error)
+    assert "torch is not installed" in str(error)
+    assert not yard.host("patient", "torch is not installed", alone_s=60).polls, "another one may be just starting"
+
+
+def test_a_run_avoids_the_host_of_its_loss_while_there_is_another(yard: Yard) -> None:
+    first = yard.host("first")
+    assert refusal(first, "host-first") is None, "it is alone"
+    second = yard.host("second")
+    error = refusal(first, "host-first")
+    assert error is not None and error.type == AVOIDED
+    assert refusal(second, "host-first") is None
+    assert refusal(first, "host-first", "host-second") is None, "no other is left"
+    lose(second, "a", "b", "c")
+    assert refusal(first, "host-first") is None, "the other is quarantined"
+
+
+def test_losses_at_the_start_end_in_quarantine_and_a_step_ends_it(yard: Yard) -> None:
+    good, bad = yard.host("good"), yard.host("bad")
+    lose(bad, "a")
+    assert not bad.polls, "it rests, so that another host takes the run"
+    lose(bad, *"bc"[: MAX_LOST - 1])
+    assert bad.state.num_lost == MAX_LOST and bad.state.quarantined_until - bad.state.seen_at > 500
+    bad.worked()
+    assert bad.polls and bad.state.lost_runs == () and bad.state.num_lost == MAX_LOST
+    lose(bad, "d", "e", "f")
+    good.retire()
+    bad.beat()
+    assert bad.polls, "nobody else would"
+
+
+def test_a_run_that_kills_its_worker_everywhere_puts_no_host_into_quarantine(yard: Yard) -> None:
+    first, second = yard.host("first"), yard.host("second")
+    lose(first, "a", "b", "c")
+    assert not first.polls
+    lose(second, "a", "b", "c")
+    assert second.polls
+    first.beat()
+    assert first.polls
+
+
+@pytest.mark.parametrize("error", [LeaseLost("its host was killed"), HostLeft("the host is shutting down")])
+def test_what_is_lost_outside_a_process_counts_against_no_host(yard: Yard, error: WorkerLost) -> None:
+    host = yard.host("host")
+    host.lost("a", error, at_start=True)
+    assert (host.state.num_lost, host.state.lost_runs, host.is_doubtful) == (0, (), False)
+
+
+def test_a_loss_names_its_host_to_the_run_and_has_the_host_checked(yard: Yard) -> None:
+    host, left = yard.host("host"), []
+    host._leave_queue = lambda: left.append(True)  # type: ignore[method-assign]
+    with pytest.raises(ApplicationError) as caught, host.offered("a", ()):
+        lose(host, "a")
+        raise DIED
+    assert caught.value.type == "WorkerLost" and caught.value.details == ("host-host",)
+    assert left == [True]
+    host.examine()
+    with pytest.raises(InvalidInput), host.offered("b", ()):
+        raise InvalidInput("of the run alone")
+    assert left == [True]
