@@ -45,7 +45,7 @@ class Fitness:
 
     def _tried(self) -> tuple[str, ...]:
         # -P, as in ranks_command: `shared` shall be Longshore's.
-        command = [sys.executable, "-P", "-m", "megatron_worker.process.trial", "--role", self.role]
+        command = [sys.executable, "-P", "-m", "megatron_worker.training.trial", "--role", self.role]
         return trial_lacks(command, child_environment("worker") | dict(self.environment))
 
 
@@ -77,7 +77,7 @@ def disk_lacks(root: Path, least_bytes: int = LEAST_BYTES) -> tuple[str, ...]:
 
 
 def trial_lacks(command: list[str], environment: Mapping[str, str], timeout_s: float = _TRIAL_S) -> tuple[str, ...]:
-    """Run megatron_worker/process/trial.py as a process of its own: a broken device may hang it, or kill it."""
+    """Run megatron_worker/training/trial.py as a process of its own: a broken device may hang it, or kill it."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """A trial of this machine: what a worker or sampler imports, and a tiny pass on each device.
 
-    python -m megatron_worker.process.trial --role gpu|sampler
+    python -m megatron_worker.training.trial --role gpu|sampler
 
 The last line that it prints is a JSON list of what the machine lacks, in words; an empty one if it lacks nothing.
 """

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_worker.process import trial
+from megatron_worker.training import trial
 
 
 def test_a_device_that_fails_is_named_with_its_error() -> None:
