@@ -6,7 +6,7 @@ from fastapi import Depends, Header, Request
 
 from service.accounts.access import Access
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys, Sessions
+from service.accounts.keys import Keys, Sessions, SignInLinks
 from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.tenants import Quotas, Tenants
 from service.automation.scheduled_runs import ScheduledRuns
@@ -78,6 +78,7 @@ class Backend:
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
+        self.sign_in_links = SignInLinks()
         self.sign_ins = SignInLimit(settings.rate_limit)
         self.overviews = Overviews(database, store, self.histories)
         self.tenants = Tenants(store, database)

@@ -69,5 +69,7 @@ def rule_in_words(error: Mapping[str, Any]) -> str:
             return "this field is required"
         case "string_pattern_mismatch":
             return _WORDS.get(error["ctx"]["pattern"], "this has characters, or a form, that is not allowed here")
+        case "string_too_short" | "too_short" if error["ctx"]["min_length"] == 1:
+            return "this must not be empty"
         case _:
             return str(error["msg"]).removeprefix("Value error, ")

@@ -34,6 +34,7 @@ _USE_NOTED_S = 60.0
 COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"
 LASTS_S = 7 * 86_400
+_LINK_LASTS_S = 600.0
 
 
 class KeyRecord(Frozen):
@@ -237,7 +238,10 @@ class Sessions:
         Raises:
             DatabaseUnavailable
         """
-        key_sha256 = hash_key(key)
+        return await self.begin_for(hash_key(key))
+
+    async def begin_for(self, key_sha256: str) -> tuple[str, Principal] | None:
+        """Begin a session of the key with this hash. Returns and raises as `begin` does."""
         principal = await self._keys.holder(key_sha256)
         if principal is None:
             return None
@@ -262,6 +266,25 @@ class Sessions:
     async def end(self, token: str) -> None:
         gone = delete(SessionRow).where(SessionRow.sha256 == hash_key(token))
         await self._database.writing(lambda session: session.execute(gone))
+
+
+class SignInLinks:
+    """Tokens that begin one session of a key within ten minutes. They are kept in this process alone."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, float]] = {}  # by the token's hash: the key's hash, and until when
+
+    def make(self, key: str) -> str:
+        """Return a new token for the holder of a key."""
+        now, token = time.monotonic(), secrets.token_urlsafe(32)
+        self._kept = {sha256: kept for sha256, kept in self._kept.items() if kept[1] > now}
+        self._kept[hash_key(token)] = hash_key(key), now + _LINK_LASTS_S
+        return token
+
+    def take(self, token: str) -> str | None:
+        """Return the hash of a token's key, once; None for a token that is not known, was used, or is too old."""
+        key_sha256, until = self._kept.pop(hash_key(token), (None, 0.0))
+        return key_sha256 if until > time.monotonic() else None
 
 
 def csrf_token(token: str) -> str:

@@ -168,7 +168,7 @@ class Edge:
                 text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
                 text = _SESSION_OVER if token else text
                 return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
-            scope["state"]["principal"] = principal
+            scope["state"] |= {"principal": principal, "is_from_page": bool(token)}
             if wait_s := self._rate_limit.wait_s(principal.key_id):
                 text = f"this key asks too often: at most {self._rate_limit} here"
                 return problems.answer(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)

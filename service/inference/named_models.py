@@ -1,6 +1,7 @@
 """Published names in requests, where a model or an adapter is wanted: replaced by what they stand for."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from service.inference.published_models import Published, PublishedModels
@@ -25,6 +26,13 @@ class StartingPoint:
     lora: Lora | None = None
 
 
+def one_form(text: str) -> str:
+    """Return the URI of a folder that is named by its path: runs by the one and by the other are of one model."""
+    is_path = text.startswith("/") and not text.startswith("//")
+    text = Path(text).as_uri() if is_path else text
+    return f"file:///{text[8:].rstrip('/')}" if text.startswith("file:///") else text
+
+
 class NamedModels:
     """Looks up names among what a tenant has published. Blocking."""
 
@@ -38,7 +46,7 @@ class NamedModels:
             InvalidInput: nothing is published under this name.
         """
         if not is_name(model):
-            return StartingPoint(model)
+            return StartingPoint(one_form(model))
         found = self._find(tenant, model, place)
         artifact = self._published.artifact(tenant, found)
         if found.kind == "models":
@@ -94,7 +102,7 @@ class NamedModels:
 
     def _adapter(self, tenant: str, text: str, place: str) -> str:
         if not is_name(text):
-            return text
+            return one_form(text)
         found = self._find(tenant, text, place)
         if found.kind == "models":
             raise InvalidInput(f"{found.id} is a whole model, and an adapter is wanted", place)

@@ -27,6 +27,8 @@ _SINGULAR: dict[Kind, Literal["adapter", "model", "checkpoint"]] = {
     "checkpoints": "checkpoint",
 }
 _WEIGHTS = "weights/"
+BASE = ":base"
+"""Behind the name of something published: the model that it was trained from, to be asked beside it."""
 _VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MANIFEST)}")
 
 
@@ -228,7 +230,15 @@ class PublishedModels:
         return self.describe(tenant, self.find(tenant, model_id), model_id)
 
     def target_of(self, tenant: str, model_id: str) -> Target:
-        """Return the weights of an id. Raises NotFound if they were deleted, or their job has no record."""
+        """Return the weights of an id; of `name:base` those that the training of `name` began with.
+
+        Raises:
+            NotFound: they were deleted, or their job has no record.
+        """
+        if model_id.endswith(BASE):
+            record = self.record(tenant, self.find(tenant, model_id.removesuffix(BASE)))
+            plan = self._job(record.run_id).plan
+            return Target(plan.model, None, plan.dtype, record.run.model, None, 0)
         found = self.find(tenant, model_id)
         if (tenant, found) not in self._targets:
             self._targets[tenant, found] = self._read_target(tenant, found)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypedDict, Unpack, get_args
 
-from sqlalchemy import ColumnElement, delete, exists, func, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas
@@ -75,6 +75,8 @@ class RunFilter(TypedDict, total=False):
     kind: str | None
     words: str | None
     """Text within the run's id, its name or its model's."""
+    no_session_idle_since: float | None
+    """Not sessions that have waited for a command since before this time: their clients are gone."""
 
 
 class RunRows:
@@ -145,6 +147,9 @@ class RunRows:
         if words := wanted.get("words"):
             found = (column.icontains(words, autoescape=True) for column in (RunRow.run_id, RunRow.name, RunRow.model))
             query = query.where(or_(*found))
+        if (since := wanted.get("no_session_idle_since")) is not None:
+            is_idle = and_(RunRow.phase == "waiting_for_commands", RunRow.updated_at < since)
+            query = query.where(~and_(RunRow.kind == "session", RunRow.state == "running", is_idle))
         for name, value in (wanted.get("metadata") or {}).items():
             query = query.where(self._has_label(name, value))
 

@@ -92,7 +92,7 @@ class Runs:
             QuotaExceeded
         """
         await self.check_run(
-            asking.tenant, run, "" if source is None or source.api in ("native", "tinker") else "longshore."
+            asking.tenant, run, "" if source is None or source.api in ("native", "page", "tinker") else "longshore."
         )
         run_id = new_run_id(run.kind)
         if idempotency_key:

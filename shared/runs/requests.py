@@ -342,7 +342,7 @@ class WandbRun(Frozen):
 class Source(Frozen):
     """The API through which a run was submitted, and labels of its client."""
 
-    api: Literal["native", "openai", "art", "tinker"] = "native"
+    api: Literal["native", "page", "openai", "art", "tinker"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")
     metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
     wandb: WandbRun | None = None

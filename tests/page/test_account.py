@@ -114,6 +114,11 @@ def test_models_are_listed_with_their_versions(guest: Guest, trained: dict[str, 
     assert found.value.suggested_filename == "harbour-chat-v1.tar"
     row.get_by_role("link", name="Train on").click()
     expect(page.locator("#new-run [name=model]")).to_have_value("harbour-chat")
+    page.goto("/models")
+    page.get_by_label("And beside it").select_option("harbour-chat:base")
+    page.get_by_label("Message", exact=True).fill("Who is there?")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
 
 
 def test_several_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
@@ -132,6 +137,10 @@ def test_several_runs_are_compared(guest: Guest, trained: dict[str, str]) -> Non
     expect(rows.get_by_role("rowheader", name="model", exact=True)).to_be_visible()
     expect(rows.get_by_role("row").filter(has_text="cost")).to_contain_text("0.20 USD")
     expect(rows).to_contain_text(measured.XSS[:20])
+    for width in (390, 1280):  # the second run's column is seen beside a long address
+        page.set_viewport_size({"width": width, "height": 900})
+        box = rows.get_by_role("row").filter(has_text="file:///models").first.locator("td").nth(1).bounding_box()
+        assert box is not None and box["x"] + box["width"] <= width, (width, box)
     page.get_by_label("Add").select_option(trained["rl"])
     expect(page.locator("#compared li")).to_have_count(3)
     expect(page.locator("figure.chart").filter(has_text="Reward: mean")).to_be_visible()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.guest import AXE, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, Page, expect
+from tests.page.guest import AXE, DESKTOP, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, Page, expect
 from tests.service.conftest import Service
 
 ALL_PICTURES = os.environ.get("LONGSHORE_TEST_ALL_SCREENSHOTS")
@@ -50,7 +50,9 @@ def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("phone", PHONE["width"]), ("tablet", 820), ("desktop", 1440)], ids=["390", "820", "1440"]
+    ("name", "width"),
+    [("phone", PHONE["width"]), ("tablet", 820), ("desktop", DESKTOP["width"])],
+    ids=["390", "820", "1280"],
 )
 def test_pages_fit_the_screen_and_can_be_read(
     browser: Browser, service: Service, trained: dict[str, str], name: str, width: int
@@ -78,7 +80,7 @@ def test_pages_fit_the_screen_and_can_be_read(
         page.emulate_media(color_scheme="light")
         page.goto(path)
         expect(page.locator("main")).to_contain_text(ready)
-        for fold in ("New schedule", "New key", "New webhook", "Settings, field by field"):
+        for fold in ("New schedule", "New key", "New webhook", "Settings, field by field", "Settings as JSON"):
             if page.get_by_text(fold, exact=True).count():
                 page.get_by_text(fold, exact=True).click()
         if path in ("/new", "/schedules"):

@@ -20,12 +20,19 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     form = page.locator("#new-run")
     start = page.get_by_role("button", name="Start run")
     expect(form.get_by_label("Other settings")).to_have_value(re.compile("epochs"))  # its script has run
+    expect(form.get_by_label("Other settings")).to_be_hidden()
     start.click()
-    expect(page.locator("#new-run-model-problem")).to_contain_text("at least 1 character")
+    expect(page.locator("#new-run-model-problem")).to_have_text("this must not be empty")
     expect(form.locator('[name="model"]')).to_be_focused()
     form.get_by_label("Model").fill(model.as_uri())
-    form.get_by_label("Or a file of yours").set_input_files(rows)
+    form.get_by_label("A file of yours, which is uploaded").set_input_files(rows)
     expect(form.locator('[name="dataset"]')).to_have_value(re.compile("boarding.jsonl$"))
+    form.get_by_label("A file of yours to evaluate on").set_input_files(rows)
+    expect(form.locator('[name="eval_dataset"]')).to_have_value(re.compile("boarding.jsonl$"))
+    form.get_by_label("Epochs").fill("0")
+    start.click()
+    expect(page.locator("#new-run-duration-problem")).to_contain_text("greater than 0")
+    form.get_by_text("Settings as JSON").click()
     form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64, "learning_rate": 99}')
     start.click()
     expect(page.locator("#new-run-settings-problem")).to_contain_text("learning_rate")
@@ -36,11 +43,14 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
         re.compile(r"Steps6.*5 of 5 rows.*Tokens\d+.*not measured yet")
     )
     expect(preview.locator(".trained").nth(1)).to_contain_text("The pilot.")
-    form.get_by_label("Publishes as").fill("boarders")
+    form.locator("[name=run_name]").fill("boarders")
     start.click()
     page.wait_for_url("**/runs/sft-*")
-    run = api.get(f"/runs/{page.url.rpartition('/')[2]}").json()["run"]
+    expect(page.locator("#facts")).to_contain_text("Sourcethis page")
+    view = api.get(f"/runs/{page.url.rpartition('/')[2]}").json()
+    run = view["run"]
     assert (run["name"], run["model"], run["batch_size"]) == ("boarders", model.as_uri(), 2)
+    assert (run["epochs"], run["eval_dataset"]["uri"], view["source"]["api"]) == (2, run["dataset"]["uri"], "page")
     guest.troubles[:] = [trouble for trouble in guest.troubles if "422" not in trouble]  # as Chromium notes refusals
 
 
@@ -48,6 +58,8 @@ def test_settings_are_fields_that_write_the_json(guest: Guest) -> None:
     page = guest.page
     page.goto("/new")
     settings, fields = page.get_by_label("Other settings"), page.locator("details.settings")
+    page.get_by_text("Settings as JSON").click()
+    expect(page.locator("[name=duration]")).to_have_value("1")
     fields.get_by_text("Settings, field by field").click()
     expect(fields.get_by_label("batch size")).to_have_value("8")
     expect(fields.get_by_label("learning rate")).to_have_attribute("placeholder", "0.0001")
@@ -65,8 +77,12 @@ def test_settings_are_fields_that_write_the_json(guest: Guest) -> None:
     fields.get_by_label("trainable").select_option("full")
     expect(fields.get_by_label("rank")).to_have_count(0)
     assert json.loads(settings.input_value())["trainable"] == {"kind": "full"}
+    page.locator("[name=duration]").fill("3")
+    assert json.loads(settings.input_value())["epochs"] == 3
+    expect(fields.get_by_label("epochs")).to_have_value("3")
     settings.fill('{"steps": 3}')
     settings.blur()
     expect(fields.get_by_label("steps", exact=True)).to_have_value("3")
     page.get_by_label("Kind").select_option("rl")
+    expect(page.get_by_text("Eval prompts")).to_be_visible()
     expect(fields.get_by_text("rollouts", exact=True)).to_be_visible()

@@ -74,20 +74,21 @@ def fill_in_what_is_trained(form: Form, dataset: str) -> None:
     """Nothing at first; then name, settings and model as they may not be, and as they may."""
     form.make.click()
     expect(form.field("name")).to_be_focused()
-    expect(form.page.locator("#new-schedule-dataset-problem")).to_contain_text("at least 1 character")
+    expect(form.page.locator("#new-schedule-dataset-problem")).to_contain_text("must not be empty")
     expect(form.element.locator(".field-problem")).to_have_count(4)  # and the model's, and cron's
     form.field("model").fill("file:///models/tiny")
     form.field("dataset").fill(dataset)
     form.field("cron").fill("0 2 * * 1")
     form.refused("name", "a letter or digit first")
     form.field("name").fill("weekly")
+    form.page.get_by_text("Settings as JSON").click()
     form.field("settings").fill("{")
     form.refused("settings", "This is no JSON")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2, "learning_rate": 99}')
     form.refused("settings", "learning_rate")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2}')
     form.field("model").fill("")
-    form.refused("model", "at least 1 character")
+    form.refused("model", "must not be empty")
     form.field("model").fill("file:///models/tiny")
 
 

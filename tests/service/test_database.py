@@ -10,7 +10,7 @@ from threading import Barrier, Event
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import delete, select, text
+from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas
@@ -193,6 +193,21 @@ async def test_pages_go_on_behind_a_run_and_keep_to_their_tenant(database: Datab
     assert await rows.page("acme", 50, api="art") == ()
     assert await rows.page("acme", 50, state="failed") == ()
     assert await rows.page("acme", 50, after="sft-00000100") == ()  # another tenant's run is no place to go on from
+
+
+async def test_sessions_whose_clients_are_gone_can_be_left_out(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path)
+    for number in range(4):
+        one = record(number)
+        await rows.add(one, queued(one))
+    idle = {"kind": "session", "state": "running", "phase": "waiting_for_commands", "updated_at": 100.0}
+    stays = ({}, {"updated_at": 300.0}, {"phase": "training"}, {"kind": "rl"})
+    for number, other in enumerate(stays):
+        values = update(RunRow).where(RunRow.run_id == record(number).run_id).values(**idle | other)
+        database.write(lambda session, values=values: session.execute(values))
+    for since, gone in ((None, set()), (50.0, set()), (200.0, {record(0).run_id})):
+        seen = {run.run_id for run in await rows.page("acme", 50, no_session_idle_since=since)}
+        assert {record(n).run_id for n in range(4)} - seen == gone
 
 
 def test_a_page_is_read_from_an_index(database: Database) -> None:

@@ -1,6 +1,7 @@
 """The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from service.runs.estimates import Estimate
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
-from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun
+from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
@@ -32,6 +33,7 @@ router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCI
 open_router = APIRouter(prefix=PREFIX)
 """Operations that need no key."""
 _POLL_S = 0.5
+_CLIENT_IS_GONE_S = 86_400.0
 _LAST_STEP = 99_999_999
 StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 _HEALTH_PATIENCE_S = 5.0
@@ -85,10 +87,20 @@ class Asked(RootModel[SFTRun | DPORun | RLRun]):
     root: SFTRun | DPORun | RLRun = Field(discriminator="kind")
 
 
-async def _submitted(backend: Backend, asking: Principal, run: Run, idempotency_key: str | None) -> RunView:
+async def _source(request: Request) -> Source:
+    """Return what runs of this request say of where they come from. The middleware (edge.py) knows sessions."""
+    return Source(api="page" if request.state.is_from_page else "native")
+
+
+SentBy = Annotated[Source, Depends(_source)]
+
+
+async def _submitted(
+    backend: Backend, asking: Principal, run: Run, idempotency_key: str | None, source: Source
+) -> RunView:
     """Start a run. A repeated key means the same run, whatever a name in it stands for by then."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
-    return await backend.runs.submit(asking, named, idempotency_key, asked=run)
+    return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
 
 
 @router.post("/runs/sft", status_code=201)
@@ -96,10 +108,11 @@ async def submit_sft(
     run: JsonBody[SFTRun],
     backend: Backed,
     asking: Asking,
+    source: SentBy,
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key, source)
 
 
 @router.post("/runs/dpo", status_code=201)
@@ -107,10 +120,11 @@ async def submit_dpo(
     run: JsonBody[DPORun],
     backend: Backed,
     asking: Asking,
+    source: SentBy,
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key, source)
 
 
 @router.post("/runs/rl", status_code=201)
@@ -118,10 +132,11 @@ async def submit_rl(
     run: JsonBody[RLRun],
     backend: Backed,
     asking: Asking,
+    source: SentBy,
     idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key)
+    return await _submitted(backend, asking, run, idempotency_key, source)
 
 
 @router.post("/estimate")
@@ -187,8 +202,15 @@ async def list_runs(
     kind: Kind | None = None,
     words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
 ) -> RunPage:
-    """Runs, newest first, as they stood a second ago at most."""
-    return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind=kind, words=words)
+    """Runs, newest first, as they stood a second ago at most.
+
+    Sessions that have waited for a command for a day are only listed where `kind`, `state` or `words` ask for them.
+    """
+    is_asked_for = kind or state or words
+    since = None if is_asked_for else time.time() - _CLIENT_IS_GONE_S
+    return await backend.runs.page(
+        asking.tenant, limit=limit, after=after, state=state, kind=kind, words=words, no_session_idle_since=since
+    )
 
 
 @router.get("/runs/{run_id}")

@@ -12,10 +12,11 @@ from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
 from service.accounts import audit
-from service.accounts.keys import COOKIE, LASTS_S, csrf_token, shown_prefix
+from service.accounts.keys import COOKIE, LASTS_S, csrf_token, sent_key, shown_prefix
 from service.accounts.principals import ALL_SCOPES, Asking
 from service.apis import errors as problems
 from service.backend import Backed, Backend
+from service.errors import Forbidden
 from shared.runs.requests import RUN_ID
 from shared.runs.webhooks import NOTICE_TYPES
 
@@ -115,18 +116,31 @@ async def schedules(request: Request, backend: Backed, asking: Asking) -> Respon
 
 
 @router.get(SIGN_IN)
-async def sign_in(after: Annotated[str, Query(max_length=512)] = "/") -> Response:
-    return _html("login.html", after=_local(after))
+async def sign_in(
+    after: Annotated[str, Query(max_length=512)] = "/", once: Annotated[str, Query(max_length=512)] = ""
+) -> Response:
+    """Show the form. A link's token is only used when it is sent, so that nothing that looks ahead uses it up."""
+    return _html("login.html", after=_local(after), once=once)
+
+
+@router.post(f"{SIGN_IN}/link")
+async def sign_in_link(request: Request, backend: Backed) -> dict[str, str]:
+    """Return a path that signs a browser in once, as the holder of the key that asks."""
+    key = sent_key(request.headers.get("authorization", ""))
+    if not key:
+        raise Forbidden("a key asks for a link, and no session")
+    return {"path": f"{SIGN_IN}?once={backend.sign_in_links.make(key)}"}
 
 
 @router.post(SIGN_IN)
 async def signed_in(
     request: Request,
     backend: Backed,
-    key: Annotated[str, Form(max_length=512)],
+    key: Annotated[str, Form(max_length=512)] = "",
+    once: Annotated[str, Form(max_length=512)] = "",
     after: Annotated[str, Form(max_length=512)] = "/",
 ) -> Response:
-    """Exchange a key for a session. The audit log has the attempt, whether it succeeds or not.
+    """Exchange a key, or the token of a link, for a session. The audit log has the attempt, whether it succeeds or not.
 
     Another site's form is refused: it would sign people in as somebody else.
     """
@@ -135,12 +149,19 @@ async def signed_in(
     key = key.strip()
     if shown := shown_prefix(key):
         audit.touched(shown)
-    if wait_s := backend.sign_ins.wait_s(request.client.host if request.client else "", key):
+    if wait_s := backend.sign_ins.wait_s(request.client.host if request.client else "", key or once):
         problem = f"Keys are tried too often from here, or too often this one: wait {math.ceil(wait_s)} s."
         refusal = _html("login.html", 429, after=_local(after), problem=problem)
         refusal.headers["retry-after"] = str(math.ceil(wait_s))
         return refusal
-    begun = await backend.sessions.begin(key)
+    if once:
+        key_sha256 = backend.sign_in_links.take(once)
+        begun = await backend.sessions.begin_for(key_sha256) if key_sha256 else None
+    else:
+        begun = await backend.sessions.begin(key)
+    if begun is None and once:
+        problem = "This link was used, or is older than ten minutes: start `longshore dev --link` for another."
+        return _html("login.html", 401, after=_local(after), problem=problem)
     if begun is None:
         return _html("login.html", 401, after=_local(after), problem="This key is not known, was revoked, or expired.")
     token, request.state.principal = begun

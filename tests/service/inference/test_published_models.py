@@ -134,6 +134,13 @@ def test_a_name_stands_for_what_was_published(service: Service, api: httpx.Clien
     assert run_of("dpo", reference="base")["reference"] == "base"
     kl = {"kind": "ppo", "kl": {"coefficient": 0.1, "reference": "quay"}}
     assert run_of("rl", model="org/tiny", loss=kl)["loss"]["kl"]["reference"] == f"{uri}/v000002"
+    for text in ("/models/a b", "/models/a b/", "file:///models/a%20b", "file:///models/a%20b/"):
+        assert run_of(model=text)["model"] == "file:///models/a%20b", "one model, however it is named"
+    assert run_of(model="/models/tiny", initial_adapter="/a/b/")["initial_adapter"] == "file:///a/b"
+    base = PublishedModels(service.store).target_of("default", "quay:base")
+    assert (base.model, base.adapter, base.base, base.version) == (NOWHERE, None, BASE, 0)
+    with pytest.raises(NotFound):
+        PublishedModels(service.store).target_of("default", "nobodys:base")
     session = api.post("/sessions", json={"model": "quay"}).json()
     assert session["run"]["initial_adapter"] == f"{uri}/v000002"
     scheduled = {"name": "by-name", "run": sft(kind="sft", model="quay"), "cron": "0 2 1 1 *"}

@@ -59,7 +59,7 @@ def test_openais_shapes_are_graders_and_survive_the_wire(fields: dict[str, Any])
         ({**MULTI, "calculate_output": "a + + * b"}, "grader", "character 7: a number or a name is missing"),
         ({**MULTI, "graders": {"min": CHECK}, "calculate_output": "1"}, "grader", "'min' cannot be a grader's name"),
         ({**MULTI, "graders": {"a": MULTI}}, "grader.graders.a", "does not match any of the expected tags"),
-        ({**MULTI, "graders": {"a": {**CHECK, "name": ""}}}, "grader.graders.a.name", "at least 1 character"),
+        ({**MULTI, "graders": {"a": {**CHECK, "name": ""}}}, "grader.graders.a.name", "must not be empty"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, Any], place: str, rule: str) -> None:

@@ -11,6 +11,8 @@ function flat(value, path = "", found = new Map()) {
 }
 
 const fieldText = (value) => (value === undefined || value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+/** A text that lines may break at slashes and commas: a long address does not push the other runs off the screen. */
+const breakable = (text) => text.split(/(?<=[/,])/).flatMap((part) => [part, make("wbr")]);
 export const runName = (run) => run.run.name ?? run.run_id;
 
 /** A table with a column for each run. */
@@ -27,8 +29,9 @@ export function comparison(runs) {
     row("GPU time", runs.map((run) => (run.gpu_seconds ? duration(run.gpu_seconds) : "–"))),
     runs.some((run) => run.cost) && row("cost", runs.map((run) => (run.cost ? money({ amount: run.cost.so_far, currency: run.cost.currency }) : "–"))),
     ...measured.map((name) => row(name, runs.map((run) => number(run.metrics[name])))),
-    ...names.map((name) => row(name, requests.map((fields) => fieldText(fields.get(name))))),
-  ].filter(Boolean), { stacked: false });
+    ...names.map((name) => row(name, requests.map((fields) => breakable(fieldText(fields.get(name)))))),
+  ].filter(Boolean));
+  framed.querySelector("table").classList.add("beside");
   [...framed.querySelectorAll("thead th")].slice(1).forEach((cell, n) => cell.replaceChildren(make("a", { href: `/runs/${encodeURIComponent(runs[n].run_id)}` }, titles[n])));
   return [make("h3", {}, `${names.length} fields of the request differ`), framed];
 }

@@ -11,10 +11,11 @@ async function load() {
   const data = await get("/models");
   byId("summary").textContent = data.length ? `${number(data.length)} published` : "";
   const options = () => data.map(({ name }) => make("option", { value: name }, name));
+  const bases = () => data.filter(({ base }) => base).map(({ name, base }) => make("option", { value: `${name}:base` }, `${modelName(base)}, which ${name} was trained from`));
   const chosen = elements.model.value || new URLSearchParams(location.search).get("ask");
-  show(elements.model, options());
+  show(elements.model, options(), bases());
   if (data.some(({ name }) => name === chosen)) elements.model.value = chosen;
-  show(elements.other, make("option", { value: "" }, "nobody else"), options());
+  show(elements.other, make("option", { value: "" }, "nobody else"), options(), bases());
   form.querySelector("[type=submit]").disabled = !data.length;
   show(byId("models"), data.length ? modelTable(data) : make("p.empty", {}, "Nothing is published yet. A run publishes its result under its name when it succeeds."));
 }
@@ -100,6 +101,7 @@ form.addEventListener("submit", async (event) => {
   hangUp = new AbortController();
   event.submitter.disabled = true;
   stop.disabled = false;
+  elements.message.value = "";
   const settings = { ...numberOf("temperature"), ...numberOf("max_tokens") };
   const ended = await Promise.allSettled(models.map((model) => ask(model, text, settings, hangUp.signal)));
   event.submitter.disabled = false;
@@ -107,7 +109,7 @@ form.addEventListener("submit", async (event) => {
   const broken = ended.filter(({ status }) => status === "rejected").map(({ reason }) => reason.message);
   problem.textContent = broken.join("; ");
   problem.hidden = !broken.length;
-  if (!broken.length) elements.message.value = "";
+  if (broken.length && !elements.message.value) elements.message.value = text;  // to be sent again
   elements.message.focus();
 });
 

@@ -15,19 +15,19 @@ function newKey() {
   return `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("")}`;
 }
 
-elements.file.addEventListener("change", async () => {
-  const [file] = elements.file.files;
+for (const picker of form.querySelectorAll("[type=file]")) picker.addEventListener("change", async () => {
+  const [file] = picker.files;
   if (!file) return;
   forget(form);
-  elements.file.disabled = true;
+  picker.disabled = true;
   try {
     const record = await upload(file);
-    elements.dataset.value = record.uri;
+    elements[picker.dataset.into].value = record.uri;
     toast(`${file.name} is uploaded`);
   } catch (error) {
-    refuse(form, error, () => "file");
+    refuse(form, error, () => picker.name);
   } finally {
-    elements.file.disabled = false;
+    picker.disabled = false;
   }
 });
 

@@ -21,7 +21,7 @@ const ACTIONS = [
   { verb: "retry", label: "Run again", when: (one) => hasEnded(one) && canResume(one), sure: () => AGAIN, done: "A new run was started." },
   { verb: "retry", label: "Run again", look: ".strong", when: (one) => hasEnded(one) && !canResume(one), sure: () => `${AGAIN} It fails again unless the cause was mended.`, done: "A new run was started." },
 ];
-const SOURCES = { native: "API or CLI", openai: "OpenAI's API", art: "ART" };
+const SOURCES = { native: "API or CLI", page: "this page", tinker: "Tinker", openai: "OpenAI's API", art: "ART" };
 
 function cancelQuestion() {
   return run.step ? "Cancel this run? It ends after the current step, with a checkpoint, and can be resumed." : "Cancel this run? It has not done a step yet.";

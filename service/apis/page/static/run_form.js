@@ -1,10 +1,12 @@
 // What the forms of runs and of schedules share: the fields of a run, and refusals shown at their field.
 
 import { byId, make, Problem } from "./page.js";
-import { prepareFields } from "./settings_fields.js";
+import { LENGTHS, prepareFields } from "./settings_fields.js";
 
 const RL_START = { epochs: 1, mini_batches: 1, rollouts: { steps: 50, prompts_per_step: 8, group_size: 8, grader: { type: "string_check", name: "same", input: "{{sample.output_text}}", operation: "eq", reference: "{{item.answer}}" } } };
 export const STARTS = { sft: { epochs: 1, batch_size: 8 }, dpo: { epochs: 1, batch_size: 8 }, rl: RL_START };
+// Names of the main fields, as the command line's options have them.
+const WORDS = { rows: { rows: "Dataset", "eval-rows": "Eval dataset", length: "Epochs" }, rl: { rows: "Prompts", "eval-rows": "Eval prompts", length: "Steps" } };
 export const pretty = (settings) => JSON.stringify(settings, null, 2);
 
 /** Say at its field what is wrong there; false where there is no such field. */
@@ -14,7 +16,10 @@ export function complain(form, field, rule) {
   const id = `${form.id}-${field}-problem`;
   const said = byId(id);
   if (said) said.textContent += `; ${rule}`;
-  else control.closest("label").append(make("span.field-problem", { id, role: "alert" }, rule));
+  else {
+    for (let fold = control.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+    control.closest("label, .picked").append(make("span.field-problem", { id, role: "alert" }, rule));
+  }
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-describedby", id);
   form.querySelector("[aria-invalid]").focus();
@@ -34,7 +39,7 @@ export function forget(form) {
 export function refuse(form, error, fieldOf) {
   if (!(error instanceof Problem)) throw error;
   const left = rulesOf(error).filter(([place, rule]) => {
-    const field = place && fieldOf(place);
+    const field = place && fieldOf(place, form.elements.kind?.value);
     return !field || !complain(form, field, field === "settings" ? `${place}: ${rule}` : rule);
   });
   if (!left.length) return;
@@ -55,12 +60,17 @@ function rulesOf(error) {
 export function prepareSettings(form) {
   const { elements } = form;
   let untouched;
+  const label = () => {
+    const words = WORDS[elements.kind.value === "rl" ? "rl" : "rows"];
+    for (const [name, text] of Object.entries(words)) form.querySelector(`[data-${name}]`).textContent = text;
+  };
   const drawFields = prepareFields(form, pretty);
   const begin = () => {
     untouched = elements.settings.value = pretty(STARTS[elements.kind.value]);
     drawFields();
   };
-  elements.kind.addEventListener("change", () => { if (elements.settings.value === untouched) begin(); else drawFields(); });
+  elements.kind.addEventListener("change", () => { label(); if (elements.settings.value === untouched) begin(); else drawFields(); });
+  label();
   begin();
   return begin;
 }
@@ -80,17 +90,22 @@ export function settingsOf(form) {
 /** The run that a form asks for. */
 export function runOf(elements, settings) {
   const value = (name) => elements[name].value.trim();
-  const kind = value("kind"), uri = value("dataset");
-  const data = kind === "rl" ? { rollouts: { ...settings.rollouts, prompts: { ...settings.rollouts?.prompts, uri } } } : { dataset: { ...settings.dataset, uri } };
+  const kind = value("kind"), uri = value("dataset"), held = value("eval_dataset"), { rollouts } = settings;
+  const heldOut = held ? { held_out: { ...rollouts?.held_out, prompts: { ...rollouts?.held_out?.prompts, uri: held } } } : {};
+  const data = kind === "rl"
+    ? { rollouts: { ...rollouts, prompts: { ...rollouts?.prompts, uri }, ...heldOut } }
+    : { dataset: { ...settings.dataset, uri }, ...(held ? { eval_dataset: { ...settings.eval_dataset, uri: held } } : {}) };
   return { kind, model: value("model"), ...(value("run_name") ? { name: value("run_name") } : {}), ...settings, ...data };
 }
 
 /** The field of the form for a place in a run. */
-export function fieldOfRun(place) {
+export function fieldOfRun(place, kind) {
   const rest = place.split(".");
   const inner = ["sft", "dpo", "rl"].includes(rest[0]) ? rest.slice(1) : rest;
   if (inner[0] === "name") return "run_name";
   if (inner[0] === "model" || inner[0] === "model_uri") return "model";
+  if (inner.at(-1) === "uri" && (inner[0] === "eval_dataset" || inner[1] === "held_out")) return "eval_dataset";
+  if (inner.join(".") === LENGTHS[kind].join(".")) return "duration";
   const isUri = inner.at(-1) === "uri" && (["dataset", "source"].includes(inner[0]) || inner[1] === "prompts");
   return isUri ? "dataset" : "settings";
 }

@@ -50,10 +50,10 @@ function asked(elements, settings) {
 }
 
 /** The field of the form for a place in the request. */
-function fieldOf(place) {
+function fieldOf(place, kind) {
   const [first, ...rest] = place.split(".");
   if (first !== "run") return { every_s: "every", catch_up_s: "catch_up" }[first] ?? first;
-  return fieldOfRun(rest.join("."));
+  return fieldOfRun(rest.join("."), kind);
 }
 
 /** Ask for a span of time and send it; the answer, or nothing where nobody sent it. */

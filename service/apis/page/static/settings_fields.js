@@ -4,8 +4,10 @@
 import { get, make, words } from "./page.js";
 
 const MODELS = { sft: "SFTRun", dpo: "DPORun", rl: "RLRun" };
-const IN_THE_FORM = ["kind", "schema_version", "name", "model", "dataset", "rollouts.prompts"];
+const IN_THE_FORM = ["kind", "schema_version", "name", "model", "dataset", "rollouts.prompts", "eval_dataset", "rollouts.held_out.prompts"];
+export const LENGTHS = { sft: ["epochs"], dpo: ["epochs"], rl: ["rollouts", "steps"] };
 const SCALARS = ["boolean", "integer", "number", "string"];
+const PREFIXES = { held_out: "eval_", weight_sync: "sync_" };  // as the command line's options have them
 const DEEPEST = 3;
 
 let described;
@@ -19,7 +21,7 @@ function resolved(schemas, schema) {
 }
 
 /** The fields of an object, each with its path; those of a choice between objects are of the chosen one. */
-function* walk(schemas, object, path, settings) {
+function* walk(schemas, object, path, settings, prefix = "") {
   for (const [name, given] of Object.entries(object.properties ?? {})) {
     const inner = [...path, name], schema = resolved(schemas, given);
     if (IN_THE_FORM.includes(inner.join(".")) || "const" in schema) continue;
@@ -28,11 +30,11 @@ function* walk(schemas, object, path, settings) {
       const usual = schema.default?.kind;
       const chosen = valueAt(settings, inner)?.kind ?? usual;
       yield { path: [...inner, "kind"], label: name, schema: { enum: Object.keys(kinds), default: usual, description: schema.description }, isChoice: true };
-      if (kinds[chosen] && inner.length < DEEPEST) yield* walk(schemas, resolved(schemas, { $ref: kinds[chosen] }), inner, settings);
+      if (kinds[chosen] && inner.length < DEEPEST) yield* walk(schemas, resolved(schemas, { $ref: kinds[chosen] }), inner, settings, `${chosen}_`);
     } else if (SCALARS.includes(schema.type)) {
-      yield { path: inner, label: name, schema };
+      yield { path: inner, label: prefix + name, schema };
     } else if (schema.properties && inner.length < DEEPEST) {
-      yield* walk(schemas, schema, inner, settings);
+      yield* walk(schemas, schema, inner, settings, PREFIXES[name] ?? "");
     }
   }
 }
@@ -79,8 +81,16 @@ const read = (form) => {
 /** Show the fields in the form's place for them, as soon as that is opened. `write`: of settings as text. */
 export function prepareFields(form, write) {
   const more = form.querySelector("details.settings"), place = more.querySelector("div");
+  const { duration } = form.elements, lengthPath = () => LENGTHS[form.elements.kind.value];
+  duration.addEventListener("input", () => {
+    const now = read(form);
+    if (now) form.elements.settings.value = write(changed(now, lengthPath(), duration.value === "" ? undefined : Number(duration.value)));
+    draw();
+  });
+  const showLength = (settings) => { duration.value = valueAt(settings, lengthPath()) ?? ""; };
   async function draw() {
     const settings = read(form);
+    if (settings && document.activeElement !== duration) showLength(settings);
     if (!more.open || !settings) return;
     const all = await schemas(), groups = new Map([["", []]]);
     for (const field of walk(all, resolved(all, { $ref: MODELS[form.elements.kind.value] }), [], settings)) {
@@ -96,6 +106,7 @@ export function prepareFields(form, write) {
       if (!now) return;
       const path = field.isChoice ? field.path.slice(0, -1) : field.path;
       form.elements.settings.value = write(changed(now, path, field.isChoice && value !== undefined ? { kind: value } : value));
+      showLength(read(form));
       if (field.isChoice) draw();
     });
     return make("div", {}, make("label", {}, words(field.label), " ", input), field.schema.description && make("small.muted", {}, field.schema.description));
