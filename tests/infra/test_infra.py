@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 CONTAINERFILES = sorted(INFRA.glob("Containerfile.*"))
 MANIFESTS = sorted((INFRA / "kubernetes").glob("*.yaml"))
-TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, ROOT / "docs" / "operations.md"]
+UNITS = sorted((INFRA / "systemd").glob("*.service"))
+PAGES = [ROOT / "docs" / name for name in ("operations.md", "team_install.md")]
+TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, *UNITS, *PAGES]
 
 
 def variables(model: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -295,3 +297,13 @@ def test_hosts_offer_the_shape_that_the_service_asks_for() -> None:
         for container in deployment["spec"]["template"]["spec"]["containers"]:
             assert {"configMapRef": {"name": "longshore-settings"}} in container["envFrom"], container["name"]
             assert "LONGSHORE_SHAPE" not in {entry["name"] for entry in container.get("env", ())}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_starts_what_there_is_and_its_page_says_so(path: Path) -> None:
+    [command] = re.findall(r"^ExecStart=\S+/python -P -m (.+)$", path.read_text(), re.MULTILINE)
+    module, *options = shlex.split(command)
+    assert {option for option in options if option.startswith("--")} <= option_names(module)
+    assert path.stem in (ROOT / "docs" / "team_install.md").read_text()
+    for file in re.findall(r"^EnvironmentFile=-?(\S+)$", path.read_text(), re.MULTILINE):
+        assert file.replace("%i", "gpu") in (ROOT / "docs" / "team_install.md").read_text()
