@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.child_environment import STACK_MARK
+from shared.child_environment import STACK_MARK, Kind
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 _STEADY_S = 30.0
@@ -30,6 +30,7 @@ class Child:
     environment: dict[str, str]
     log: Path
     grace_s: float = 8.0
+    role: Kind = "temporal"
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     wait_s: float = _SHORTEST_WAIT_S

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shared.storage.files import write_atomically
 
+_LINK_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -26,6 +28,18 @@ class Connection:
             write_atomically(_path(Path(self.root)), json.dumps(asdict(self), indent=1).encode() + b"\n")
         finally:
             os.umask(previous)
+
+    def sign_in_link(self) -> str | None:
+        """Return a link that signs a browser in once, as the holder of the stack's key; None where none is given."""
+        import httpx
+
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        try:
+            with httpx.Client(headers=headers, timeout=_LINK_PATIENCE_S, trust_env=False) as client:
+                answer = client.post(f"{self.api_url}/login/link")
+            return f"{self.api_url}{answer.raise_for_status().json()['path']}"
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None
 
     @classmethod
     def read(cls, root: Path) -> "Connection | None":

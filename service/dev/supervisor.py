@@ -27,6 +27,7 @@ from types import FrameType
 import psutil
 
 from service.accounts.keys import hash_key, new_key
+from service.dev import opened
 from service.dev.children import Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
@@ -38,6 +39,7 @@ from shared.storage.files import private_folder
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
 _TICK_S = 0.1
+_TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
 _HOST_GRACE_S = 20.0
 _TEMPORAL_START_S = 30.0
@@ -57,7 +59,12 @@ class Stack:
     """The supervisor."""
 
     def __init__(
-        self, settings: Settings, api_port: int | None = None, with_ui: bool = False, folders: Sequence[Path] = ()
+        self,
+        settings: Settings,
+        api_port: int | None = None,
+        with_ui: bool = False,
+        folders: Sequence[Path] = (),
+        tells_link: bool = False,
     ) -> None:
         """
         Args:
@@ -65,19 +72,23 @@ class Stack:
             api_port: the web service's; the next one that is free if it is taken.
             with_ui: Temporal's own pages, on which every run can be read and ended without any key.
             folders: what users' paths may name below; if there are none, and the settings name none, the current one.
+            tells_link: print a link that signs a browser in once.
         """
+        self._tells_link = tells_link
         self._with_ui = with_ui
         self.root = settings.root_path
         self._settings = settings
         self._api_port = api_port
-        self._folders = [str(folder.resolve()) for folder in folders]
-        self._leaving = False
+        self._folders = [str(folder.resolve()) for folder in folders or settings.download.file_roots or [Path.cwd()]]
+        self._leaving = self._has_opened = False
 
     def run(self) -> None:
         """Keep the stack up until SIGTERM or SIGINT. Raises DevError when it cannot start."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._leave)
+        signal.signal(signal.SIGUSR1, self._open)
         with _locked(self.root), Ports() as ports:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._leave)
+            opened.write(self.root, self._folders)
             end_leftovers(self.root)
             connection = self._connection(ports)
             temporal, others = self._children(connection)
@@ -97,6 +108,17 @@ class Stack:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._leaving = True
+
+    def _open(self, number: int, frame: FrameType | None) -> None:
+        self._has_opened = True
+
+    def _start_anew(self, children: list[Child], connection: Connection) -> None:
+        """Let the processes that read users' paths start again, with the folders that are open now."""
+        self._folders, self._has_opened = opened.read(self.root), False
+        for child in children:
+            if child.role in ("web", "control"):
+                child.environment = self._environment(child.role, connection)
+                child.ask_to_leave()
 
     def _connection(self, ports: Ports) -> Connection:
         """Choose the ports: those of last time, or the usual ones; the next free ones where they are taken."""
@@ -144,9 +166,11 @@ class Stack:
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
         hosts = {role: [*python, "service.host", "--role", role] for role in _HOSTS}
         others = [
-            Child("web service", web, self._environment("web", connection), logs / "web.log"),
+            Child("web service", web, self._environment("web", connection), logs / "web.log", role="web"),
             *(
-                Child(f"{role} host", host, self._environment(role, connection), logs / f"{role}.log", _HOST_GRACE_S)
+                Child(
+                    f"{role} host", host, self._environment(role, connection), logs / f"{role}.log", _HOST_GRACE_S, role
+                )
                 for role, host in hosts.items()
             ),
         ]
@@ -166,8 +190,7 @@ class Stack:
         }
         if connection.temporal_ui:
             known["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
-        if self._folders or not self._settings.download.file_roots:
-            known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders or [str(Path.cwd())])
+        known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders)
         return child_environment(kind, known)
 
     def _start_temporal(self, temporal: list[Child], others: list[Child], connection: Connection) -> None:
@@ -184,12 +207,14 @@ class Stack:
     def _supervise(self, children: list[Child], connection: Connection) -> None:
         announced = False
         while not self._leaving:
+            if self._has_opened:
+                self._start_anew(children, connection)
             for child in children:
                 if message := child.revive():
                     say(message)
             if not announced and listens(connection.api_url.removeprefix("http://")):
                 connection.write()
-                say(banner(connection))
+                say(banner(connection, self._tells_link))
                 announced = True
             time.sleep(_TICK_S)
 
@@ -219,8 +244,8 @@ def temporal_binary() -> str:
     return found
 
 
-def banner(connection: Connection) -> str:
-    """Return the lines that are printed when the stack is up."""
+def banner(connection: Connection, with_link: bool = False) -> str:
+    """Return the lines that are printed when the stack is up. `with_link`: and a link that signs a browser in once."""
     lines = [
         f"Longshore is up, its state in {connection.root}",
         f"  API, page    {connection.api_url}",
@@ -228,6 +253,8 @@ def banner(connection: Connection) -> str:
         f"  Temporal UI  {connection.temporal_ui or '(off: `longshore dev --ui`)'}",
         f"  logs         {connection.root}/logs",
     ]
+    if with_link and (link := connection.sign_in_link()):
+        lines.insert(2, f"  sign in      {link} (once, within ten minutes; another: `longshore dev --link`)")
     if Path(connection.root) != Path("~/.longshore").expanduser().resolve():
         lines.append(f"  elsewhere    export LONGSHORE_ROOT={connection.root}")
     return "\n".join(lines)
@@ -277,7 +304,7 @@ def detach(
     api_port: int | None = None,
     with_ui: bool = False,
     folders: Sequence[Path] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> Connection:
     """Start a supervisor that outlives this terminal, and wait until the service listens.
 
@@ -303,8 +330,11 @@ def detach(
             stderr=file,
             start_new_session=True,
         )
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    begin = told_at = time.monotonic()
+    while (now := time.monotonic()) < begin + timeout_s:
+        if now - told_at >= _TELL_EVERY_S:
+            told_at = now
+            say(f"starting Temporal, the web service and three hosts: {now - begin:.0f} s so far, some 60 if slow")
         connection = Connection.read(root)
         if connection is not None and connection.pid == process.pid:
             return connection

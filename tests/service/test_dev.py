@@ -61,6 +61,13 @@ class Dev:
         except httpx.HTTPError:
             return None
 
+    def post(self, path: str, body: dict) -> httpx.Response | None:
+        headers = {"authorization": f"Bearer {self.connection.api_key}"}
+        try:
+            return httpx.post(f"{self.connection.api_url}/api/v1{path}", json=body, headers=headers, timeout=300)
+        except httpx.HTTPError:
+            return None
+
     def is_well(self) -> bool:
         answer = self.get("/health")
         return answer is not None and answer.status_code == 200
@@ -90,13 +97,32 @@ def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())
 
 
+def test_a_link_signs_a_browser_in_once(dev: Dev) -> None:
+    link = dev.cli("dev", "--link").stdout.strip()
+    path, _, once = link.partition("?once=")
+    assert path == f"{dev.connection.api_url}/login" and once
+    for _ in range(2):
+        assert "This link signs" in httpx.get(link).text, "looking uses up nothing"
+    assert httpx.post(path, data={"once": once}).status_code == 303
+    assert httpx.post(path, data={"once": once}).status_code == 401
+    refused = httpx.post(f"{path}/link")
+    assert refused.status_code == 401, "without a key"
+
+
 def test_only_the_folder_where_it_was_started_is_open_and_a_second_tenant_is_warned_of(dev: Dev) -> None:
     headers = {"authorization": f"Bearer {dev.connection.api_key}"}
-    for folder, is_open in ((Path.cwd() / "docs", True), (dev.root.parent, False)):
+    outside = dev.root.parent / "outside"
+    outside.mkdir()
+    for folder, is_open in ((Path.cwd() / "docs", True), (outside, False)):
         asked = {"source": {"uri": f"{folder.as_uri()}/rows.jsonl"}, "model_uri": str(folder)}
         answer = httpx.post(f"{dev.connection.api_url}/api/v1/validate", json=asked, headers=headers, timeout=300)
         assert answer.status_code == 422
         assert ("download.file_roots" not in answer.text) == is_open, answer.text
+    assert "longshore dev --open" in answer.text
+    opened = dev.cli("dev", "--open", str(outside))
+    assert opened.code == 0 and str(outside) in opened.stderr, opened
+    wait_until(lambda: (found := dev.post("/validate", asked)) and "dev --open" not in found.text, "it is open")
+    wait_until(dev.is_well, "the stack is well")
     made = dev.cli("tenants", "create", "second")
     assert made.code == 0
     assert "warning: every tenant may read files below" in made.stderr and str(Path.cwd()) in made.stderr

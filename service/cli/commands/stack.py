@@ -34,12 +34,17 @@ def dev(
     root: Root = None,
     opened: Annotated[
         list[Path] | None,
-        typer.Option("--open", help="A folder whose files runs may read, by path; the current one if absent."),
+        typer.Option(
+            "--open",
+            help="A folder whose files runs may read; the current one if absent. A stack that is up takes more.",
+        ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
+    link: Annotated[bool, typer.Option("--link", help="Print another link that signs a browser in once.")] = False,
     ui: Annotated[bool, typer.Option("--ui", help="Temporal's own pages too, which ask for no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
+    from service.dev import opened as opened_folders
     from service.dev import supervisor as stack
     from service.errors import DevError
 
@@ -48,15 +53,30 @@ def dev(
         settings = settings.model_copy(update={"root": root})
     if detach and stop:
         raise Stop("--detach starts a stack and --stop ends one: give one of them", USAGE)
+    running = stack.supervisor(settings.root_path) if opened and not stop else None
     try:
-        if stop:
+        if link:
+            print(_link(settings.root_path))
+        elif running is not None:
+            open_now = opened_folders.add(settings.root_path, running, opened or ())
+            say(f"runs may read files below {', '.join(open_now)}: the web service starts anew, in some seconds")
+        elif stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.banner(stack.detach(settings.root_path, port, ui, opened or ())))
+            say(stack.banner(stack.detach(settings.root_path, port, ui, opened or ()), with_link=True))
         else:
-            stack.Stack(settings, port, ui, opened or ()).run()
+            stack.Stack(settings, port, ui, opened or (), tells_link=True).run()
     except DevError as error:
         raise Stop(str(error)) from None
+
+
+def _link(root: Path) -> str:
+    from service.dev.connection import Connection
+
+    connection = Connection.read(root)
+    if connection is None or (link := connection.sign_in_link()) is None:
+        raise Stop(f"no stack answers in {root}", advice="longshore dev --detach")
+    return link
 
 
 @command(app)

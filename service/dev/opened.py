@@ -1,0 +1,28 @@
+"""The folders of this machine that a stack's users may name: `opened.json` in its root, which its supervisor reads."""
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from shared.storage.files import write_atomically
+
+
+def read(root: Path) -> list[str]:
+    found: list[str] = json.loads((root / "opened.json").read_text())
+    return found
+
+
+def write(root: Path, folders: Sequence[str]) -> None:
+    write_atomically(root / "opened.json", json.dumps(folders).encode())
+
+
+def add(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
+    """Open more folders to a running stack, whose web service starts anew. Returns all that are open then."""
+    known = read(root)
+    known += [path for folder in folders if (path := str(folder.resolve())) not in known]
+    write(root, known)
+    supervisor.send_signal(signal.SIGUSR1)
+    return known
