@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from megatron_worker.dispatch import Dispatcher
+from megatron_worker.dispatch import BINS_A_PASS, Dispatcher
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import loss_function
 from megatron_worker.process.background import Awaited
@@ -38,10 +38,11 @@ from megatron_worker.training.schedule import learning_rate
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import Kept, WarmEngine, make_trainable, slots_of, take_engine
 from shared.contract import Artifact
-from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
+from shared.jobs.events import Evaluated, Evaluating, Probed, Saved, Started, Step
 from shared.jobs.job import Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
+_MANY_PASSES = 20
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,9 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
         return True
     evaluator, dispatcher = work.evaluator, work.dispatcher
     assert evaluator.data is not None
-    sums = yield from dispatcher.evaluate(work.slot, evaluator.data, evaluator.loss_function, work.cancelled)
+    passes = dispatcher.evaluate(work.slot, evaluator.data, evaluator.loss_function, work.cancelled)
+    num_passes = math.ceil(len(evaluator.data.bins(0)) / dispatcher.facts.dp_size / BINS_A_PASS)
+    sums = yield from told(passes, num_passes, lambda done: work.report.emit(Evaluating, step=work.step, fraction=done))
     if sums is None:
         return False
     samples = yield from evaluator.samples(partial(dispatcher.greedy, work.slot), work.cancelled)
@@ -321,6 +324,21 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
     metrics = evaluator.metrics(sums)
     work.report.emit(Evaluated, step=work.step, metrics=metrics, samples=samples)
     return True
+
+
+def told(passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]) -> Generator[None, None, T]:
+    """Do passes, and tell at each tenth of them, from 0 on, how much of them is done, if there are many."""
+    done, every = 0, num_passes // 10 if num_passes >= _MANY_PASSES else 0
+    while True:
+        if every and done % every == 0 and done < num_passes:
+            tell(done / num_passes)
+        try:
+            next(passes)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        done += 1
+        yield None
 
 
 def make_deterministic(plan: WorkerPlan) -> None:

@@ -123,14 +123,16 @@ class SFTWorkflow(RunHandlers):
         return tokenized, packed
 
     def _current(self) -> RunStatus:
-        status, training, known = self._run.with_jobs(), self._run.training, self._run.status
+        status, training, known, run = self._run.with_jobs(), self._run.training, self._run.status, self._start.run
         metrics = known.metrics | training.metrics  # a resumed run shows its last evaluation until the next one
         is_open = known.state == "running"
         return changed(
             status,
             step=training.step or known.step,
             notices=with_skipped(status.notices, int(metrics.get("skipped", 0))),
-            estimated_end=training.eta.end(known.num_steps, training.leasing.epoch) if is_open else None,
+            estimated_end=training.eta.end(known.num_steps, training.leasing.epoch, run.eval_every)
+            if is_open
+            else None,
             metrics=metrics,
             checkpoint=training.checkpoint or known.checkpoint,
         )

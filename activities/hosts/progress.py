@@ -16,7 +16,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
 from shared.contract import Fence, Frozen
-from shared.jobs.events import Evaluated, Event, Started, Step
+from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
 from shared.jobs.job import AnyPlan, CrossEntropy, JobPlan, Loss, is_policy_loss
 from shared.runs.status import CheckpointRef
 
@@ -124,6 +124,7 @@ class ProgressReport(Frozen):
     """A report on a job, signalled to its workflow, which ignores reports of other fences than its current one.
 
     `held_s`: seconds that the lease has had of its worker's time so far. `num_steps`: not meaningful for a session.
+    `evaluations`: those that the job has made so far, which took `evaluating_s` seconds.
     """
 
     fence: Fence
@@ -132,6 +133,8 @@ class ProgressReport(Frozen):
     metrics: dict[str, float]
     checkpoint: CheckpointRef | None
     held_s: float = 0.0
+    evaluations: int = 0
+    evaluating_s: float = 0.0
 
 
 class Progress:
@@ -154,6 +157,7 @@ class Progress:
         for metrics in steps_before:
             self._training.take(metrics)
         self._evaluation: dict[str, float] = {}
+        self._evaluations, self._evaluating_s, self._last_event_at = 0, 0.0, 0.0
         self._fence = fence
         self._num_steps = plan.first_step + plan.num_steps if isinstance(plan, JobPlan) else 0
         self._signals = signals
@@ -175,7 +179,11 @@ class Progress:
                 self.step = step
                 self._training.take(metrics)
             case Evaluated(metrics=metrics):
+                self._evaluations += 1
+                self._evaluating_s += event.time - self._last_event_at
                 self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
+        if not isinstance(event, Evaluating):
+            self._last_event_at = event.time
 
     def tick(self, durable: CheckpointRef | None) -> None:
         """Signal what is new, if the last signal is long enough ago; the first step is told at once."""
@@ -191,6 +199,8 @@ class Progress:
             num_steps=self._num_steps,
             metrics=self.metrics,
             checkpoint=durable,
+            evaluations=self._evaluations,
+            evaluating_s=self._evaluating_s,
         )
         if report != self._told:
             told = report.model_copy(update={"held_s": self._held_s()})

@@ -10,6 +10,7 @@ from shared.contract import Frozen
 from shared.jobs.events import (
     Applied,
     Evaluated,
+    Evaluating,
     Event,
     Failed,
     Kept,
@@ -220,6 +221,8 @@ def describe(event: Event) -> str:
             return f"checkpoint of step {event.step} saved"
         case Kept():
             return f"state of command {event.step} kept"
+        case Evaluating():
+            return f"evaluating after step {event.step}: {event.fraction:.0%} of the held-out rows"
         case Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"

@@ -60,6 +60,14 @@ class Sample(Frozen):
     reference: str | None = None
 
 
+class Evaluating(_Event):
+    """So much of the evaluation after `step` steps is done: of one with many bins, from 0 on."""
+
+    event: Literal["evaluating"] = "evaluating"
+    step: int
+    fraction: float
+
+
 class Evaluated(_Event):
     """Held-out metrics and samples of the weights after `step` steps."""
 
@@ -132,7 +140,19 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started | Step | Saved | Kept | Evaluated | Probed | Synced | Applied | Offloaded | Succeeded | Failed | Cancelled,
+    Started
+    | Step
+    | Saved
+    | Kept
+    | Evaluating
+    | Evaluated
+    | Probed
+    | Synced
+    | Applied
+    | Offloaded
+    | Succeeded
+    | Failed
+    | Cancelled,
     Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_worker.process.event_log import Report
+from megatron_worker.runner import told
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData
@@ -330,3 +331,21 @@ def test_no_map_of_the_jobs_files_is_left(workshop: Workshop):
     do(workshop, "a", workshop.plan(evaluation=Evaluation(data=workshop.held_out)))
     maps = Path("/proc/self/maps").read_text()
     assert str(workshop.root) not in maps
+
+
+def test_a_long_evaluation_tells_how_far_it_is():
+    def passes(number: int):
+        for _ in range(number):
+            yield None
+        return number
+
+    told_of: list[float] = []
+    for number in (19, 40):
+        turns = told(passes(number), number, told_of.append)
+        while True:
+            try:
+                next(turns)
+            except StopIteration as end:
+                assert end.value == number
+                break
+    assert told_of == [tenth / 10 for tenth in range(10)], "and of a short one nothing"

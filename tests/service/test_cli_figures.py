@@ -6,13 +6,14 @@ import time
 import pytest
 from rich.console import Console
 
+from service.cli.doctor import has_fast_bf16
 from service.cli.exits import Stop
-from service.cli.output.follow import Bar
+from service.cli.output.follow import Bar, Lines
 from service.cli.output.render import seconds_of, span
 from service.cli.output.runs import phases, summary, took
 from service.runs.views import RunView, seconds_left
 from shared.contract import Fence
-from shared.jobs.events import Step
+from shared.jobs.events import Saved, Step, Succeeded
 from shared.runs.events import RunEvent
 from shared.runs.requests import SFTRun
 from workflows.training.training import StepEta
@@ -53,6 +54,35 @@ def test_an_end_is_told_by_the_time_between_the_ends_of_steps() -> None:
     for step, ended in ((4, 5000.0), (5, 5002.0), (5, 5090.0)):  # from its checkpoint on, steps are done again
         pace.take(step, ended, lease=2)
     assert pace.end(11, 2) == pytest.approx(5002 + 6 * 2)
+
+
+def test_time_left_has_the_evaluations_in_it() -> None:
+    pace = StepEta()
+    pace.take(1, 1050.0, 1, evaluations=1, evaluating_s=40.0)  # one before the first step
+    pace.take(3, 1070.0, 1, evaluations=1, evaluating_s=40.0)
+    assert pace.end(11, 1) == pytest.approx(1070 + 8 * 10 + 40), "one behind the last step"
+    pace.take(5, 1130.0, 1, evaluations=2, evaluating_s=80.0)  # one after step 4
+    assert pace.end(11, 1, eval_every=4) == pytest.approx(1130 + 6 * 10 + 2 * 40), "after step 8, and at the end"
+    assert pace.end(5, 1, eval_every=4) == pytest.approx(1130 + 40)
+
+
+def test_a_look_at_a_run_that_has_ended_shows_its_losses_and_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(view_of(state="succeeded", phase="done", step=1000, num_steps=1000, started_at=0.0, ended_at=400.0))
+    for step in range(1, 1001):
+        lines.event(step_event(step, 0.4 * step, {"loss": 1000.0 - step}))
+        saved = Saved(seq=1, time=0.4 * step, step=step, path="p", manifest_sha256="0" * 64)
+        lines.event(RunEvent(cursor="", job_id="000001", fence=Fence(epoch=1), event=saved))
+    lines.event(
+        RunEvent(
+            cursor="",
+            job_id="000001",
+            fence=Fence(epoch=1),
+            event=Succeeded(seq=2, time=400.0, step=1000, device="held"),
+        )
+    )
+    said = capsys.readouterr().err.splitlines()
+    assert 35 <= len(said) <= 45 and "checkpoint" not in "".join(said)
+    assert "step 1000: loss 0" in said[-2] and "succeeded" in said[-1]
 
 
 def test_what_is_left_is_told_while_it_lies_ahead() -> None:
@@ -123,3 +153,8 @@ def test_resume_is_not_offered_where_it_would_fail_the_same_way(kind: str) -> No
     view = view_of(state="failed", problem={"kind": kind, "message": "train.jsonl:3: no assistant turn"})
     assert "longshore resume" not in summary(view) and "resume would fail the same way" in summary(view)
     assert "longshore resume sft-1" in summary(view.model_copy(update={"problem": None}))
+
+
+def test_a_cpu_says_whether_its_bfloat16_is_fast() -> None:
+    assert has_fast_bf16("flags : fpu avx2 avx512f avx512_bf16\n") and has_fast_bf16("Features : fp asimd bf16\n")
+    assert not has_fast_bf16("flags : fpu avx2 fma avx512f\n")

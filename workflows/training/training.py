@@ -33,26 +33,45 @@ class StepEta:
 
     Measured from the end of the first step that a lease's worker did, so that waiting, a worker's start and warming up
     do not count; measured anew with another lease, which may repeat steps. Holds the first and the last step of one
-    lease: their numbers, and their ends in seconds since 1970.
+    lease: their numbers, and their ends in seconds since 1970 without the seconds of evaluations before them.
     """
 
     _lease: int = 0
     _first: tuple[int, float] | None = None
     _last: tuple[int, float] | None = None
+    _evaluations: int = 0
+    _evaluating_s: float = 0.0
 
-    def take(self, step: int, time: float, lease: int) -> None:
-        """Note that a step has ended. A step that was noted before, or of an earlier lease, changes nothing."""
+    def take(self, step: int, time: float, lease: int, evaluations: int = 0, evaluating_s: float = 0.0) -> None:
+        """Note that a step has ended. A step that was noted before, or of an earlier lease, changes nothing.
+
+        Args:
+            evaluations: those of this lease so far, which took `evaluating_s` seconds.
+        """
         if self._first is None or lease != self._lease:
-            self._lease, self._first, self._last = lease, (step, time), None
+            self._lease, self._first, self._last = lease, (step, time - evaluating_s), None
         elif step > (self._last or self._first)[0]:
-            self._last = step, time
+            self._last = step, time - evaluating_s
+        else:
+            return
+        self._evaluations, self._evaluating_s = evaluations, evaluating_s
 
-    def end(self, num_steps: int | None, lease: int) -> float | None:
-        """Estimate when the step of this number ends; None until two steps of this lease have ended."""
+    def end(self, num_steps: int | None, lease: int, eval_every: int = 0) -> float | None:
+        """Estimate when the step of this number ends, and the evaluations until then and behind it.
+
+        None until two steps of this lease have ended.
+
+        Args:
+            eval_every: steps from one evaluation to the next; 0: there is one behind the last step alone.
+        """
         if num_steps is None or self._first is None or self._last is None or lease != self._lease:
             return None
         (first, began), (last, now) = self._first, self._last
-        return now + (now - began) / (last - first) * max(0, num_steps - last)
+        end = now + self._evaluating_s + (now - began) / (last - first) * max(0, num_steps - last)
+        if not self._evaluations:
+            return end
+        to_come = 1 + ((num_steps - 1) // eval_every - last // eval_every if eval_every else 0)
+        return end + max(0, to_come) * self._evaluating_s / self._evaluations
 
 
 @dataclass
@@ -113,7 +132,7 @@ class Training:
         if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
             if report.step > self._begun_step:
-                self.eta.take(report.step, workflow.time(), self.leasing.epoch)
+                self.eta.take(report.step, workflow.time(), self.leasing.epoch, report.evaluations, report.evaluating_s)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
         self.step = news.step

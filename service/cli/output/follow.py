@@ -49,24 +49,43 @@ def display(view: "RunView") -> Iterator["Lines | Bar"]:
 
 
 class Lines:
-    """Print a line for each phase and event; for steps, at most one a second."""
+    """Print a line for each phase and event, but for checkpoints, which would drown the steps.
+
+    Of steps at most one a second of their own time is printed, and of those before this look at the run about forty;
+    the last one is always printed.
+    """
 
     _STEP_EVERY_S = 1.0
+    _PAST_STEPS = 40
 
     def __init__(self, view: "RunView") -> None:
         self._view = view
         self._phase = ""
         self._last_step_at = 0.0
+        self._held_back: RunEvent | None = None
+        self._began = time.time()
+        past_s = (view.ended_at or self._began) - (self._began if view.started_at is None else view.started_at)
+        self._past_every_s = max(self._STEP_EVERY_S, past_s / self._PAST_STEPS)
 
     def event(self, event: "RunEvent") -> None:
+        body = event.event
+        if body.event in ("saved", "probed"):
+            return
+        if body.event == "step":
+            every_s = self._STEP_EVERY_S if body.time > self._began else self._past_every_s
+            if body.time - self._last_step_at < every_s:
+                self._held_back = event
+                return
+            self._last_step_at = body.time
+        elif self._held_back is not None:
+            self._print(self._held_back)
+        self._held_back = None
+        self._print(event)
+
+    def _print(self, event: "RunEvent") -> None:
         from service.runs.views import log_line, seconds_left
 
-        body = event.event
-        if body.event == "step":
-            if time.monotonic() - self._last_step_at < self._STEP_EVERY_S:
-                return
-            self._last_step_at = time.monotonic()
-        left = ""
+        body, left = event.event, ""
         if body.event in ("step", "evaluated") and body.step >= self._view.step:  # other events are old
             left_s = seconds_left(self._view, time.time())
             left = f", about {span(left_s)} left" if left_s else ""
@@ -104,7 +123,7 @@ class Bar:
             if self._view.state == "running":  # else it is a repeated event
                 self._step = body.step
                 self._metrics |= body.metrics
-        elif body.event not in ("offloaded", "probed"):
+        elif body.event not in ("offloaded", "probed", "saved"):
             self.console.print(escape(describe(body)))
 
     def status(self, view: "RunView") -> None:
