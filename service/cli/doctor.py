@@ -13,9 +13,9 @@ from typing import Literal
 
 from shared.errors import LongshoreError
 from shared.settings import Settings
+from shared.storage.host_states import WORKER_PACKAGES
 from shared.storage.store import open_store
 
-_WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
 _ENOUGH_DISK_BYTES = 5 << 30
 
@@ -35,7 +35,7 @@ def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Ch
     looks: tuple[Callable[[], Check], ...] = (
         _python,
         lambda: _packages("control packages", _CONTROL_PACKAGES),
-        lambda: _packages("worker packages", _WORKER_PACKAGES),
+        lambda: _packages("worker packages", WORKER_PACKAGES),
         _temporal_program,
         lambda: _service(api_url, api_key),
         lambda: _hosts(api_url, api_key),
@@ -44,6 +44,7 @@ def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Ch
         _isolation,
         _cpu,
         _gpu,
+        _tiny_pass,
     )
     for look in looks:
         yield look()
@@ -107,6 +108,10 @@ def _hosts(api_url: str, api_key: str | None) -> Check:
     except Stop as stop:
         return Check("hosts", "warn", f"not known: {stop.message}")
     text = ", ".join(f"{each['num_polling']} {each['role']} ({each['queue']})" for each in found)
+    lacking = [f"{each['role']} host {told}" for each in found for told in each["lacking"]]
+    if lacking:
+        advice = "mend it: hosts check themselves each minute, and `longshore doctor` there checks that machine"
+        return Check("hosts", "fail", f"poll: {text}; takes no runs: {'; '.join(lacking)}", advice)
     missing = [each["role"] for each in found if not each["num_polling"]]
     if not missing:
         return Check("hosts", "ok", f"poll: {text}")
@@ -150,6 +155,16 @@ def _isolation() -> Check:
         case refusal:
             advice = "python graders run nowhere here: allow user namespaces (docs/graders.md)"
             return Check("isolation", "warn", refusal or "not found out: the sandbox does not start", advice)
+
+
+def _tiny_pass() -> Check:
+    """Check this machine as a GPU host does before it takes runs."""
+    command = [sys.executable, "-m", "activities.hosts.fitness", "--role", "gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lacks = done.stdout.splitlines() or done.stderr.splitlines()[-1:]
+    if lacks:
+        return Check("training", "warn", "; ".join(lacks), "a GPU host here takes no runs until that is mended")
+    return Check("training", "ok", "a tiny pass on every device gives what it should")
 
 
 def _cpu() -> Check:

@@ -51,6 +51,12 @@ class HostState(Frozen):
         """True for a host that is up, lacks nothing, and is not quarantined. It may be busy."""
         return self.is_seen(now) and not self.lacks and not self.is_quarantined(now)
 
+    def told(self, now: float, by_name: bool) -> tuple[str, ...]:
+        """Return why it takes no leases, in words, if it does not."""
+        quarantined = f"it lost the workers of {len(self.lost_runs)} runs at their start: others go first"
+        why = (*self.lacks, *((quarantined,) if self.is_quarantined(now) else ()))
+        return tuple(f"{self.name}: {each}" if by_name else each for each in why)
+
     def with_loss(self, run_id: str) -> "HostState":
         """Return its state after it lost a run's worker at its start."""
         runs = (*(known for known in self.lost_runs if known != run_id), run_id)

@@ -206,6 +206,7 @@ def test_doctor_says_what_is_well(service: Service) -> None:
     told = {check["name"]: check for check in answer.json}
     with service.http() as api:
         hosts = {each["role"]: each for each in api.get("/hosts").json()}
+    assert told["training"]["verdict"] == "ok", told["training"]
     assert hosts.keys() == {"control", "gpu", "sampler"} and hosts["control"]["num_polling"]
     for role, each in hosts.items():
         assert f"{each['num_polling']} {role} ({each['queue']})" in told["hosts"]["text"]

@@ -1,6 +1,7 @@
 """The native API's published models, `/api/v1/models`: what there is, and its files; and the hosts that poll."""
 
 import asyncio
+import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Response
@@ -15,17 +16,23 @@ from service.inference.published_models import ModelView
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.storage.artifacts import FileEntry
+from shared.storage.host_states import read_states
 
 router = APIRouter()
 ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
 
 
 class QueueHosts(Frozen):
-    """The hosts of a role that ask for work now; those that are busy with all they take do not ask."""
+    """The hosts of a role that ask for work now; those that are busy with all they take do not ask.
+
+    `lacking`: what hosts of it lack, or that they are quarantined: those do not take runs. Their names are told to an
+    operator's key alone.
+    """
 
     role: Literal["control", "gpu", "sampler"]
     queue: str
     num_polling: int
+    lacking: tuple[str, ...] = ()
 
 
 class DeletedVersions(Frozen):
@@ -37,8 +44,9 @@ class DeletedVersions(Frozen):
 
 @router.get("/hosts")
 async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
-    """How many hosts of each role poll their queue."""
-    settings = backend.settings
+    """How many hosts of each role poll their queue, and what those lack that do not take runs."""
+    settings, now = backend.settings, time.time()
+    states = await asyncio.to_thread(read_states, backend.store, settings.shape)
     queues: tuple[tuple[Literal["control", "gpu", "sampler"], str], ...] = (
         ("control", settings.control_queue),
         ("gpu", settings.lease_queue),
@@ -46,7 +54,12 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
     )
     counts = await asyncio.gather(*(backend.temporal.num_polling(queue) for _, queue in queues))
     return tuple(
-        QueueHosts(role=role, queue=queue, num_polling=count)
+        QueueHosts(
+            role=role,
+            queue=queue,
+            num_polling=count,
+            lacking=tuple(told for each in states if each.role == role for told in each.told(now, asking.is_operator)),
+        )
         for (role, queue), count in zip(queues, counts, strict=True)
     )
 

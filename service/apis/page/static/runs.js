@@ -120,3 +120,11 @@ byId("newer").addEventListener("click", () => remember({}));
 // A step back in history, but not the skip link.
 addEventListener("popstate", () => { if (location.search !== (query.size ? `?${query}` : "")) location.reload(); });
 const refresh = repeat(load);
+
+async function loadHosts() {
+  const lacking = (await get("/hosts")).flatMap(({ role, lacking }) => lacking.map((told) => `${role} host ${told}`));
+  byId("hosts").hidden = !lacking.length;
+  byId("hosts").textContent = `Takes no runs: ${lacking.join("; ")}`;
+}
+
+loadHosts().catch(() => {});  // the list itself says what is away
