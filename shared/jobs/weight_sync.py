@@ -43,8 +43,8 @@ class WeightSync(Frozen):
     whose hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
     machine. `nixl`, `mooncake`: experimental, tried on CPUs alone, and only where the operators of both hosts have
     allowed them: samplers read the trainer's memory by these engines. `delta`: as auto, but only changed elements
-    travel, at the cost of a copy of the weights beside the trainer. `auto`: shared_memory where trainer and samplers
-    meet on one machine, collective where they do not and there is an address, else store.
+    travel, at the cost of a copy beside each of the trainer's ranks of what it holds. `auto`: shared_memory where
+    trainer and samplers meet on one machine, collective where they do not and there is an address, else store.
     """
 
     backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
