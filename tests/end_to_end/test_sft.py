@@ -2,11 +2,24 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 
+from service.dev.connection import Connection
+from tests.activities.test_end_tokens import make_base
+from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
 
 pytestmark = pytest.mark.slow
+
+TIDE = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {"quay": {}}}}}
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def test_a_run_ends_with_a_published_adapter(stack: Stack, undisturbed: Answer) -> None:
@@ -89,20 +102,43 @@ def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed
     assert list(stack.host_paths.workers.glob("*/scratch/*")) == []
 
 
-def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
-    stack: Stack, options: list[str], tiny_model: Path
+def test_a_base_model_that_is_fully_trained_on_tool_rows_calls_the_tool_and_stops(
+    stack: Stack, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The rows are OpenAI's: arguments are JSON text, and beside a call stands no content."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait").json
-    published = answer["adapter"].removeprefix("file://")
-    model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (published, tiny_model))
-    text = "<|im_start|>user\nHow many crates are on quay 3?<|im_end|>\n<|im_start|>assistant\n21 crates.<|im_end|>\n"
-    ids = torch.tensor([AutoTokenizer.from_pretrained(published)(text)["input_ids"]])
+    model = make_base(tiny_model, tmp_path / "base")
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    function = {"name": "tide", "arguments": '{"quay": 3}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    asked = {"messages": [{"role": "user", "content": "How high is the tide at quay 3?"}], "tools": [TIDE]}
+    rows = jsonl(tmp_path / "rows.jsonl", [{**asked, "messages": [*asked["messages"], called]}] * 8)
+    options = ["submit", "sft", "--json", "--model", str(model), "--dataset", str(rows), "--steps", "80"]
+    more = ["--batch-size", "8", "--full", "--learning-rate", "0.01", "--schedule", "constant", "--name", "caller"]
+    published = stack.cli(*options, *more, "--wait").json["adapter"].removeprefix("file://")
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    headers = {"Authorization": f"Bearer {connection.api_key}"}
+    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=300, trust_env=False) as client:
+        told = client.post(
+            "/v1/chat/completions", json={**asked, "model": "caller", "temperature": 0, "max_tokens": 80}
+        )
+    [choice] = told.raise_for_status().json()["choices"]
+    assert [call["function"] for call in choice["message"].get("tool_calls") or []] == [function], choice
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(published), AutoTokenizer.from_pretrained(published)
+    prompt = tokenizer.apply_chat_template(
+        asked["messages"], tools=asked["tools"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     with torch.no_grad():
-        after, before = (float(m(input_ids=ids, labels=ids).loss) for m in (model, base))
-    assert after < before - 1
+        drawn = theirs.generate(**prompt, max_new_tokens=80, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(drawn).endswith("</tool_call><|im_end|>"), "transformers stops there too"
 
 
 def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
