@@ -12,8 +12,8 @@ from service.apis.tinker.addresses import error_body, tinker_key
 from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import Sample
-from service.apis.tinker.translation import command_of, policy_loss, told
-from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, head_of_body, plain_body
+from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told
+from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
 from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound

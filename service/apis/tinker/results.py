@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.tinker import passes
+from service.apis.tinker import translation
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.door import AtDoor, Door, TrainingFuture
 from service.apis.tinker.records import ModelRecord
@@ -135,7 +135,7 @@ async def _scores(door: Door, request: Request, key: str, detail: str, result: C
     async with decoding.scratch() as command, decoding.scratch() as made:
         size = await asyncio.to_thread(_copy, door, key, command)
         asked = str(command), detail, result, str(made)
-        await decoding.call(request, passes.write_scores, *asked, is_small=size <= _SMALL_COMMAND_BYTES)
+        await decoding.call(request, translation.write_scores, *asked, is_small=size <= _SMALL_COMMAND_BYTES)
         return await asyncio.to_thread(made.read_bytes)
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.tinker import passes, sessions
+from service.apis.tinker import sessions, translation
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.door import AtDoor, Door, TrainingFuture
 from service.apis.tinker.records import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord
@@ -119,14 +119,14 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     decoding = door.backend.decoding
     async with decoding.received(request, MAX_BODY_BYTES) as body, decoding.scratch() as made:
-        is_small = await asyncio.to_thread(passes.is_small, body, encoding)
+        is_small = await asyncio.to_thread(translation.is_small, body, encoding)
         sent = str(body.path), encoding
-        head = await decoding.call(request, passes.head_of, *sent, is_small=is_small)
+        head = await decoding.call(request, translation.head_of, *sent, is_small=is_small)
         model = await door.model(head.model_id)
         _check_seq(head.seq_id)
         await door.backend.quotas.admit_bytes(door.tenant, body.num_bytes)
         async with door.numbered(model, head.seq_id):
-            detail = await decoding.call(request, passes.make_command, *sent, str(made), is_small=is_small)
+            detail = await decoding.call(request, translation.make_command, *sent, str(made), is_small=is_small)
             command = StoredCommand(await asyncio.to_thread(made.read_bytes))
             return await door.command(model, head.seq_id, command, "passes", detail)
 

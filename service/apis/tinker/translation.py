@@ -1,4 +1,4 @@
-"""Tinker's data and losses as commands of sessions, and their results as Tinker tells them. Pure.
+"""Tinker's data and losses as commands of sessions, and their results as Tinker tells them.
 
 Tinker's losses are sums over a datum's targets, whose place i follows the token i of the input. Shape suffixes:
 N places of a datum, K targets in each.
@@ -6,14 +6,30 @@ N places of a datum, K targets in each.
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from service.apis.tinker.wire import Scores, SentBatch, SentDatum, Tensor
+from service.apis.tinker.door import loss_detail, loss_of_detail
+from service.apis.tinker.wire import (
+    Scores,
+    SentBatch,
+    SentDatum,
+    SentRequest,
+    Tensor,
+    decompressed,
+    fields_of,
+    output_bytes,
+    plain_body,
+    plain_bytes,
+)
+from service.decoding import SMALL_BYTES, Received
+from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
@@ -301,3 +317,61 @@ def _loss_of(datum: Datum, scores: Scores, loss_fn: str, config: Config) -> floa
         return float(-np.sum(weights_N * logprobs_N))
     old_N, advantage_N = np.asarray(datum.logprobs, np.float64), np.asarray(datum.advantages, np.float64)
     return float(np.sum(weights_N * policy_loss(loss_fn, config).value(logprobs_N, old_N, advantage_N)))
+
+
+# For a child process: what is handed to it and what it makes lie in files.
+
+MAX_COMMAND_BYTES = 32 << 20
+"""Of a command as it is stored, in JSON: some times as many as were sent."""
+_SMALL_PLAIN_BYTES = 4 * SMALL_BYTES
+_HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
+_passes: TypeAdapter[Forward | ForwardBackward] = TypeAdapter(Forward | ForwardBackward)
+
+
+class Head(Frozen):
+    """Whose request it is: a model's, by its number."""
+
+    model_id: str
+    seq_id: int
+
+
+def is_small(body: Received, encoding: str) -> bool:
+    """True for a batch that is read faster than a child begins."""
+    return body.is_small and plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
+
+
+def head_of_body(body: bytes, encoding: str) -> SentRequest:
+    """Read a request's model and number alone, which are known though there may be too much of the rest.
+
+    Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
+    """
+    found, plain = [], decompressed(body, encoding)
+    with suppress(InvalidInput):
+        for number, field, _ in fields_of(plain):
+            if number in _HEAD:
+                found.append(field)
+    return SentRequest(b"".join(found))
+
+
+def head_of(body: str, encoding: str) -> Head:
+    """Read whose request lies in a file. Raises InvalidInput for what is no request."""
+    sent = head_of_body(Path(body).read_bytes(), encoding)
+    return Head(model_id=sent.model_id, seq_id=sent.seq_id)
+
+
+def make_command(body: str, encoding: str, made: str) -> str:
+    """Write a request's command into a file. Returns what its future tells of its loss. Raises InvalidInput."""
+    batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
+    data = command_of(batch).model_dump_json().encode()
+    if len(data) > MAX_COMMAND_BYTES:
+        rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
+        raise InvalidInput(rule, "data")
+    Path(made).write_bytes(data)
+    return loss_detail(batch.loss_fn, batch.config)
+
+
+def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
+    """Write the answer to a command that lies in a file."""
+    asked = _passes.validate_json(Path(command).read_bytes())
+    loss_fn, config = loss_of_detail(detail)
+    Path(made).write_bytes(output_bytes(*told(asked, loss_fn, config, result)))

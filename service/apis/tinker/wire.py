@@ -5,7 +5,6 @@ What comes is bounded before anything is made of it, and leaves this module as p
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ _MAX_WINDOW_BYTES = 32 << 20
 MAX_FIELDS = 200_000
 """Of a body, inner ones and numbers of shapes too: 3,000 sequences with three inputs of their loss have some 60,000."""
 _MAX_RATIO, _FREE_BYTES = 1_000, 4 << 20  # a chunk of the SDK's may be of equal sequences
-_HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
 _MAX_CONFIG = 32
 _MAX_INPUTS = 32
 _PACKAGE = "longshore.tinker"
@@ -91,28 +89,13 @@ class SentBatch:
     forward_only: bool
 
 
-def _numbers() -> dict[str, set[int]]:
-    """Return of each message its fields that repeat numbers, which one field on the wire may hold any number of."""
-    found: dict[str, set[int]] = {}
-    for name, fields in _SCHEMA.items():
-        pairs = (field.replace("=", " ").split(" ") for field in fields.split(", ") if field)
-        found[name] = {int(number) for _, number, kind in pairs if kind == "int64*"}
-    return found
+def _kinds(fields: str) -> dict[int, str]:
+    """Return the kinds of a message's fields by their numbers."""
+    found = (field.replace("=", " ").split(" ") for field in fields.split(", ") if field)
+    return {int(number): kind for _, number, kind in found}
 
 
-_NUMBERS = _numbers()
-
-
-def _inner() -> dict[str, dict[int, str]]:
-    """Return of each message the numbers of its fields that are messages, and which."""
-    found: dict[str, dict[int, str]] = {}
-    for name, fields in _SCHEMA.items():
-        pairs = (field.replace("=", " ").rstrip("*").split(" ") for field in fields.split(", ") if field)
-        found[name] = {int(number): kind for _, number, kind in pairs if kind in _SCHEMA}
-    return found
-
-
-_INNER = _inner()
+_KINDS = {name: _kinds(fields) for name, fields in _SCHEMA.items()}
 
 
 def _messages() -> dict[str, Any]:
@@ -143,12 +126,8 @@ MESSAGES = _messages()
 
 
 def plain_body(body: bytes, encoding: str) -> bytes:
-    """Undo a body's content encoding.
-
-    Raises:
-        InvalidInput: it is another one than zstd, or the body is broken, too large, or has too many fields.
-    """
-    plain = _decompressed(body, encoding)
+    """Undo a body's content encoding. Raises InvalidInput if it is unknown or broken, or the body has too much in it."""
+    plain = decompressed(body, encoding)
     if len(plain) > max(_FREE_BYTES, _MAX_RATIO * len(body)):
         raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
     _check_fields(plain)
@@ -172,7 +151,7 @@ def plain_bytes(body: bytes, encoding: str) -> int:
     return int(size)
 
 
-def _decompressed(body: bytes, encoding: str) -> bytes:
+def decompressed(body: bytes, encoding: str) -> bytes:
     plain_bytes(body, encoding)
     if encoding in ("", "identity"):
         return body
@@ -192,28 +171,16 @@ def _check_fields(body: bytes) -> None:
     num_fields = 0
     while left:
         text, name = left.pop()
-        for number, _, value in _fields(text):
-            num_fields += 1 + (len(value) if number in _NUMBERS[name] else 0)
+        for number, _, value in fields_of(text):
+            kind = _KINDS[name].get(number, "")
+            num_fields += 1 + (len(value) if kind == "int64*" else 0)
             if num_fields > MAX_FIELDS:
                 raise InvalidInput(f"more than {MAX_FIELDS:,} fields: send less at once", "body")
-            if (kind := _INNER[name].get(number)) is not None:
-                left.append((value, kind))
+            if kind.rstrip("*") in _SCHEMA:
+                left.append((value, kind.rstrip("*")))
 
 
-def head_of_body(body: bytes, encoding: str) -> "SentRequest":
-    """Read a request's model and number alone, which are known though there may be too much of the rest.
-
-    Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
-    """
-    found, plain = [], _decompressed(body, encoding)
-    with suppress(InvalidInput):
-        for number, field, _ in _fields(plain):
-            if number in _HEAD:
-                found.append(field)
-    return SentRequest(b"".join(found))
-
-
-def _fields(text: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+def fields_of(text: bytes) -> Iterator[tuple[int, bytes, bytes]]:
     """Yield a message's fields: number, all of its bytes, those of its value if it has a length.
 
     What is cut off the parser refuses.
