@@ -126,7 +126,7 @@ MESSAGES = _messages()
 
 
 def plain_body(body: bytes, encoding: str) -> bytes:
-    """Undo a body's content encoding. Raises InvalidInput if it is unknown or broken, or the body has too much in it."""
+    """Undo a body's content encoding. Raises InvalidInput if it is unknown or broken, or if too much is in it."""
     plain = decompressed(body, encoding)
     if len(plain) > max(_FREE_BYTES, _MAX_RATIO * len(body)):
         raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
