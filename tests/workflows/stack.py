@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import (
     Client,
@@ -64,10 +65,20 @@ class Stack:
         return [folder.name for folder in self.workers.glob("*")]
 
     async def add_gpu_host(
-        self, step_s: float = 0.01, command: WorkerCommand | None = None, check: Check | None = None
+        self,
+        step_s: float = 0.01,
+        command: WorkerCommand | None = None,
+        check: Check | None = None,
+        root: Path | None = None,
     ) -> str:
-        """A host in this process; returns its queue. With a `check` it has a standing beside others of the store."""
+        """A host in this process; returns its queue. With a `check` it has a standing beside others of the store.
+
+        `root`: of another machine, as in `spawn_gpu_host`.
+        """
         given = self.settings
+        if root is not None:
+            key = SecretStr(seal_key(given).decode())
+            given = given.model_copy(update={"root": root, "store_uri": given.store, "seal_key": key})
         threads = self.exits.enter_context(ThreadPoolExecutor(2 + 2 * given.runs_per_worker))
         pool = WorkerPool(
             HostPaths(given.root_path),
@@ -81,7 +92,7 @@ class Stack:
         queue = f"host-{uuid.uuid4().hex}"
         standing = standing_of("gpu", given, queue, check) if check is not None else None
         client = self.client if standing is None else await connect(given)  # one polls a queue once
-        workers = gpu_workers(client, self.settings, threads, pool, queue, standing)
+        workers = gpu_workers(client, given, threads, pool, queue, standing)
         await self.exits.enter_async_context(polling(*workers))
         return queue
 

@@ -1,14 +1,25 @@
 """Hosts that lose every worker at its start beside one that works, and one alone that lacks something."""
 
 import asyncio
+import os
+import subprocess
 import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from activities.hosts import standing
+from activities.hosts.fitness import Fitness
 from activities.hosts.lease import LeaseRecord
 from shared.runs.start import RunTiming
+from shared.storage.host_states import MAX_LOST, read_states
 from shared.storage.paths import RunKeys
-from tests.workflows.stack import Stack, failure_of, started
+from tests.workflows.stack import Stack, eventually, failure_of, started
+from tests.workflows.stand_in import REPOSITORY, StandInCommand
 
 BREAKS = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]
 
@@ -44,3 +55,72 @@ async def test_a_run_on_a_host_alone_fails_with_what_the_host_lacks(
         cause = await asyncio.wait_for(failure_of(handle), 60)
         assert "torch is not installed: pip install torch" in str(cause)
         assert hosts_of(stack, handle.id) == []
+
+
+@contextmanager
+def small_disk(root: Path) -> Iterator[Path]:
+    """A file system with just enough room for a host's check."""
+    root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=280m", "tmpfs", str(root)], check=True)
+    try:
+        yield root
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def python_without_torch(folder: Path) -> str:
+    """An environment with every package of this one but torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    [packages] = folder.glob("lib/*/site-packages")
+    for each in Path(sysconfig.get_path("purelib")).iterdir():
+        if not each.name.startswith("torch"):
+            (packages / each.name).symlink_to(each)
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.skipif("FORTY_RUNS" not in os.environ, reason="set FORTY_RUNS=1, as root (tmpfs)")
+@pytest.mark.timeout(560)
+async def test_forty_runs_succeed_beside_three_broken_hosts(temporal_address: str, tmp_path: Path) -> None:
+    """One lacks torch; the disk of one fills up, and the device of one breaks, once they have begun to poll."""
+    is_broken = False
+    without_torch = [python_without_torch(tmp_path / "venv"), "-m", "activities.hosts.fitness"]
+    stand_in = StandInCommand()
+
+    def lacks_torch() -> tuple[str, ...]:
+        done = subprocess.run(without_torch, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return tuple(done.stdout.splitlines())
+
+    with small_disk(tmp_path / "full") as full:
+        async with started(temporal_address, tmp_path / "root") as stack:
+            roots = {name: tmp_path / name for name in ("good", "torchless", "broken")} | {"full": full}
+            checks = {name: Fitness("gpu", root) for name, root in roots.items()} | {"torchless": lacks_torch}
+            commands = {"broken": lambda folder, key: BREAKS if is_broken else stand_in(folder, key)}
+            names = {
+                await stack.add_gpu_host(check=checks[name], command=commands.get(name), root=root): name
+                for name, root in roots.items()
+            }
+
+            def states() -> dict[str, tuple[str, ...]]:
+                return {names[state.queue]: state.lacks for state in read_states(stack.store, stack.settings.shape)}
+
+            lacking = await eventually(
+                lambda: len(found := states()) == 4 and all(map(_is_checked, found.values())) and found, "checks"
+            )
+            assert [name for name, lacks in lacking.items() if lacks] == ["torchless"]
+            is_broken = True
+            with (full / "ballast").open("wb") as file, pytest.raises(OSError):
+                while True:
+                    file.write(bytes(1 << 20))
+                    file.flush()
+            handles = [await stack.start(steps=20, seed=seed) for seed in range(40)]
+            ended = [await handle.result() for handle in handles]
+            leases = [[names[queue] for queue in hosts_of(stack, handle.id)] for handle in handles]
+            print("leases:", Counter(map(tuple, leases)), "now lacking:", states())
+            assert [status.state for status in ended] == ["succeeded"] * 40
+            assert all(len(set(hosts)) == len(hosts) for hosts in leases), "no host twice"
+            assert sum(hosts.count("broken") for hosts in leases) <= MAX_LOST
+            assert not any("torchless" in hosts for hosts in leases)
+
+
+def _is_checked(lacks: tuple[str, ...]) -> bool:
+    return not any("first check" in lack for lack in lacks)
