@@ -1,8 +1,9 @@
 """Agreement of an engine's ranks on errors: if one raises, all raise, so that none waits for another."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,22 @@ T = TypeVar("T")
 
 
 def everyone(world_size: int, value: T) -> list[T]:
-    """Return the values of all ranks, in order of rank. They must be small and picklable. Collective."""
+    """Return the values of all ranks, in order of rank: small ones, of JSON, lists in place of tuples. Collective."""
     if world_size == 1:
         return [value]
-    values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value)
-    return values
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    data = json.dumps(value).encode()
+    lengths = _gathered(torch.tensor([len(data)], device=device), world_size)
+    own = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device=device)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    texts = zip(_gathered(own, world_size), lengths, strict=True)
+    return [json.loads(bytes(text[: int(length)].cpu().numpy())) for text, length in texts]
+
+
+def _gathered(own: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    found = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(found, own)
+    return found
 
 
 @contextmanager
@@ -45,9 +56,7 @@ def _first_error(error: Exception | None, world_size: int, device: torch.device)
     message = _encoded(error)
     own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else own[:0]
     own = own.to(device)
-    everyone = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(everyone, own)
-    texts = [bytes(t.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for t in everyone]
+    texts = [bytes(t.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for t in _gathered(own, world_size)]
     return next((_decoded(t) for t in texts if t), None)
 
 

@@ -68,9 +68,8 @@ class _Exchange(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> None:
         try:
-            body = self._body()
             self._check_key()
-            answer = self._route(method, body)
+            answer = self._route(method, self._body())
         except Refused as error:
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
@@ -125,6 +124,8 @@ class _Exchange(BaseHTTPRequestHandler):
             return
         given = self.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
+            # A stranger's body is not kept, and the connection cannot be used again without it.
+            self.close_connection = self._body_is_unread = True
             raise Refused(401, "the bearer key is missing or wrong", code="invalid_api_key")
 
     def _body(self) -> bytes:

@@ -134,8 +134,8 @@ class Residency:
 
     @contextmanager
     def scoring(self, slot: str | None) -> Iterator[None]:
-        """Have the base and a slot's weights on the device, and no optimizer state; afterwards all where it was."""
-        wanted: dict[Key, Where] = {key: "host" for key in self._held if key[0] == "optimizer"}
+        """Have the base and a slot's weights on the device, no gradients and no optimizer state; then all as it was."""
+        wanted: dict[Key, Where] = {key: "host" for key in self._held if key[0] in ("optimizer", "gradients")}
         with self._at(wanted | {("weights", s): "device" for s in (None, slot)}):
             yield
 

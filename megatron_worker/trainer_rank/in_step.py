@@ -36,7 +36,7 @@ class InStep:
     def slots(self, own: Iterable[str | None]) -> set[str | None]:
         """Return the slots that any rank uses. Raises InvalidInput if some ranks keep graphs and others do not."""
         self.release()
-        found = everyone(self._world_size, (set(own), torch.is_grad_enabled()))
+        found = everyone(self._world_size, (list(set(own)), torch.is_grad_enabled()))
         if len({keeps_graph for _, keeps_graph in found}) > 1:
             raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
         return {name for names, _ in found for name in names}
@@ -78,7 +78,7 @@ class InStep:
         return {number for number, backbone in self._backbones.items() if backbone.leaf_NH.grad is not None}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
-        return set().union(*everyone(self._world_size, numbers))
+        return set().union(*everyone(self._world_size, list(numbers)))
 
     def _refuse_done(self, number: int) -> None:
         if number not in self._backbones:

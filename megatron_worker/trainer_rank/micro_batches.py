@@ -121,9 +121,9 @@ def _handed_over(
 
 def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
     """Tell the planner of each rank that exceeded its estimate, and by which factor."""
-    for kind, most in everyone(rank.facts.layout.world_size, (own.kind, times)):
+    for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
         if most > 1:
-            planner.exceeded(kind, most)
+            planner.exceeded(frozenset(kind), most)
 
 
 def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:

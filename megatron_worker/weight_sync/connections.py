@@ -195,13 +195,15 @@ def accept_remotely(host: str, key: bytes, serve: Serve) -> str:
 def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
     """Serve trainers until the listener is closed, each in a thread.
 
-    At most 8 at a time are not yet known to be trainers, for 10 seconds at most; more are turned away.
+    At most 8 at a time are not yet known to be trainers, for 10 seconds at most. The next one takes the place of the
+    oldest, which a trainer that says who it is leaves within milliseconds: those that are silent keep nobody away.
 
     Args:
         key: of the sampler, from which each run's secret follows; None: of a Unix socket, whose users are trusted.
         serve: takes a connection whose trainer is who it says, and its announcement.
     """
-    free = threading.Semaphore(_MAX_HANDSHAKES)
+    unknown: dict[socket.socket, None] = {}  # the oldest first
+    lock = threading.Lock()
 
     def admit(own: socket.socket) -> None:
         with own:
@@ -209,7 +211,8 @@ def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
                 try:
                     connection, announcement = _admitted(own, key)
                 finally:
-                    free.release()
+                    with lock:
+                        unknown.pop(own, None)
                 serve(connection, announcement)
             except SyncBroken as broken:
                 print(f"weight sync: {broken}", flush=True)
@@ -219,10 +222,14 @@ def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
             own, _ = listener.accept()
         except OSError:
             return
-        if free.acquire(blocking=False):
-            threading.Thread(target=admit, args=(own,), name="weights", daemon=True).start()
-        else:
-            own.close()
+        with lock:
+            unknown[own] = None
+            if len(unknown) > _MAX_HANDSHAKES:
+                oldest = next(iter(unknown))
+                del unknown[oldest]
+                with suppress(OSError):  # it is gone already
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
+        threading.Thread(target=admit, args=(own,), name="weights", daemon=True).start()
 
 
 def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announcement]:

@@ -4,9 +4,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
+from megatron_worker.process.agreement import everyone
 from megatron_worker.process.background import Check, in_background
 from megatron_worker.process.faults import CancelledEarly, JobFailed
 from megatron_worker.process.ranks import WorkerRanks, connect
@@ -32,6 +34,15 @@ def check_messages(control: WorkerRanks) -> None:
         assert control.broadcast(content if control.rank == 0 else None) == content
     assert control.total([1, control.rank]) == [2, 1]
     assert control.largest([5 - control.rank]) == [5]
+
+
+def check_everyone(rank: int) -> None:
+    """Values of any length, of JSON and never of pickle."""
+    told = ["x" * (1 + 1000 * rank), None, rank / 3, float("inf")]
+    assert everyone(2, told) == [["x", None, 0.0, float("inf")], ["x" * 1001, None, 1 / 3, float("inf")]]
+    with suppress(TypeError):
+        everyone(2, object())
+        raise AssertionError("an object is pickled")
 
 
 def check_agreement(control: WorkerRanks) -> None:
@@ -108,6 +119,7 @@ def check_calls_in_the_background(control: WorkerRanks) -> None:
 def main() -> int:
     with connect() as control:
         check_messages(control)
+        check_everyone(control.rank)
         check_agreement(control)
         check_calls_in_the_background(control)
         check_a_fault_of_one_rank(control)

@@ -94,12 +94,12 @@ def test_each_slot_s_bytes_come_move_and_go_by_themselves(model: Path, engine):
     assert on_device() == taken["small"]
 
 
-def test_scoring_never_holds_the_optimizer_and_leaves_things_where_they_were(model: Path, engine):
+def test_scoring_holds_neither_optimizer_nor_gradients_and_leaves_things_where_they_were(model: Path, engine):
     driven = start(engine, model, "lora")
     driven.add_adapter("other", Lora(rank=2), seed=1)
     before = driven.memory()
     with torch.no_grad(), driven.training(), driven.scoring():
-        assert driven.memory().parts["optimizer"].device == 0
+        assert {driven.memory().parts[part].device for part in ("optimizer", "gradients")} == {0}
         driven.forward(bin_of(ROWS), Outputs())
         with driven.training():  # of the active slot alone
             assert 0 < driven.memory().parts["optimizer"].device < before.parts["optimizer"].device
