@@ -19,6 +19,7 @@ from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.watchdog import start_watchdog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job
+from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, WorkerPaths
 
@@ -88,4 +89,5 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -52,6 +52,7 @@ from service.database.engine import open_database
 from service.files.files import uploads_folder
 from service.rebuild import rebuild
 from shared.errors import LongshoreError
+from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.store import open_store
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8484)
     parser.add_argument("--allow-host", action="append", help="a name that a Host header may carry; * for any")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    start_logging()
     hosts = arguments.allow_host
     if hosts is None and arguments.host not in LOOPBACK_NAMES:
         hosts = ["*"]  # checking Host only protects services on loopback (from DNS rebinding)
@@ -280,6 +281,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     main()
     # Ended by Ctrl-C, in good order (SIGTERM ends the process before it comes here). As in service.host: an interpreter
     # that is taken down under the SDK's threads may abort.

@@ -40,6 +40,7 @@ from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
 from service.temporal import connect
+from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.paths import HostPaths
@@ -374,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging()
     settings = Settings(root=given.root) if given.root else Settings()
     private_folder(settings.root_path)
     _share_free_memory()
@@ -382,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     main()
     # Everything has ended in good order. The SDK's own threads may still touch Python, and an interpreter that is being
     # taken down under them aborts (seen with temporalio 1.35: one exit in six): so it is not taken down.

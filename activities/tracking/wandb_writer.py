@@ -23,6 +23,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from shared.contract import Frozen
 from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Step
+from shared.log_lines import escape_output
 from shared.runs.status import StepStatus
 
 STEP = "train/step"
@@ -242,6 +243,7 @@ def _table(row: Row) -> Any:
 
 
 if __name__ == "__main__":
+    escape_output()
     own_answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # W&B's own output must not mix with the answers
     serve(sys.stdin.buffer, own_answers)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from shared.log_lines import escape_output
+
 RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"  # names the file in which the ranks meet
 _TERM_GRACE_S = 1.0
 
@@ -88,4 +90,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

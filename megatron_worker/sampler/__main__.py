@@ -11,17 +11,18 @@ import argparse
 import json
 import os
 import secrets
-import signal
 import sys
 import threading
 from pathlib import Path
 from typing import get_args
 
 from megatron_worker.process.imports import slow_imports
+from megatron_worker.process.signals import on_signals
 from megatron_worker.process.watchdog import start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
+from shared.log_lines import escape_output
 from shared.models.end_tokens import read_end_ids
 from shared.storage.files import write_atomically
 
@@ -69,8 +70,7 @@ def serve(options: argparse.Namespace) -> None:
     end_ids = frozenset([*read_end_ids(options.model), *options.end_ids])
     answers = Answers(models, decoder, tokenizer, end_ids, generator, limits)
     server = Server(answers, Sleep(decoder, models, generator), _key(options.key_file), options.port)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: generator.stop())
+    on_signals(generator.stop)
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     if options.weights_socket is not None:
         accept_locally(options.weights_socket, models.receive)
@@ -121,4 +121,5 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

@@ -29,6 +29,7 @@ from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
 from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
 from shared.jobs.job import Dtype
+from shared.log_lines import escape_output
 from shared.models.end_tokens import GENERATION
 from shared.storage.files import write_atomically
 
@@ -179,4 +180,5 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    escape_output()
     sys.exit(main())

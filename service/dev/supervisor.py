@@ -33,6 +33,7 @@ from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
+from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.files import private_folder
 
@@ -397,4 +398,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    escape_output()
     main()

@@ -1,0 +1,58 @@
+"""What processes write to their logs: control characters are escaped, so that no text of a user's looks like another
+line, moves a terminal's cursor or hides what it says."""
+
+import io
+import logging
+import sys
+from typing import Any
+
+_CONTROLS = (*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_NAMED = {9: r"\t", 10: r"\n", 13: r"\r"}
+_ESCAPES = {code: _NAMED.get(code, rf"\x{code:02x}" if code < 256 else rf"\u{code:04x}") for code in _CONTROLS}
+_OF_LINES = {code: escape for code, escape in _ESCAPES.items() if code not in (9, 10)}
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line, with its control characters escaped."""
+    return text.translate(_ESCAPES)
+
+
+class EscapingFormatter(logging.Formatter):
+    """Formats a message as one line. The lines of a traceback are indented, since an error's text may have lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line.translate(_OF_LINES)}" for line in text.split("\n"))
+
+
+class EscapingStream(io.TextIOWrapper):
+    """A stream that escapes the control characters of what is printed, but for tabs and the ends of lines."""
+
+    def write(self, text: str, /) -> int:
+        super().write(text.translate(_OF_LINES))
+        return len(text)
+
+
+def escape_output() -> None:
+    """Escape what this process prints or logs from now on. Called once, where a process begins."""
+    sys.stdout, sys.stderr = (
+        EscapingStream(stream.detach(), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        for stream in (sys.stdout, sys.stderr)
+        if isinstance(stream, io.TextIOWrapper)
+    )
+
+
+def start_logging() -> None:
+    """Log from INFO on to stderr, each message as one line."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
