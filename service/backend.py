@@ -71,7 +71,7 @@ class Backend:
         self.published = PublishedModels(store)
         self.names = NamedModels(self.published)
         self.untrained = UntrainedModels(settings, temporal)
-        self.art_models = ArtModels(store, self.published, self.untrained)
+        self.art_models = ArtModels(store, self.published, self.untrained, self.quotas)
         self.inference = Inference(
             settings, self.store, self.published, self.art_models, self.untrained, temporal, questions
         )
@@ -84,7 +84,7 @@ class Backend:
         self.tenants = Tenants(store, database)
         self.audit = Audit(database, settings.audit_days)
         self.webhooks = Webhooks(settings, store, temporal)
-        self.schedules = Schedules(settings, store, temporal, access)
+        self.schedules = Schedules(settings, store, temporal, access, self.quotas)
         self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
 
 

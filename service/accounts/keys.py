@@ -110,10 +110,17 @@ class Keys:
         if any(hmac.compare_digest(given, known) for known in self._bootstrap):
             return Principal(tenant=FIRST_TENANT, key_id=BOOTSTRAP, scopes=frozenset(ALL_SCOPES))
         row = await self._row(given) if may_be_ours else None
-        if row is None or row.revoked_at is not None or (row.expires_at or float("inf")) <= time.time():
+        if row is None or not _is_good(row):
             return None
         await self._note_use(row.key_id)
         return Principal.model_validate(row, from_attributes=True)
+
+    async def is_good(self, key_id: str) -> bool:
+        """Return True for a key by its id, unless it was revoked or has expired."""
+        if key_id == BOOTSTRAP:
+            return self.has_bootstrap
+        row = await self._database.reading(lambda session: session.get(KeyRow, key_id))
+        return row is not None and _is_good(row)
 
     async def _row(self, sha256: str) -> KeyRow | None:
         since, row = self._trusted.get(sha256, (0.0, None))
@@ -220,6 +227,10 @@ def hash_key(key: str) -> str:
 
 def _view(row: KeyRow) -> KeyView:
     return KeyView.model_validate(row, from_attributes=True)
+
+
+def _is_good(row: KeyRow) -> bool:
+    return row.revoked_at is None and (row.expires_at or float("inf")) > time.time()
 
 
 class Sessions:

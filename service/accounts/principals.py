@@ -53,11 +53,13 @@ Asking = Annotated[Principal, Depends(principal)]
 Demand = Callable[[Request], Awaitable[None]]
 
 
-def require(scope: Scope) -> Demand:
-    """A dependency: the key must have this scope."""
+def require(*scopes: Scope) -> Demand:
+    """A dependency: the key must have this scope, or one of these."""
 
     async def demand(request: Request) -> None:
-        (await principal(request)).demand(scope)
+        asking = await principal(request)
+        if not asking.scopes & set(scopes):
+            asking.demand(scopes[0])
 
     return _noted(demand)
 

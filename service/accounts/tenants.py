@@ -27,6 +27,7 @@ from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_roo
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0
 _STEP_BYTES = 1 << 20
+_LITTLE_BYTES = 512
 
 
 class TenantRecord(Frozen):
@@ -207,6 +208,33 @@ class Quotas:
             yield reserved
         finally:
             await asyncio.to_thread(reserved.reservation.drop)
+
+    async def put_record(self, tenant: str, key: str, data: bytes, *, only_new: bool = False) -> bool:
+        """Put a record that a tenant's request makes or changes, and count its bytes: every such record goes this way.
+
+        A record that changes by little is put though the quota is used up, so that what is there can be ended.
+
+        Args:
+            only_new: leave a record that is there as it is.
+
+        Returns:
+            True if the record was put.
+
+        Raises:
+            QuotaExceeded
+        """
+        before = await asyncio.to_thread(self._store.head, key)
+        if before is not None and only_new:
+            return False
+        more = len(data) - (before.size if before else 0)
+        async with self.reservation(tenant) as reserved:
+            if before is None or more > _LITTLE_BYTES:
+                await reserved.hold(more)
+            put = self._store.put_if_absent if only_new else self._store.put_bytes
+            is_put = await asyncio.to_thread(put, key, data) is not False
+            if is_put:
+                await reserved.settle(max(0, more))
+        return is_put
 
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
         """Reserve bytes for a write. Within this process, a tenant's writers do this one after another.

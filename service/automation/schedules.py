@@ -30,6 +30,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
 from service.accounts.access import Access
+from service.accounts.tenants import Quotas
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
@@ -69,11 +70,14 @@ _OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
 class Schedules:
     """Creates, lists, changes and deletes schedules. Those of other tenants are not found."""
 
-    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, access: Access) -> None:
+    def __init__(
+        self, settings: Settings, store: ObjectStore, temporal: Temporal, access: Access, quotas: Quotas
+    ) -> None:
         self._settings = settings
         self._store = store
         self._temporal = temporal
         self._access = access
+        self._quotas = quotas
         self._locks = KeyedLocks()  # held while a schedule is changed in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
@@ -88,7 +92,7 @@ class Schedules:
         scheduled = await asyncio.to_thread(without_queries, self._store, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
         async with self._locks.of(tenant, scheduled.name), self._temporal.client() as client:
-            record = await asyncio.to_thread(self._accept, record)
+            record = await self._accept(record)
             audit.touched(scheduled.name)
             try:
                 await self._make(client, record)
@@ -219,11 +223,29 @@ class Schedules:
                     await self._make(client, record)
                 await ask(client.get_schedule_handle(schedule_id(tenant, name)))
             if changes:
-                await asyncio.to_thread(self._write, record.model_copy(update=changes))
+                await self._write(record.model_copy(update=changes))
         audit.touched(name)
         return await self.show(tenant, name)
 
-    # Records. Blocking.
+    # Records.
+
+    async def _accept(self, record: ScheduleRecord) -> ScheduleRecord:
+        """Put a schedule on record, unless its name has one; return the record of that name."""
+        name, names = record.scheduled.name, await asyncio.to_thread(self._names, record.tenant)
+        if name not in names and len(names) >= _MOST_SCHEDULES:
+            raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
+        if await self._write(record, only_new=True):
+            return record
+        first = await asyncio.to_thread(self._read, record.tenant, name)
+        if first.scheduled != record.scheduled:
+            raise Conflict(f"there is a schedule {name} already: remove it, or take another name")
+        return first
+
+    async def _write(self, record: ScheduleRecord, *, only_new: bool = False) -> bool:
+        key, data = schedule_record(record.tenant, record.scheduled.name), record.model_dump_json(indent=1).encode()
+        return await self._quotas.put_record(record.tenant, key, data, only_new=only_new)
+
+    # Blocking.
 
     def _names(self, tenant: str) -> list[str]:
         prefix = schedule_record(tenant)
@@ -234,23 +256,6 @@ class Schedules:
             return ScheduleRecord.model_validate_json(self._store.get_bytes(schedule_record(tenant, name)))
         except NotFound:
             raise NotFound(f"there is no schedule {name}") from None
-
-    def _accept(self, record: ScheduleRecord) -> ScheduleRecord:
-        """Put a schedule on record, unless its name has one; return the record of that name."""
-        name, names = record.scheduled.name, self._names(record.tenant)
-        if name not in names and len(names) >= _MOST_SCHEDULES:
-            raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
-        data = record.model_dump_json(indent=1).encode()
-        if self._store.put_if_absent(schedule_record(record.tenant, name), data):
-            return record
-        first = self._read(record.tenant, name)
-        if first.scheduled != record.scheduled:
-            raise Conflict(f"there is a schedule {name} already: remove it, or take another name")
-        return first
-
-    def _write(self, record: ScheduleRecord) -> None:
-        key = schedule_record(record.tenant, record.scheduled.name)
-        self._store.put_bytes(key, record.model_dump_json(indent=1).encode())
 
     def _remove(self, record: ScheduleRecord) -> None:
         self._store.delete(schedule_record(record.tenant, record.scheduled.name))

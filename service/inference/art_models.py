@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from temporalio.common import WorkflowIDConflictPolicy
 
 from service.accounts import audit
+from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import Published, PublishedModels, Target
@@ -148,8 +149,11 @@ class UntrainedModels:
 class ArtModels:
     """Registers, finds, lists and deletes models with their checkpoints. Another tenant's are not found."""
 
-    def __init__(self, store: ObjectStore, published: PublishedModels, untrained: UntrainedModels) -> None:
+    def __init__(
+        self, store: ObjectStore, published: PublishedModels, untrained: UntrainedModels, quotas: Quotas
+    ) -> None:
         self._store = store
+        self._quotas = quotas
         self._published = published
         self._untrained = untrained
         self._locks = KeyedLocks()
@@ -180,12 +184,13 @@ class ArtModels:
         Raises:
             Conflict: its name is taken; with `return_existing`: by a model of another base or of other settings.
             InvalidInput: its base is none that can be used here.
+            QuotaExceeded
         """
         while True:
             found = await asyncio.to_thread(self._by_title, model.tenant, model.title)
             if found is None:
                 await self._check_base(model)
-                await asyncio.to_thread(self._store.put_bytes, _record_key(model), model.model_dump_json().encode())
+                await self._quotas.put_record(model.tenant, _record_key(model), model.model_dump_json().encode())
                 claim = paths.art_name(model.tenant, _digest(model.title))
                 if await asyncio.to_thread(self._store.put_if_absent, claim, model.model_id.encode()):
                     audit.touched(model.model_id)

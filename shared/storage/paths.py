@@ -192,6 +192,16 @@ def art_model(tenant: str, model_id: str = "") -> str:
     return f"records/art_models/{tenant}/{model_id}"
 
 
+def tinker_records(tenant: str = "") -> str:
+    """The prefix of the records of clients of Tinker's SDK."""
+    return f"records/tinker/{tenant}/" if tenant else "records/tinker/"
+
+
+def counted_records(tenant: str) -> tuple[str, ...]:
+    """The prefixes of records whose size a tenant's requests decide. They count as bytes that it stores."""
+    return tinker_records(tenant), art_model(tenant), schedule_record(tenant)
+
+
 def art_name(tenant: str, sha256: str) -> str:
     """The object whose creation decides which model has a name: `sha256` is the name's."""
     return f"records/art_names/{tenant}/{sha256}"

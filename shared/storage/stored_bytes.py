@@ -47,9 +47,10 @@ class Ledger:
     _tenant: str
 
     def count(self) -> StoredCount:
-        """Count uploads, published adapters and models, what runs have downloaded, and scores that sessions have."""
+        """Count uploads, published adapters and models, records, what runs have downloaded, and sessions' scores."""
         at = time.time()
-        stored = sum(item.size for item in self._store.list(f"{paths.tenant_folder(self._tenant)}/"))
+        own = (f"{paths.tenant_folder(self._tenant)}/", *paths.counted_records(self._tenant))
+        stored = sum(item.size for prefix in own for item in self._store.list(prefix))
         brought = sum(_bytes_of(item.key) for item in self._store.list(paths.brought(self._tenant)))
         return StoredCount(at, stored + brought)
 

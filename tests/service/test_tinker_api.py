@@ -126,7 +126,8 @@ def test_what_is_no_request_is_refused_before_it_is_read(
     ):
         refused(door.post(path, json=body), 422)
     refused(door.post("/retrieve_future", json={"request_id": "nobody"}), 404)
-    refused(door.post("/retrieve_future", json={"request_id": "sample|00000001/../../x"}), 404)
+    for place in ("00000001/../../x", "1/x", f"{'1' * 300}/x", f"00000001/{'x' * 3000}", "00000001/é", "00000001/"):
+        refused(door.post("/retrieve_future", json={"request_id": f"sample|{place}"}), 404)
     refused(door.get("/training_runs/nobody/checkpoints"), 404)
     refused(door.get("/no/such/address"), 404)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
 from service.apis.tinker.addresses import error_body, tinker_key
 from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
@@ -14,12 +15,14 @@ from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import Sample
 from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told
 from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
+from service.database import migrate
+from service.database.engine import Database
 from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
 from shared.jobs.job import CISPO, DRO, PPO, Reinforce
-from shared.settings import Settings
+from shared.settings import QuotaSettings, Settings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (
     FLOAT32,
@@ -195,17 +198,20 @@ def test_errors_and_keys_have_tinker_s_shape() -> None:
     assert tinker_key("/api/v1/runs", "tml-ls-0-1") is None
 
 
-def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
-    records = TinkerRecords(LocalStore(tmp_path), "acme")
+async def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
+    store, database = LocalStore(tmp_path), Database(f"sqlite:///{tmp_path}/index.db")
+    migrate.upgrade(database)
+    quotas = Quotas(QuotaSettings(), store, database)
+    records = TinkerRecords(store, quotas, "acme")
     model = "tinker-" + "0" * 21 + ":train:0"
     first, other = (CheckpointRecord(model_id=model, kind="weights", name="a", command=n) for n in (1, 2))
-    records.claim(first, overwrite=False)
-    records.claim(first.model_copy(update={"created_at": 0.0}), overwrite=False)
+    await records.claim(first, overwrite=False)
+    await records.claim(first.model_copy(update={"created_at": 0.0}), overwrite=False)
     with pytest.raises(Conflict):
-        records.claim(other, overwrite=False)
-    records.claim(other, overwrite=True)
+        await records.claim(other, overwrite=False)
+    await records.claim(other, overwrite=True)
     assert records.checkpoint(first.path).command == 2
-    records.put(other.model_copy(update={"expires_at": 1.0}))
+    await records.put(other.model_copy(update={"expires_at": 1.0}))
     assert records.checkpoints() == []
     for path in (
         first.path,
@@ -217,9 +223,9 @@ def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
         with pytest.raises(NotFound):
             records.checkpoint(path)
     with pytest.raises(NotFound):
-        TinkerRecords(LocalStore(tmp_path), "other").checkpoint(first.path)
+        TinkerRecords(store, quotas, "other").checkpoint(first.path)
     with pytest.raises(InvalidInput):
-        records.claim(first.model_copy(update={"name": "../x"}), overwrite=False)
+        await records.claim(first.model_copy(update={"name": "../x"}), overwrite=False)
 
 
 def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:

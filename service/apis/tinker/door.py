@@ -166,7 +166,7 @@ class Door:
 
 
 async def _door(backend: Backed, asking: Asking) -> Door:
-    return Door(backend, asking, TinkerRecords(backend.store, asking.tenant))
+    return Door(backend, asking, TinkerRecords(backend.store, backend.quotas, asking.tenant))
 
 
 AtDoor = Annotated[Door, Depends(_door)]

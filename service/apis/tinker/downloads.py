@@ -1,4 +1,7 @@
-"""Files of checkpoints, by addresses that are signed: whoever has one may read it for an hour, without a key."""
+"""Files of checkpoints, by addresses that are signed: whoever has one may read it for an hour, without a key.
+
+An address ends with the key that asked for it.
+"""
 
 import asyncio
 import hmac
@@ -47,7 +50,7 @@ async def unpublish(door: Door, checkpoint: CheckpointRecord) -> None:
 def signed(door: Door, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
     """Return the address of a checkpoint's files, and when it ends."""
     expires = time.time() + _LASTS_S
-    told = urlsafe_b64encode(json.dumps([door.tenant, checkpoint.path, expires]).encode()).decode()
+    told = urlsafe_b64encode(json.dumps([door.tenant, checkpoint.path, expires, door.asking.key_id]).encode()).decode()
     token = f"{told}.{_signature(door.backend, told)}"
     return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
 
@@ -62,19 +65,21 @@ def _opened(backend: Backend, token: str) -> tuple[Door, str]:
     if not hmac.compare_digest(_signature(backend, told).encode(), signature.encode()):
         raise Forbidden("this address is not signed here")
     try:
-        tenant, path, expires = json.loads(urlsafe_b64decode(told))
+        tenant, path, expires, key_id = json.loads(urlsafe_b64decode(told))
     except (Base64Error, ValueError):
         raise Forbidden("this address is not signed here") from None
     if expires < time.time():
         raise Forbidden("this address has ended: ask for a new one")
-    principal = Principal(tenant=tenant, key_id="signed", scopes=frozenset())
-    return Door(backend, principal, TinkerRecords(backend.store, tenant)), path
+    principal = Principal(tenant=tenant, key_id=key_id, scopes=frozenset())
+    return Door(backend, principal, TinkerRecords(backend.store, backend.quotas, tenant)), path
 
 
 @router.get("/{token}/{path}")
 async def download(token: str, path: str, backend: Backed) -> StreamingResponse:
     """Send one file of a checkpoint's adapter, or all of them as a tar."""
     door, checkpoint_path = await asyncio.to_thread(_opened, backend, token)
+    if not await backend.keys.is_good(door.asking.key_id):
+        raise Forbidden("the key that asked for this address is good no longer")
     checkpoint = await door.read(door.records.checkpoint, checkpoint_path)
     files = await files_of(door, checkpoint)
     if path == ARCHIVE:

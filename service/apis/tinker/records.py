@@ -4,6 +4,7 @@ A model is one of our sessions, and a request to train it one of that session's 
 session and which command; what became of it stands there.
 """
 
+import asyncio
 import re
 import time
 from contextlib import suppress
@@ -12,11 +13,13 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue
 
+from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import pattern
 from shared.runs.requests import RunId
+from shared.storage import paths
 from shared.storage.store import ObjectStore
 
 _SESSION = r"tinker-[0-9a-f]{21}"
@@ -170,32 +173,58 @@ class SamplerRecord(TinkerRecord):
 
 
 class TinkerRecords:
-    """The records of one tenant. Blocking. Another tenant's are not found."""
+    """The records of one tenant. Another tenant's are not found."""
 
-    def __init__(self, store: ObjectStore, tenant: str) -> None:
+    def __init__(self, store: ObjectStore, quotas: Quotas, tenant: str) -> None:
         self._store = store
-        self._root = f"records/tinker/{tenant}"
+        self._quotas = quotas
+        self._tenant = tenant
+        self._root = paths.tinker_records(tenant)
 
-    def add(self, record: TinkerRecord) -> bool:
+    # Writing. Their bytes count. Raise QuotaExceeded.
+
+    async def add(self, record: TinkerRecord) -> bool:
         """Put a record, unless there is one at its place."""
-        return self._store.put_if_absent(self._key(record), record.model_dump_json().encode())
+        return await self._put(record, only_new=True)
 
-    def put(self, record: TinkerRecord) -> None:
-        self._store.put_bytes(self._key(record), record.model_dump_json().encode())
+    async def put(self, record: TinkerRecord) -> None:
+        await self._put(record, only_new=False)
+
+    async def _put(self, record: TinkerRecord, *, only_new: bool) -> bool:
+        data = record.model_dump_json().encode()
+        return await self._quotas.put_record(self._tenant, self._key(record), data, only_new=only_new)
+
+    async def claim(self, checkpoint: CheckpointRecord, overwrite: bool) -> None:
+        """Give a checkpoint its name. Raises Conflict if another one has it, and InvalidInput for a name of none."""
+        if not re.fullmatch(CHECKPOINT_NAME, checkpoint.name):
+            raise InvalidInput("at most 128 letters, digits, dots, dashes, underscores and =", "path")
+        if overwrite:
+            await self.put(checkpoint)
+            return
+        if await self.add(checkpoint):
+            return
+        before = await asyncio.to_thread(self.find, CheckpointRecord, checkpoint.place)
+        if before.command == checkpoint.command:
+            return
+        if before.is_there:
+            raise Conflict(f"there is a checkpoint {checkpoint.path}: save under another name, or overwrite it")
+        await self.put(checkpoint)
+
+    # Reading and deleting. Blocking.
 
     def delete(self, record: TinkerRecord) -> None:
         self._store.delete(self._key(record))
 
     def _key(self, record: TinkerRecord) -> str:
-        return f"{self._root}/{record.folder}/{record.place}"
+        return f"{self._root}{record.folder}/{record.place}"
 
     def find(self, kind: type[R], place: str) -> R:
         """Return the record at a place. Raises NotFound."""
-        return kind.model_validate_json(self._store.get_bytes(f"{self._root}/{kind.folder}/{place}"))
+        return kind.model_validate_json(self._store.get_bytes(f"{self._root}{kind.folder}/{place}"))
 
     def places(self, kind: type[TinkerRecord], below: str = "") -> list[str]:
         """List the places of records, or of those below a place, in order."""
-        prefix = f"{self._root}/{kind.folder}/"
+        prefix = f"{self._root}{kind.folder}/"
         return [info.key.removeprefix(prefix) for info in self._store.list(f"{prefix}{below}")]
 
     def all(self, kind: type[R], below: str = "") -> list[R]:
@@ -236,18 +265,3 @@ class TinkerRecords:
     def checkpoints(self, below: str = "") -> list[CheckpointRecord]:
         """List the checkpoints of a model, or of all, in order."""
         return [each for each in self.all(CheckpointRecord, below) if each.is_there]
-
-    def claim(self, checkpoint: CheckpointRecord, overwrite: bool) -> None:
-        """Give a checkpoint its name. Raises Conflict if another one has it, and InvalidInput for a name of none."""
-        if not re.fullmatch(CHECKPOINT_NAME, checkpoint.name):
-            raise InvalidInput("at most 128 letters, digits, dots, dashes, underscores and =", "path")
-        if overwrite or self.add(checkpoint):
-            if overwrite:
-                self.put(checkpoint)
-            return
-        before = self.find(CheckpointRecord, checkpoint.place)
-        if before.command == checkpoint.command:
-            return
-        if before.is_there:
-            raise Conflict(f"there is a checkpoint {checkpoint.path}: save under another name, or overwrite it")
-        self.put(checkpoint)

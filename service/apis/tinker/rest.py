@@ -144,18 +144,18 @@ async def delete_checkpoint(checkpoint: Named, door: AtDoor) -> None:
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish_checkpoint(checkpoint: Named, door: AtDoor) -> None:
     """Mark a checkpoint as public. It stays its tenant's: nobody else finds it."""
-    await door.read(door.records.put, checkpoint.model_copy(update={"public": True}))
+    await door.records.put(checkpoint.model_copy(update={"public": True}))
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish_checkpoint(checkpoint: Named, door: AtDoor) -> None:
-    await door.read(door.records.put, checkpoint.model_copy(update={"public": False}))
+    await door.records.put(checkpoint.model_copy(update={"public": False}))
 
 
 @router.put(f"{_CHECKPOINT}/ttl")
 async def set_ttl(checkpoint: Named, body: JsonBody[SetTtl], door: AtDoor) -> None:
     """Say when a checkpoint expires, from now on; null: never."""
-    await door.read(door.records.put, checkpoint.model_copy(update={"expires_at": expiry(body.ttl_seconds)}))
+    await door.records.put(checkpoint.model_copy(update={"expires_at": expiry(body.ttl_seconds)}))
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
@@ -253,7 +253,7 @@ def _number(place: str) -> int:
 async def set_project(session_id: str, body: JsonBody[SetProject], door: AtDoor) -> None:
     """Name a session's project: a label here, by which its models are listed."""
     session = await door.read(door.records.session, session_id)
-    await door.read(door.records.put, session.model_copy(update={"project_id": body.project_id}))
+    await door.records.put(session.model_copy(update={"project_id": body.project_id}))
 
 
 @router.post("/sessions/search")

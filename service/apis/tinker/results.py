@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
+from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
 from service.apis.tinker.addresses import TINKER
@@ -21,7 +22,12 @@ from shared.errors import LongshoreError, NotFound
 from shared.jobs.commands import CommandResult
 from shared.storage.paths import RunKeys
 
-router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
+router = APIRouter(
+    route_class=JsonRoute,
+    prefix=TINKER,
+    include_in_schema=False,
+    dependencies=[Depends(require("write", "inference"))],
+)
 _SMALL_COMMAND_BYTES = 64 << 10  # of our own JSON
 _WAIT_S = 30.0  # the SDK gives up after 45
 _OPEN_POLL_S = 0.1

@@ -5,6 +5,7 @@ the newest are kept in memory for clients that ask twice. Others are drawn again
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,12 @@ from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
+from shared.storage import paths
 
 SAMPLE = "sample|"
 MOST_WAITING = 2048
 """Of one tenant."""
+_PLACE = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,120}")
 _AT_ONCE = 8  # of one tenant; fewer than the questions that it may have open
 _KEPT = 1024
 _KEPT_S = 600.0
@@ -84,7 +87,7 @@ class Samples:
         seed = secrets.randbelow(_MOST_SEED) if seed is None else seed % _MOST_SEED
         name = f"{sampler.session_id}-{sampler.number}-{number}"
         record = SampleRecord(hour=hour, name=name, seed=seed, asked=asked)
-        if not await door.read(door.records.add, record):
+        if not await door.records.add(record):
             record = await door.read(door.records.find, SampleRecord, record.place)
             if record.asked != asked:
                 raise InvalidInput("another sample was asked for under this number", "seq_id")
@@ -113,8 +116,7 @@ class Samples:
 
     async def _record(self, door: Door, request_id: str) -> SampleRecord:
         place = request_id.removeprefix(SAMPLE)
-        hour, _, name = place.partition("/")
-        if not (hour.isascii() and hour.isdigit()) or not name.replace("-", "").isalnum():
+        if not _PLACE.fullmatch(place):
             raise NotFound(f"there is no request {request_id[:120]}")
         with suppress(NotFound):
             return await door.read(door.records.find, SampleRecord, place)
@@ -170,7 +172,7 @@ class Samples:
 
     def _delete_before(self, hour: int) -> None:
         store = self.backend.store
-        for info in list(store.list("records/tinker/")):
+        for info in list(store.list(paths.tinker_records())):
             match info.key.split("/"):
                 case [_, _, _, SampleRecord.folder, of_hour, _] if int(of_hour) < hour:
                     store.delete(info.key)
@@ -323,7 +325,7 @@ router = APIRouter(
 )
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", dependencies=[Depends(require("write"))])
 async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[str, str]:
     """Make a sampling session of a checkpoint, or of a base model."""
     await door.read(door.records.session, body.session_id)
@@ -342,7 +344,7 @@ async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[st
         base_model=base_model,
         model_path=body.model_path,
     )
-    await door.read(door.records.add, sampler)
+    await door.records.add(sampler)
     return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
 

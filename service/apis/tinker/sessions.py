@@ -17,6 +17,7 @@ from service.errors import Conflict
 from shared.errors import NotFound
 
 router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
+TRAINS_OR_SAMPLES = [Depends(require("write", "inference"))]
 
 _NO_UNEMBED = "the unembedding layer is not trained here: train_unembed counts as false"
 # A chunk of a call's data is one command of a session, which is stored as JSON.
@@ -40,7 +41,7 @@ async def capabilities(door: AtDoor) -> dict[str, Any]:
     }
 
 
-@router.post("/client/config")
+@router.post("/client/config", dependencies=TRAINS_OR_SAMPLES)
 async def client_config(_: JsonBody[ClientConfigRequest]) -> dict[str, Any]:
     """Say how the SDK is to send: keys as they are, bodies under zstd, chunks that a session takes as one command."""
     return {
@@ -56,12 +57,12 @@ async def client_config(_: JsonBody[ClientConfigRequest]) -> dict[str, Any]:
     }
 
 
-@router.post("/client/dynamic_config")
+@router.post("/client/dynamic_config", dependencies=TRAINS_OR_SAMPLES)
 async def client_dynamic_config(_: JsonBody[ClientConfigRequest]) -> dict[str, Any]:
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
-@router.post("/telemetry")
+@router.post("/telemetry", dependencies=TRAINS_OR_SAMPLES)
 async def telemetry(request: Request) -> dict[str, str]:
     """Accept what the SDK tells of itself, and drop it."""
     async for _ in request.stream():
@@ -69,7 +70,7 @@ async def telemetry(request: Request) -> dict[str, str]:
     return {"status": "accepted"}
 
 
-@router.post("/create_session")
+@router.post("/create_session", dependencies=[Depends(require("write"))])
 async def create_session(body: JsonBody[CreateSession], door: AtDoor) -> dict[str, Any]:
     session = SessionRecord(
         session_id=f"tinker-{int(time.time() * 1000):011x}{secrets.token_hex(5)}",
@@ -80,11 +81,11 @@ async def create_session(body: JsonBody[CreateSession], door: AtDoor) -> dict[st
         project_id=body.project_id,
     )
     audit.touched(session.session_id)
-    await door.read(door.records.put, session)
+    await door.records.put(session)
     return {"type": "create_session", "session_id": session.session_id, "info_message": _NO_UNEMBED}
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)
 async def heartbeat(body: JsonBody[OfSession], door: AtDoor) -> dict[str, str]:
     await door.read(door.records.session, body.session_id)
     return {"type": "session_heartbeat"}
@@ -95,9 +96,9 @@ async def finish_session(session_id: str, body: JsonBody[FinishSession], door: A
     """End a client's session: its models take no more requests, and their checkpoints stay."""
     session = await door.read(door.records.session, session_id)
     audit.touched(session_id)
-    await door.read(door.records.put, session.model_copy(update={"finished": body.reason.type}))
     for model in await door.read(door.records.all, ModelRecord, f"{session_id}/"):
         await close(door, model)
+    await door.records.put(session.model_copy(update={"finished": body.reason.type}))
     return {"session_id": session_id}
 
 

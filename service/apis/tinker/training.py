@@ -1,6 +1,7 @@
 """Tinker's models in training: each is a session, and each request to it one of the session's commands."""
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -37,6 +38,7 @@ router = APIRouter(
     route_class=JsonRoute, prefix=TINKER, include_in_schema=False, dependencies=[Depends(require("write"))]
 )
 ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ALPHA = 32.0  # Tinker's adapters are scaled by 32 / rank
 Future = dict[str, Any]
 
@@ -85,7 +87,7 @@ async def opened(
             "user_metadata": body.user_metadata,
         }
     )
-    await door.read(door.records.add, record)
+    await door.records.add(record)
     return record
 
 
@@ -93,7 +95,8 @@ async def opened(
 async def get_info(body: JsonBody[OfModel], door: AtDoor) -> dict[str, Any]:
     model = await door.model(body.model_id)
     uri = door.uri_of(model.base_model)
-    data = {"model_name": model.base_model, "tokenizer_id": uri if ":" not in uri else model.base_model}
+    tokenizer_id = uri if _HUB_ID.fullmatch(uri) else model.base_model  # a path is the operator's affair
+    data = {"model_name": model.base_model, "tokenizer_id": tokenizer_id}
     return {
         "type": "get_info",
         "model_id": model.model_id,
@@ -198,7 +201,7 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], door: AtDoor) -> Futu
             inflight=body.kind == "inflight",
         )
         future = await door.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.sampler_id)
-        await door.read(door.records.add, sampler)
+        await door.records.add(sampler)
         return future
 
 
@@ -226,7 +229,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 async def _named(door: Door, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool) -> Future:
     """Save a state under a name. What is to be sampled from or downloaded is published, so that it stays."""
-    await door.read(door.records.claim, checkpoint, overwrite)
+    await door.records.claim(checkpoint, overwrite)
     audit.touched(checkpoint.path)
     save = commands.SaveState(publish=checkpoint.kind != "weights")
     return await door.command(model, seq_id, save, "save", checkpoint.path)

@@ -30,7 +30,7 @@ from service.apis.tinker.wire import (
 )
 from service.decoding import SMALL_BYTES, Received
 from shared.contract import Frozen
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
 from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
 from shared.jobs.job import CISPO, DRO, PPO, CrossEntropy, PolicyLoss, Reinforce
@@ -371,7 +371,11 @@ def make_command(body: str, encoding: str, made: str) -> str:
 
 
 def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
-    """Write the answer to a command that lies in a file."""
+    """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
     asked = _passes.validate_json(Path(command).read_bytes())
     loss_fn, config = loss_of_detail(detail)
-    Path(made).write_bytes(output_bytes(*told(asked, loss_fn, config, result)))
+    try:
+        answer = output_bytes(*told(asked, loss_fn, config, result))
+    except (TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be none, or another request's
+        raise NotFound("there is no such request") from None
+    Path(made).write_bytes(answer)

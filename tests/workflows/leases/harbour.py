@@ -12,6 +12,8 @@ from typing import Any
 from temporalio.client import Client
 
 from service.accounts.limits import FairShare
+from service.accounts.tenants import Quotas
+from service.database.engine import open_database
 from service.host import connect, serve
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
@@ -51,7 +53,9 @@ class Harbour:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
         untrained = UntrainedModels(settings, temporal)
-        models = ArtModels(self.store, published, untrained)
+        models = ArtModels(
+            self.store, published, untrained, Quotas(settings.quotas, self.store, open_database(settings))
+        )
         return Inference(settings, self.store, published, models, untrained, temporal, FairShare("questions", 16, 10))
 
     def samplers(self) -> list[str]:

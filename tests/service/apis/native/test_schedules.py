@@ -19,8 +19,11 @@ from activities.records.run_records import RunRecords
 from activities.sources.download import Download
 from service.accounts.access import Access
 from service.accounts.principals import Principal
+from service.accounts.tenants import Quotas
 from service.automation.schedule_views import ActionView, Backfill
 from service.automation.schedules import Schedules
+from service.database import migrate
+from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host import control_workers
 from shared.errors import InvalidInput, NotFound
@@ -246,7 +249,9 @@ async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: St
         stack.settings.root_path / "store",
         f"{'put' if what == 'resume' else 'get'} {schedule_record(TENANT, name)}",
     )
-    schedules = Schedules(stack.settings, store, stack.temporal, Access(stack.settings, store))
+    migrate.upgrade(database := open_database(stack.settings))
+    quotas = Quotas(stack.settings.quotas, store, database)
+    schedules = Schedules(stack.settings, store, stack.temporal, Access(stack.settings, store), quotas)
     match what:
         case "resume":
             working = asyncio.create_task(schedules.resume(TENANT, name))
