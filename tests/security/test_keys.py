@@ -7,10 +7,14 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from service.accounts.principals import Principal
 from service.apis.art.wandb_artifacts import TELEMETRY
 from service.apis.page.pages import SIGN_IN
+from service.apis.tinker.door import Door
+from service.apis.tinker.downloads import signed
+from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.app import create_app
-from tests.security.belongings import NIGHTLY, Belongings, Operation
+from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation
 from tests.security.conftest import client
 from tests.service.conftest import Service, wait_until
 
@@ -117,3 +121,17 @@ def test_records_of_every_kind_find_room_or_are_refused(service: Service) -> Non
         assert 300_000 < stored() - schedule < 301_000
         refused = asking.post("/tinker/api/v1/create_session", json=session)
         assert refused.status_code == 403 and "stored_bytes" in refused.text
+
+
+def test_a_signed_address_ends_with_the_key_that_asked_for_it(service: Service, owner: httpx.Client) -> None:
+    made = owner.post("/api/v1/keys", json={"scopes": ["read"]}).json()
+    backend = create_app(service.settings).state.backend
+    asking = Principal(tenant=TENANT, key_id=made["key_id"], scopes=frozenset({"read"}))
+    model_id = f"tinker-{'0' * 21}:train:0"
+    checkpoint = CheckpointRecord(model_id=model_id, kind="external_weights", name="nobodys", command=1)
+    door = Door(backend, asking, TinkerRecords(backend.store, backend.quotas, TENANT))
+    address, _ = signed(door, checkpoint, service.url)
+    assert httpx.get(f"{address}/archive.tar", trust_env=False).status_code == 404
+    assert owner.delete(f"/api/v1/keys/{made['key_id']}").status_code == 200
+    refused = httpx.get(f"{address}/archive.tar", trust_env=False)
+    assert refused.status_code == 403 and "good no longer" in refused.text
