@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 import psutil
 
 from activities.sampling.client import Sampler
+from benchmarks.stack_processes import end
 from examples.tiny_model import Family, make_tiny_model
 from shared.chat.completions import SamplerReady, Sampling
 
@@ -61,8 +62,7 @@ class Ours:
         ready = folder / "ready.json"
         command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--ready-file", str(ready)]
         process = subprocess.Popen([*command, "--served-model-name", "model", "--slots", str(slots)])
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
+        stack.callback(end, process)
         while not ready.exists():
             assert process.poll() is None
             time.sleep(0.05)

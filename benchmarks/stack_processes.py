@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -97,3 +98,14 @@ def _role(command: Sequence[str]) -> str:
     if "service.host" in words:
         return f"{command[-1]} host"
     return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)
+
+
+def end(process: "subprocess.Popen[bytes]", within_s: float = 60.0) -> None:
+    """Ask a process to end, and wait for it. Raises TimeoutError, after killing it, if it does not."""
+    process.terminate()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise TimeoutError(f"{process.args!r} does not end at SIGTERM within {within_s:g} s") from None

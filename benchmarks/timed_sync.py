@@ -12,6 +12,7 @@ from pathlib import Path
 
 from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
+from benchmarks.stack_processes import end
 from megatron_worker.engine import Engine
 from megatron_worker.tensors.safetensors_files import Entry, write_model
 from megatron_worker.weight_sync.gathering import Sent
@@ -62,8 +63,7 @@ def sampler(model: Path, folder: Path, device: str = "cpu", threads: int = 1) ->
         with Sampler(ready.url, ready.api_key) as client:
             yield Receiver(client, str(folder / "weights.sock"), ready.weights_address, PeakMemory(process.pid))
     finally:
-        process.terminate()
-        process.wait()
+        end(process)
 
 
 def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes: int) -> SyncTarget:
