@@ -24,7 +24,7 @@ from tests.service.stand_in import SUCCEEDS
         (sft(dataset={"uri": "ftp://host/rows.jsonl"}), "dataset.uri", "starts with file://, http://, https:// or s3"),
         (sft(dataset={"uri": "rows.jsonl"}), "dataset.uri", "starts with file://, http://, https:// or s3"),
         (sft(model="http://host/model"), "model", "a hub id such as org/name"),
-        (sft(dataset={"uri": ""}), "dataset.uri", "at least 1"),
+        (sft(dataset={"uri": ""}), "dataset.uri", "must not be empty"),
         (sft(dataset={"uri": "x", "prompt_field": "q"}), "dataset", "go together"),
         (sft(layout={"tp": 0}), "layout.tp", "greater than or equal to 1"),
         (sft(trainable={"kind": "lora", "rank": 0}), "trainable.rank", "greater than or equal to 1"),

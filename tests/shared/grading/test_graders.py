@@ -46,7 +46,7 @@ def test_openais_shapes_are_graders_and_survive_the_wire(fields: dict[str, Any])
         ({**PYTHON, "source": "def score(): pass"}, "grader.source", "must define grade(sample, item)"),
         ({**PYTHON, "source": "grade" + "#" * MAX_SOURCE_BYTES}, "grader.source", "the limit is 262,144"),
         ({**PYTHON, "image_tag": "2025-05-08"}, "grader.image_tag", "leave it out"),
-        ({**MODEL, "input": []}, "grader.input", "at least 1 item"),
+        ({**MODEL, "input": []}, "grader.input", "must not be empty"),
         ({**MODEL, "range": [1, 1]}, "grader.range", "the lower one first"),
         ({**MODEL, "range": [0, float("inf")]}, "grader.range", "two finite numbers"),
         (
