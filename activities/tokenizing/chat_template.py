@@ -18,17 +18,18 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from activities.tokenizing.marks import Marks
-from activities.tokenizing.shown import REASONING, hidden_thoughts, says_a_tools_name
+from activities.tokenizing.shown import REASONING, CallForm, Marks, hidden_thoughts, says_a_tools_name
 from activities.tokenizing.template_environment import Refused, template_environment, tracking_generation
 
 Message = dict[str, Any]
 
-_PROBE_TOOL = {
+_PROBE = {"name": "winch", "description": "Winds.", "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOL = {"type": "function", "function": _PROBE}
+_PROBE_CALL = {
     "type": "function",
-    "function": {"name": "winch", "description": "Winds.", "parameters": {"type": "object", "properties": {}}},
+    "id": "callprobe",
+    "function": {"name": "winch", "arguments": {"cable": "Kittiwake"}},
 }
-_PROBE_ARGUMENTS = {"cable": "Kittiwake"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,6 @@ class _Turns:
     terminators: tuple[str, ...]
     space: str = ""  # between a question and its answer, where the template has no generation prompt
     trims: bool = False  # takes the space off an answer's beginning
-
-
-@dataclass(frozen=True)
-class _CallForm:
-    """What a template wants of a message that calls tools: its content where there is none, arguments as JSON text."""
-
-    content: str | None
-    are_texts: bool
-
-    def of(self, message: Message) -> Message:
-        if not message.get("tool_calls"):
-            return message
-        calls = [_with_text_arguments(call) for call in message["tool_calls"]] if self.are_texts else None
-        return message | {"content": message.get("content") or self.content} | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass(frozen=True)
@@ -184,15 +171,14 @@ class ChatTemplate:
         return hidden_thoughts(text, messages, tools, positions)
 
     @cached_property
-    def _call_form(self) -> _CallForm:
+    def _call_form(self) -> CallForm:
         """Learn how the template wants tool calls. Raises Refused if it shows none."""
-        call = {"type": "function", "id": "callprobe", "function": {"name": "winch", "arguments": _PROBE_ARGUMENTS}}
         refusal: Refused | None = None
         for tools in (self._probe_tools, [_PROBE_TOOL]):
-            for form in (_CallForm(None, False), _CallForm("", False), _CallForm(None, True), _CallForm("", True)):
+            for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
                 asked = {"role": "user", "content": "Quayside?"}
                 try:
-                    text = self._rendered([asked, form.of({"role": "assistant", "tool_calls": [call]})], tools)
+                    text = self._rendered([asked, form.of({"role": "assistant", "tool_calls": [_PROBE_CALL]})], tools)
                 except Refused as error:
                     refusal = error
                     continue
@@ -383,11 +369,6 @@ def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
     core = content.strip()
     start = marked.ends[i] - len(core)
     return start if start >= 0 and marked.text.startswith(core, start) else None
-
-
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_reasoning(message: Message) -> Message:
