@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -43,17 +44,35 @@ class Program:
         self.call()
 
 
+def start(program: Program) -> BaseProcess:
+    """Not waited for. It ends with this process at the latest."""
+    _FORKS.set_forkserver_preload(IMPORTED)
+    process = _FORKS.Process(target=program, daemon=True)
+    process.start()
+    return process
+
+
+@contextmanager
+def running(program: Program) -> Iterator[BaseProcess]:
+    """Killed at the end, if it has not ended."""
+    process = start(program)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
 def run(programs: Sequence[Program], timeout_s: float) -> list[int]:
     """Run them beside each other until all have ended, or one has failed: then the others are killed.
 
     Returns:
         Their exit statuses.
     """
-    _FORKS.set_forkserver_preload(IMPORTED)
-    processes: list[BaseProcess] = [_FORKS.Process(target=program) for program in programs]
+    processes: list[BaseProcess] = []
     try:
-        for process in processes:
-            process.start()
+        for program in programs:
+            processes.append(start(program))
         _wait_for(processes, timeout_s)
     finally:
         for process in processes:

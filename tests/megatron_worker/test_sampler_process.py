@@ -17,7 +17,7 @@ from tests.megatron_worker.sampler_process import NAME, ROOT, post, ready, start
 
 def test_sigterm_ends_it_while_it_works(model, tmp_path):
     process = start(model, tmp_path)
-    found = ready(process, tmp_path)
+    found = ready(lambda: process.poll() is not None, tmp_path)
     assert (tmp_path / "ready.json").stat().st_mode & 0o777 == 0o600
     body = {"model": NAME, "prompt": [1], "n": 500, "max_tokens": 4000, "ignore_eos": True}
     failures = []
@@ -45,7 +45,7 @@ def test_it_leaves_with_its_parent(model, tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", code, str(model), str(tmp_path)], cwd=ROOT)
     while not psutil.Process(parent.pid).children():
         time.sleep(0.02)
-    sampler = psutil.Process(ready(parent, tmp_path).pid)
+    sampler = psutil.Process(ready(lambda: parent.poll() is not None, tmp_path).pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     sampler.wait(300)

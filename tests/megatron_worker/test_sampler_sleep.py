@@ -18,7 +18,7 @@ from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from tests.conftest import CORPUS
 from tests.megatron_worker.engines import start as start_engine
-from tests.megatron_worker.sampler_process import NAME, running, write_adapter
+from tests.megatron_worker.sampler_process import NAME, started, write_adapter
 from tests.megatron_worker.weight_sync.samplers import listening
 from tests.megatron_worker.weight_sync.test_sync import sync
 
@@ -35,7 +35,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampler(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SamplerReady]:
-    with running(large, tmp_path_factory.mktemp("sampler"), "--slots", "4") as ready:
+    with started(large, tmp_path_factory.mktemp("sampler"), "--slots", "4") as ready:
         yield ready
 
 

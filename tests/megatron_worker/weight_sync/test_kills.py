@@ -30,7 +30,6 @@ from tests.megatron_worker.weight_sync.test_sync import BUCKET, At, Killed, die,
 
 # The last two: the version is whole, and the sampler may have it.
 PHASES = ["prepare", "connect", "settle 0", "fill 0", "send 0", "send 1", "settle 3", "settle", "commit", "finalize"]
-forks._FORKS.set_forkserver_preload(forks.IMPORTED)
 
 
 def listen_apart(model, folder):
@@ -47,17 +46,12 @@ def apart(model, folder):
     folder.mkdir()
     said = folder / "said"
     program = Program(partial(listen_apart, model, folder), sys.argv, environment(), REPOSITORY, said, said)
-    process = forks._FORKS.Process(target=program, daemon=True)
-    process.start()
-    try:
+    with forks.running(program) as process:
         while not (folder / "address").exists():
             assert process.is_alive(), said.read_text()
             time.sleep(0.02)
         path, address = (folder / "address").read_text().splitlines()
         yield Listening(None, None, None, path, address), process.pid
-    finally:
-        process.kill()
-        process.join()
 
 
 def equal(sampler, driven):

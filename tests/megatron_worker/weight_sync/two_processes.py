@@ -15,7 +15,7 @@ from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, Transpo
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
-from tests.megatron_worker.sampler_process import running
+from tests.megatron_worker.sampler_process import started
 from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 BUCKET = 1 << 14  # the tiny model needs many
@@ -52,7 +52,7 @@ def apart(model: Path, folder: Path, device: str, dtype: str = "bfloat16") -> It
     options = ("--dtype", dtype, "--device", device, "--weights-socket", path, "--max-model-len", "128")
     remote = ("--weights-address", "127.0.0.1", "--weights-key-file", str(file))
     packages = {"PYTHONPATH": str(PACKAGES)}
-    with running(model, folder, *options, *remote, **packages) as ready, Sampler(ready.url, ready.api_key) as client:
+    with started(model, folder, *options, *remote, **packages) as ready, Sampler(ready.url, ready.api_key) as client:
         yield Apart(client, path, ready.weights_address, SyncAccess(secret=secret_of_run(key, "run").hex()))
 
 
