@@ -114,6 +114,10 @@ class TinkerSettings(BaseModel):
     max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and activations")
     keep_states: int = Field(default=100, ge=1, le=1000, description="saved states of one model that stay, the newest")
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
+        default=None,
+        description="the loss that is computed, and named, where stable_reinforce is asked for; none: refused",
+    )
 
 
 class WebhookSettings(BaseModel):

@@ -132,10 +132,12 @@ def test_policy_losses_are_tinker_s_sums(told: dict[str, Any]) -> None:
         advantage = np.array(each["advantages"])[:, None]
         ratio = np.exp(new - old)
         clipped = np.clip(ratio, 0.9, 1.05)
+        sequence = np.exp(np.mean(new - old, axis=1, keepdims=True)) + np.zeros_like(new)
         expected = {
             "importance_sampling": -(ratio * advantage),
             "ppo": -np.minimum(ratio * advantage, clipped * advantage),
             "cispo": -(clipped * new * advantage),
+            "gspo": -np.minimum(sequence * advantage, np.clip(sequence, 0.9, 1.05) * advantage),
             "dro": -(new * advantage - 0.25 * (new - old) ** 2),
         }[name].sum()
         assert each["loss"] == pytest.approx(expected, rel=1e-5), name
@@ -178,7 +180,7 @@ def test_the_likeliest_tokens_of_a_prompt_are_those_of_transformers(told: dict[s
 
 def test_refusals_name_what_is_wrong_and_cost_nothing(told: dict[str, Any]) -> None:
     refused = told["refused"]
-    assert refused["loss"]["status"] == 422 and "gspo" in refused["loss"]["body"]["error"]
+    assert refused["loss"]["status"] == 422 and "stable_reinforce" in refused["loss"]["body"]["error"]
     assert refused["setting"]["body"]["place"] == "loss_fn_config.eps"
     assert refused["token"]["category"] == "User" and "99999 is outside the vocabulary" in refused["token"]["text"]
     assert refused["adam"]["body"]["place"] == "adam_params.beta1"

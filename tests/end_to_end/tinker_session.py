@@ -206,14 +206,23 @@ def policies(client: tinker.TrainingClient, drawn: Any) -> Told:
         )
         for (ids, logprobs), advantage in zip(sequences, advantages, strict=True)
     ]
+    masked = [
+        types.Datum(
+            model_input=each.model_input,
+            loss_fn_inputs={**each.loss_fn_inputs, "sequence_ratio_mask": [0.0] * 3 + [1.0] * len(logprobs)},
+        )
+        for each, (_, logprobs) in zip(data, sequences, strict=True)
+    ]
     for name, config in (
         ("importance_sampling", None),
         ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
         ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
         ("dro", {"beta": 0.5}),
     ):
-        passes = client.forward_backward(data, name, config).result()
-        scores = client.forward(data, name, config).result()
+        inputs = masked if name == "gspo" else data
+        passes = client.forward_backward(inputs, name, config).result()
+        scores = client.forward(inputs, name, config).result()
         told[name] = {
             "loss": passes.metrics["loss:sum"],
             "forward": scores.metrics["loss:sum"],
@@ -227,7 +236,7 @@ def policies(client: tinker.TrainingClient, drawn: Any) -> Told:
 def refusals(service: Any, client: Any, data: Any, base: Any, prompt: Any) -> Told:
     out_of_it = [datum([5, 99_999, 6], [1.0, 1.0])]
     return {
-        "loss": refused(lambda: client.forward_backward(data, "gspo").result()),
+        "loss": refused(lambda: client.forward_backward(data, "stable_reinforce").result()),
         "setting": refused(lambda: client.forward_backward(data, "ppo", {"eps": 0.2}).result()),
         "token": refused(lambda: client.forward_backward(out_of_it, "cross_entropy").result()),
         "adam": refused(lambda: client.optim_step(types.AdamParams(beta1=2.0)).result()),

@@ -13,7 +13,8 @@ from service.apis.tinker.addresses import error_body, tinker_key
 from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import Sample
-from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told
+from service.apis.tinker.sessions import about_session
+from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told, with_substitute
 from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
 from service.database import migrate
 from service.database.engine import Database
@@ -21,8 +22,8 @@ from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
-from shared.jobs.job import CISPO, DRO, PPO, Reinforce
-from shared.settings import QuotaSettings, Settings
+from shared.jobs.job import CISPO, DRO, GSPO, PPO, Reinforce
+from shared.settings import QuotaSettings, Settings, TinkerSettings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (
     FLOAT32,
@@ -30,6 +31,7 @@ from tests.service.tinker_bodies import (
     SPOILT,
     batch,
     compressed,
+    gspo,
     policy,
     setting,
     sparse,
@@ -69,6 +71,45 @@ def test_a_policy_loss_leaves_out_padding_without_advantage() -> None:
     assert commanded(policy()).data[0].weights is None
 
 
+def test_gspo_is_of_the_places_that_its_mask_names() -> None:
+    """Its ratio is of the sequence: the mean over the mask, and not over all places that are the token that follows."""
+    command = commanded(gspo(target_tokens=[0, 7, 8]))
+    assert isinstance(command, ForwardBackward)
+    assert isinstance(command.loss, GSPO) and command.loss.aggregation == "token_mean"
+    assert (1 - command.loss.clip_low, 1 + command.loss.clip_high) == (0.8, 1.2), "to the bit"
+    [datum] = command.data
+    assert datum.weights == (0.0, 1.0, 1.0) and datum.advantages == (0.0, 1.0, -1.0)
+    assert commanded(gspo()).data[0].weights == (0.0, 1.0, 1.0)
+    scores = (TokenScores(logprobs=(-1.9, -2.9)),)
+    result = CommandResult(number=1, kind="forward_backward", data=scores)
+    [found], named = told(command, "gspo", {}, result, "gspo")
+    assert found.values.tolist() == pytest.approx([0.0, -1.9, -2.9])
+    s = math.exp(0.1)
+    assert named["loss:sum"] == pytest.approx(-s + s, abs=1e-6)
+    scores = (TokenScores(logprobs=(-1.4, -2.8)),)
+    _, named = told(command, "gspo", {}, result.model_copy(update={"data": scores}), "gspo")
+    assert named["loss:sum"] == pytest.approx(-1.2 + math.exp(0.4)), "clipped where the advantage is above 0"
+
+
+def test_a_substitute_is_named_to_its_client() -> None:
+    """In the metrics of each pass; without one, `stable_reinforce` is refused and its setting named."""
+    with pytest.raises(InvalidInput, match="LONGSHORE_TINKER__STABLE_REINFORCE"):
+        commanded(policy(loss_fn="stable_reinforce"))
+    sent = SentRequest(policy(loss_fn="stable_reinforce").SerializeToString()).batch()
+    computed = with_substitute(sent, "cispo")
+    command = command_of(computed)
+    assert isinstance(command, ForwardBackward) and isinstance(command.loss, CISPO)
+    result = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
+    _, named = told(command, computed.loss_fn, {}, result, sent.loss_fn)
+    assert named["stable_reinforce_computed_as_cispo:max"] == 1.0
+    assert list(told(command, "cispo", {}, result, "cispo")[1]) == ["loss:sum"]
+    assert with_substitute(computed, "dro") == computed, "a loss that was named is computed"
+    body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "record_stability_info": True}
+    Sample.model_validate(body).check(records_nothing=True)
+    assert "cispo is, in its place" in about_session(TinkerSettings(stable_reinforce="cispo"))
+    assert "stable_reinforce" not in about_session(TinkerSettings())
+
+
 def test_losses_have_their_settings() -> None:
     message = policy()
     for name, number in (("clip_low_threshold", 0.9), ("clip_high_threshold", 1.5)):
@@ -106,13 +147,13 @@ def test_results_have_a_number_for_each_place() -> None:
     scores = (TokenScores(logprobs=(-1.0, -2.0)), TokenScores(logprobs=(-3.0, -4.0)))
     metrics = {"loss": 0.5, "loss_sum": 2.0, "tokens": 7.0, "ratio_max": 3.0, "entropy": 1.0}
     result = CommandResult(number=1, kind="forward_backward", data=scores, metrics=metrics)
-    found, named = told(ForwardBackward(data=data), "cross_entropy", {}, result)
+    found, named = told(ForwardBackward(data=data), "cross_entropy", {}, result, "cross_entropy")
     assert [each.values.tolist() for each in found] == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0, -4.0]]
     assert [each.trailing_shape for each in found] == [(), (2,)]
     assert named == {"loss:sum": 1 + 1 + 3 + 8, "tokens:sum": 7.0, "ratio_max:max": 3.0, "entropy:mean": 1.0}
     everything = (TokenScores(logprobs=(-5.0, -1.0, -2.0)), TokenScores(logprobs=(-3.0, -6.0, -7.0, -4.0)))
     result = CommandResult(number=1, kind="forward", data=everything)
-    found, named = told(Forward(data=data, score_all=True), "cross_entropy", {}, result)
+    found, named = told(Forward(data=data, score_all=True), "cross_entropy", {}, result, "cross_entropy")
     assert [each.values.tolist() for each in found] == [[-5.0, -1.0, -2.0], [-3.0, -6.0, -7.0, -4.0]]
     assert named == {"loss:sum": 13.0}
 
@@ -170,9 +211,9 @@ def _length(number: int) -> bytes:
 
 
 def test_ids_of_requests_say_what_they_are_of() -> None:
-    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}))
+    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}, "ppo"))
     assert TrainingFuture.parse(future.request_id) == future
-    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9})
+    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9}, "ppo")
     for broken in (
         "",
         "a|1|passes",

@@ -44,6 +44,10 @@ def policy(**changes: Any) -> Any:
     return batch(**({"loss_fn": "ppo"} | inputs | changes))
 
 
+def gspo(**changes: Any) -> Any:
+    return policy(**({"loss_fn": "gspo", "sequence_ratio_mask": [0.0, 1.0, 1.0]} | changes))
+
+
 def tensor(message: Any, name: str = "target_tokens") -> Any:
     return next(entry.value for entry in message.data[0].loss_fn_inputs if entry.key == name)
 
@@ -121,7 +125,16 @@ SPOILT: Mapping[str, tuple[Any, Spoil]] = {
     "an unknown input": (batch(), _input("clip_low_threshold", [0.8, 0.8, 0.8])),
     "an unknown loss": (batch(loss_fn="explode"), lambda message: None),
     "no loss": (batch(loss_fn=""), lambda message: None),
-    "gspo": (policy(loss_fn="gspo"), lambda message: None),
+    "gspo without a mask": (policy(loss_fn="gspo"), lambda message: None),
+    "a mask of nothing": (gspo(sequence_ratio_mask=[0.0, 0.0, 0.0]), lambda message: None),
+    "a mask of two places": (gspo(sequence_ratio_mask=[0.0, 1.0]), lambda message: None),
+    "a mask that is no number": (gspo(sequence_ratio_mask=[0.0, 1.0, float("nan")]), lambda message: None),
+    "a mask without a place that is trained": (gspo(sequence_ratio_mask=[0.0, 1.0, 0.0]), lambda message: None),
+    "a mask with another target than follows": (
+        gspo(sequence_ratio_mask=[1.0, 1.0, 1.0], target_tokens=[0, 7, 8]),
+        lambda message: None,
+    ),
+    "a mask for another loss": (gspo(loss_fn="ppo"), lambda message: None),
     "stable_reinforce": (policy(loss_fn="stable_reinforce"), lambda message: None),
     "a loss of the server's": (batch(loss_fn="custom"), lambda message: None),
     "no advantages": (batch(loss_fn="ppo", logprobs=[-1.0, -1.0, -1.0]), lambda message: None),

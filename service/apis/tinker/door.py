@@ -67,16 +67,23 @@ class TrainingFuture:
             raise missing from None
 
 
-def loss_detail(loss_fn: str, config: Mapping[str, float | str]) -> str:
-    return json.dumps([loss_fn, dict(config)], separators=(",", ":"))
+STABLE_REINFORCE = "stable_reinforce"
 
 
-def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str]]:
-    """Raises NotFound for what `loss_detail` has not made."""
+def loss_detail(loss_fn: str, config: Mapping[str, float | str], asked: str) -> str:
+    """`asked`: the name that its client gave the loss."""
+    return json.dumps([loss_fn, dict(config), asked], separators=(",", ":"))
+
+
+def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str], str]:
+    """Return the loss that is computed, its settings, and the name that was asked for.
+
+    Raises NotFound for what `loss_detail` has not made.
+    """
     try:
-        loss_fn, config = json.loads(detail)
-        if isinstance(loss_fn, str) and isinstance(config, dict):
-            return loss_fn, config
+        loss_fn, config, *asked = json.loads(detail)  # requests of earlier releases say two things alone
+        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in ([], [loss_fn], [STABLE_REINFORCE]):
+            return loss_fn, config, asked[0] if asked else loss_fn
     except (ValueError, RecursionError):
         pass
     raise NotFound("there is no such request")

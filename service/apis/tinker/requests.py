@@ -184,13 +184,17 @@ class Sample(Request):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     record_stability_info: bool | None = None
 
-    def check(self) -> None:
-        """Refuse by its value what no sampler here tells. Raises InvalidInput."""
+    def check(self, records_nothing: bool = False) -> None:
+        """Refuse by its value what no sampler here tells. Raises InvalidInput.
+
+        Args:
+            records_nothing: stable_reinforce has a substitute, which needs no record, as the session's client was told.
+        """
         if self.prompt_alt_tokens_k:
             raise InvalidInput("samplers here draw no tokens within the prompt: give 0", "prompt_alt_tokens_k")
         if self.target_prompt_logprobs is not None:
             raise InvalidInput("samplers here score the prompt's own tokens alone", "target_prompt_logprobs")
-        if self.record_stability_info:
+        if self.record_stability_info and not records_nothing:
             raise InvalidInput(
                 "nothing of the kind is recorded here: stable_reinforce is not served", "record_stability_info"
             )

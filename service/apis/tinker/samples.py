@@ -357,7 +357,7 @@ async def get_sampler(sampler_id: str, door: AtDoor) -> dict[str, Any]:
 @router.post("/asample")
 async def sample(body: JsonBody[Sample], request: Request, door: AtDoor) -> dict[str, Any]:
     """Begin to draw samples."""
-    body.check()
+    body.check(records_nothing=door.settings.stable_reinforce is not None)
     samples: Samples = request.app.state.tinker_samples
     check_length(door.backend.settings, body.prompt.ids)
     sampler = await door.read(door.records.sampler, body.sampling_session_id or "")

@@ -15,11 +15,15 @@ from service.apis.tinker.records import ModelRecord, SessionRecord
 from service.apis.tinker.requests import ClientConfigRequest, CreateSession, FinishSession, OfSession
 from service.errors import Conflict
 from shared.errors import NotFound
+from shared.settings import TinkerSettings
 
 router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
 TRAINS_OR_SAMPLES = [Depends(require("write", "inference"))]
 
-_NO_UNEMBED = "the unembedding layer is not trained here: train_unembed counts as false"
+_NO_UNEMBED = (
+    "the unembedding layer is not trained here yet: train_unembed, true unless given, counts as false until adapters "
+    "of lm_head are supported"
+)
 # A chunk of a call's data is one command of a session, which is stored as JSON.
 _CHUNK_BYTES, _CHUNK_DATA = 2_000_000, 1024
 
@@ -82,7 +86,14 @@ async def create_session(body: JsonBody[CreateSession], door: AtDoor) -> dict[st
     )
     audit.touched(session.session_id)
     await door.records.put(session)
-    return {"type": "create_session", "session_id": session.session_id, "info_message": _NO_UNEMBED}
+    return {"type": "create_session", "session_id": session.session_id, "info_message": about_session(door.settings)}
+
+
+def about_session(settings: TinkerSettings) -> str:
+    """What a client is told as its session begins."""
+    if settings.stable_reinforce is None:
+        return _NO_UNEMBED
+    return f"{_NO_UNEMBED}; stable_reinforce is not computed here: {settings.stable_reinforce} is, in its place"
 
 
 @router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)

@@ -129,7 +129,8 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
         _check_seq(head.seq_id)
         await door.backend.quotas.admit_bytes(door.tenant, body.num_bytes)
         async with door.numbered(model, head.seq_id):
-            detail = await decoding.call(request, translation.make_command, *sent, str(made), is_small=is_small)
+            asked = *sent, str(made), door.settings.stable_reinforce
+            detail = await decoding.call(request, translation.make_command, *asked, is_small=is_small)
             command = StoredCommand(await asyncio.to_thread(made.read_bytes))
             return await door.command(model, head.seq_id, command, "passes", detail)
 

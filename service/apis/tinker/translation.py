@@ -7,7 +7,7 @@ N places of a datum, K targets in each.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from service.apis.tinker.door import loss_detail, loss_of_detail
+from service.apis.tinker.door import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     Scores,
     SentBatch,
@@ -33,7 +33,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
 from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
-from shared.jobs.job import CISPO, DRO, PPO, CrossEntropy, PolicyLoss, Reinforce
+from shared.jobs.job import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 
 Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]
@@ -41,11 +41,13 @@ _CLIP_LOW, _CLIP_HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "bet
 _LOW, _HIGH, _DRO_BETA = 0.8, 1.2, 0.05
 _MAX_LOG_RATIO = 20.0  # as the worker bounds it
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
+RATIO_MASK = "sequence_ratio_mask"
+_SERVED = "cross_entropy, importance_sampling, ppo, cispo, gspo and dro are served"
 _LOSSES, _COUNTS = ("loss", "loss_sum"), ("weight", "tokens", "sequences", "target_tokens", "num_bins")
 _OF_STEP = ("grad_norm", "clipped", "learning_rate", "skipped")
 MISSING = {
-    "gspo": "its formula is not published with the SDK; importance_sampling, ppo, cispo and dro are served",
-    "stable_reinforce": "it needs what Tinker's own samplers record beside a sample",
+    STABLE_REINFORCE: "it needs what Tinker's own samplers record beside a sample. Name another one; or the operator "
+    "names one that is computed in its place (LONGSHORE_TINKER__STABLE_REINFORCE)",
     "custom": "losses of your own are computed in the client: forward_backward_custom with a function",
 }
 
@@ -54,7 +56,7 @@ MISSING = {
 class Loss:
     """A loss of Tinker's: our loss, and its value as Tinker defines it, by log-probabilities, in float64.
 
-    `value`: of arrays of equal shape: log-probabilities, the sampler's, advantages.
+    `value`: of arrays of equal shape, of the scored places of one datum: log-probabilities, the sampler's, advantages.
     """
 
     ours: PolicyLoss
@@ -75,10 +77,17 @@ def policy_loss(name: str, config: Config) -> Loss:
             low, high = _bounds(config)
 
             def surrogate(new: Floats, old: Floats, advantage: Floats) -> Floats:
-                ratio = _ratio(new, old)
-                return -np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
+                return _clipped(_ratio(new, old), low, high, advantage)
 
             return Loss(PPO(clip_low=1 - low, clip_high=high - 1), surrogate, (_CLIP_LOW, _CLIP_HIGH))
+        case "gspo":
+            low, high = _bounds(config)
+
+            def of_sequence(new: Floats, old: Floats, advantage: Floats) -> Floats:
+                return _clipped(_ratio(np.full_like(new, np.mean(new - old)), np.zeros_like(new)), low, high, advantage)
+
+            ours = GSPO(aggregation="token_mean", clip_low=1 - low, clip_high=high - 1)
+            return Loss(ours, of_sequence, (_CLIP_LOW, _CLIP_HIGH))
         case "cispo":
             low, high = _bounds(config)
 
@@ -94,8 +103,12 @@ def policy_loss(name: str, config: Config) -> Loss:
                 DRO(beta=beta), lambda new, old, advantage: -advantage * new + beta / 2 * (new - old) ** 2, (_BETA,)
             )
         case _:
-            reason = MISSING.get(name, "cross_entropy, importance_sampling, ppo, cispo and dro are served")
+            reason = MISSING.get(name, _SERVED)
             raise InvalidInput(f"the loss {name[:60] or '(none)'} is not served here: {reason}", "loss_fn")
+
+
+def _clipped(ratio: Floats, low: float, high: float, advantage: Floats) -> Floats:
+    return -np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
 
 
 def _bounds(config: Config) -> tuple[float, float]:
@@ -114,6 +127,13 @@ def _number(config: Config, name: str, default: float) -> float:
     return value
 
 
+def with_substitute(batch: SentBatch, substitute: str | None) -> SentBatch:
+    """Return the batch with the loss that is computed: of stable_reinforce the operator's, if there is one."""
+    if substitute is None or batch.loss_fn != STABLE_REINFORCE:
+        return batch
+    return replace(batch, loss_fn=substitute)
+
+
 def command_of(batch: SentBatch) -> Forward | ForwardBackward:
     """Translate a batch. Raises InvalidInput that names the datum and the input at fault."""
     if not batch.data:
@@ -124,7 +144,8 @@ def command_of(batch: SentBatch) -> Forward | ForwardBackward:
         make = _weighed_datum
     else:
         found = policy_loss(batch.loss_fn, batch.config)
-        known, loss, make = found.settings, found.ours, _policy_datum
+        known, loss = found.settings, found.ours
+        make = _sequence_datum if batch.loss_fn == "gspo" else _policy_datum
     for name in batch.config:
         if name not in known:
             raise InvalidInput(f"{batch.loss_fn} has no such setting", f"loss_fn_config.{name[:60]}")
@@ -176,6 +197,32 @@ def _flat_if_single(tensor: Tensor) -> Tensor:
     return Tensor(tensor.values, tensor.shape[:1]) if tensor.shape[1:] == (1,) and tensor.ends is None else tensor
 
 
+def _sequence_datum(datum: SentDatum, place: str) -> Datum:
+    """A datum of gspo: the places that the mask names are scored, and the sequence's ratio is of these."""
+    mask = _input(datum, RATIO_MASK, place)
+    plain = SentDatum(datum.tokens, {name: each for name, each in datum.inputs.items() if name != RATIO_MASK})
+    found = _policy_datum(plain, place)
+    _check_column(datum, RATIO_MASK, mask, place)
+    is_masked_N = np.asarray(_floats(mask.values, f"{place}.{RATIO_MASK}")) != 0
+    if not is_masked_N.any():
+        raise InvalidInput("it names no place: the sequence has no ratio", f"{place}.{RATIO_MASK}")
+    is_scored_N = _weights(found) != 0
+    if (is_masked_N & ~is_scored_N).any():
+        at = int(np.flatnonzero(is_masked_N & ~is_scored_N)[0])
+        message = "it is not the token that follows, and the mask counts it in the sequence's ratio"
+        raise InvalidInput(message, f"{place}.target_tokens[{at}]")
+    if (outside_N := ~is_masked_N & (np.asarray(found.advantages) != 0)).any():
+        message = "it is not 0, and the mask leaves its place out of the ratio: such places are not trained here"
+        raise InvalidInput(message, f"{place}.advantages[{int(np.flatnonzero(outside_N)[0])}]")
+    return found.model_copy(update={"weights": tuple(is_masked_N.astype(float).tolist())})
+
+
+def _check_column(datum: SentDatum, name: str, column: Tensor, place: str) -> None:
+    if column.ends is not None or column.shape != (len(datum.tokens),):
+        message = f"its shape is {list(column.shape)}: one number for each of the {len(datum.tokens)} tokens"
+        raise InvalidInput(message, f"{place}.{name}")
+
+
 def _policy_datum(datum: SentDatum, place: str) -> Datum:
     """A datum of a policy loss. Places whose advantage is 0 may name any target, and are not scored if it is another
     one than the token that follows.
@@ -185,9 +232,7 @@ def _policy_datum(datum: SentDatum, place: str) -> Datum:
     targets = columns["target_tokens"]
     _check_places(datum, targets, place)
     for name, column in columns.items():
-        if column.ends is not None or column.shape != (len(datum.tokens),):
-            message = f"its shape is {list(column.shape)}: one number for each of the {len(datum.tokens)} tokens"
-            raise InvalidInput(message, f"{place}.{name}")
+        _check_column(datum, name, column, place)
     tokens_N, advantage_N = np.asarray(datum.tokens, np.int64), columns["advantages"].values
     differs_N = np.append(targets.values[:-1] != tokens_N[1:], False)
     if np.any(differs_N & (advantage_N != 0)):
@@ -264,17 +309,21 @@ def _floats(values: NDArray[Any], place: str) -> tuple[float, ...]:
 
 
 def told(
-    command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult
+    command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult, asked: str
 ) -> tuple[list[Scores], dict[str, float]]:
     """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
 
     The log-probability of a place that was not scored, as its weight is 0, is told as 0.
+
+    Args:
+        asked: the loss by the name that its client gave it. If another one was computed in its place, that is told.
     """
     assert result.data is not None
     found = [_scores(*each, command) for each in zip(command.data, result.data, strict=True)]
     total = sum(_loss_of(*each, loss_fn, config) for each in zip(command.data, found, strict=True))
     metrics = {f"{name}:{_reduction(name)}": value for name, value in result.metrics.items() if name not in _LOSSES}
-    return found, metrics | {"loss:sum": total}
+    substitute = {f"{asked}_computed_as_{loss_fn}:max": 1.0} if asked != loss_fn else {}
+    return found, metrics | {"loss:sum": total} | substitute
 
 
 def _reduction(name: str) -> str:
@@ -316,7 +365,9 @@ def _loss_of(datum: Datum, scores: Scores, loss_fn: str, config: Config) -> floa
     if loss_fn == "cross_entropy":
         return float(-np.sum(weights_N * logprobs_N))
     old_N, advantage_N = np.asarray(datum.logprobs, np.float64), np.asarray(datum.advantages, np.float64)
-    return float(np.sum(weights_N * policy_loss(loss_fn, config).value(logprobs_N, old_N, advantage_N)))
+    scored = weights_N != 0
+    values = policy_loss(loss_fn, config).value(logprobs_N[scored], old_N[scored], advantage_N[scored])
+    return float(np.sum(weights_N[scored] * values))
 
 
 # For a child process: what is handed to it and what it makes lie in files.
@@ -359,23 +410,28 @@ def head_of(body: str, encoding: str) -> Head:
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 
-def make_command(body: str, encoding: str, made: str) -> str:
-    """Write a request's command into a file. Returns what its future tells of its loss. Raises InvalidInput."""
+def make_command(body: str, encoding: str, made: str, substitute: str | None) -> str:
+    """Write a request's command into a file. Returns what its future tells of its loss. Raises InvalidInput.
+
+    Args:
+        substitute: the loss that is computed where stable_reinforce is asked for.
+    """
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
-    data = command_of(batch).model_dump_json().encode()
+    computed = with_substitute(batch, substitute)
+    data = command_of(computed).model_dump_json().encode()
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
     Path(made).write_bytes(data)
-    return loss_detail(batch.loss_fn, batch.config)
+    return loss_detail(computed.loss_fn, batch.config, batch.loss_fn)
 
 
 def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
     """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
     asked = _passes.validate_json(Path(command).read_bytes())
-    loss_fn, config = loss_of_detail(detail)
+    loss_fn, config, named = loss_of_detail(detail)
     try:
-        answer = output_bytes(*told(asked, loss_fn, config, result))
+        answer = output_bytes(*told(asked, loss_fn, config, result, named))
     except (TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be none, or another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)
