@@ -1,12 +1,15 @@
 """A watchdog: a thread that ends this process when its parent, or the host that launched the worker, is gone.
 
 It exits at once: a rank that waits in a collective cannot be asked to end, and no process has state worth keeping.
+A process that can be asked to end is asked by a signal.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -53,3 +56,22 @@ def is_alive(pid: int, started_at: float) -> bool:
 def _leave(who: str) -> None:
     print(f"worker {os.getpid()} ends: {who} is gone", file=sys.stderr, flush=True)
     os._exit(70)
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` once, in a thread of its own, at SIGTERM or SIGINT. To be called by the main thread.
+
+    Python runs its handlers in the main thread alone, and one that has just gone to sleep in a lock or a queue is not
+    woken by a signal that another thread of the process took. The descriptor is written to by whichever thread took it.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer)
+
+    def wait() -> None:
+        os.read(reader, 1)
+        stop()
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()

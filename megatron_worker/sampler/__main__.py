@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_worker.process.imports import slow_imports
-from megatron_worker.process.signals import on_signals
-from megatron_worker.process.watchdog import start_watchdog
+from megatron_worker.process.watchdog import on_signals, start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype

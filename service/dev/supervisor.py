@@ -361,17 +361,15 @@ def stop(root: Path, timeout_s: float = 60.0) -> bool:
 def listens(address: str) -> bool:
     """Return True if somebody accepts connections at host:port."""
     host, _, port = address.rpartition(":")
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host, int(port)), timeout=1).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _port_of(url: str) -> int:
     """Return the port of a URL; 0, which stands for any, where it has none."""
-    port = url.rpartition(":")[2]
-    return int(port) if port.isdigit() else 0
+    return int(port) if (port := url.rpartition(":")[2]).isdigit() else 0
 
 
 def tail(log: Path, num_lines: int = 5) -> str:
