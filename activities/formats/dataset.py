@@ -117,6 +117,8 @@ def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: set[st
     """Parse a row. Columns that nobody reads are added to `unread`; those that say what is trained are refused."""
     refuse_unread(row, spec.read, spec.name)
     unread.update(row.fields.keys() - spec.read - _REFUSED, row.others)
+    if isinstance(row.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
+        unread.add("label")  # of another kind than KTO's
     return example(row)
 
 

@@ -74,7 +74,7 @@ def model_of(template: str | list[dict[str, str]] | None, **config: Any) -> Mode
 
 
 def folder_of(tmp_path: Path, *rows: dict[str, Any]) -> Path:
-    (tmp_path / "rows").mkdir(exist_ok=True)
+    (tmp_path / "rows").mkdir(parents=True, exist_ok=True)
     (tmp_path / "rows" / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return tmp_path / "rows"
 
@@ -294,6 +294,11 @@ def test_columns_that_nobody_reads_are_named(tmp_path: Path) -> None:
         tally = Tally("chat", 100, dataset.unread)
         list(dataset)
         assert tally.report().warnings == ("nobody reads the columns 'id', 'source'",)
+    dataset = open_dataset(
+        folder_of(tmp_path / "other", rows[0] | {"label": "harbour"}), DatasetSource(uri="file:///r")
+    )
+    list(dataset)
+    assert dataset.unread == {"id", "label"}
 
 
 def test_thoughts_that_a_template_cuts_are_counted(tmp_path: Path) -> None:
