@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
 from shared.jobs.job import Adam, Dtype, Full, Lora
 from shared.jobs.layout import Layout

@@ -32,7 +32,7 @@ from megatron_worker.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from megatron_worker.training.evaluation import Evaluator
+from megatron_worker.training.evaluation import Evaluator, told
 from megatron_worker.training.inputs import check_probe, open_data
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.training.sending import sent_meanwhile
@@ -42,7 +42,6 @@ from shared.jobs.events import Evaluated, Evaluating, Probed, Saved, Started, St
 from shared.jobs.job import Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
-_MANY_PASSES = 20
 
 
 @dataclass(frozen=True)
@@ -324,21 +323,6 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
     metrics = evaluator.metrics(sums)
     work.report.emit(Evaluated, step=work.step, metrics=metrics, samples=samples)
     return True
-
-
-def told(passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]) -> Generator[None, None, T]:
-    """Do passes, and tell at each tenth of them, from 0 on, how much of them is done, if there are many."""
-    done, every = 0, num_passes // 10 if num_passes >= _MANY_PASSES else 0
-    while True:
-        if every and done % every == 0 and done < num_passes:
-            tell(done / num_passes)
-        try:
-            next(passes)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        done += 1
-        yield None
 
 
 def make_deterministic(plan: WorkerPlan) -> None:

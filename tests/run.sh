@@ -35,5 +35,7 @@ rm -f "$failures"
     [ -s "$failures" ] && printf '!! and alone: %s\n' "$(.venv/bin/python -m tests.failures "$failures")" >&2
     exit 1
 }
-printf '!! failed beside other tests and passed alone: %s\n' "$first_round"
 costs
+status=$?
+printf '!! failed beside other tests and passed alone: %s\n' "$first_round"
+exit $status

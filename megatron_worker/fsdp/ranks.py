@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
-from megatron_worker.process.process_group import join
-from megatron_worker.process.side_ranks import SideRanks, join_side_ranks
+from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
 from shared.jobs.layout import Layout
 
 

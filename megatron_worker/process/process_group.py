@@ -1,11 +1,13 @@
-"""The process group of an engine's ranks: the launcher's, or one made for a process that is alone."""
+"""The process group of an engine's ranks, of the launcher or of one process; and one beside it."""
 
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store
 
 from megatron_worker.process.launcher import RENDEZVOUS_VARIABLE
@@ -13,6 +15,9 @@ from shared.jobs.layout import Layout
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _PATIENCE = timedelta(minutes=30)
+_SIDE_PATIENCE = timedelta(
+    hours=6
+)  # as long as a thread may wait to be told to go on; a rank that dies ends the worker
 
 
 def backend() -> str:
@@ -61,3 +66,39 @@ def join(layout: Layout, device: torch.device | None) -> torch.device:
     if device is not None or not torch.cuda.is_available():
         return device or torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True, eq=False)
+class SideRanks:
+    """This rank among all. One thread of each rank uses it at a time. Tensors of any device travel by the host."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a contiguous tensor, and wait until the other rank has it."""
+        if tensor.numel():
+            dist.send(tensor.detach().cpu(), to, group=self.group)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill a contiguous tensor with what another rank sends."""
+        if not tensor.numel():
+            return
+        here = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        dist.recv(here, source, group=self.group)
+        if here is not tensor:
+            tensor.copy_(here)
+
+
+_made: list[tuple[dist.ProcessGroup | None, SideRanks]] = []
+
+
+def join_side_ranks() -> SideRanks:
+    """Take this process's place among all ranks. Collective; a group that was made before is used again."""
+    everyone = dist.group.WORLD
+    if not _made or _made[0][0] is not everyone:
+        size = dist.get_world_size()
+        group = dist.new_group(backend="gloo", timeout=_SIDE_PATIENCE) if size > 1 else None
+        _made[:] = [(everyone, SideRanks(dist.get_rank(), size, group))]
+    return _made[0][1]

@@ -12,7 +12,7 @@ from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy

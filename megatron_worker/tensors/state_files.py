@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.safetensors_files import (
     Entry,

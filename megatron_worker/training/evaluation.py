@@ -26,6 +26,7 @@ from shared.models.end_tokens import read_end_ids
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
 """Continues prompts greedily, by a number of tokens or up to one of the stop ids."""
+_MANY_PASSES = 20
 _TOKENS_A_TURN = 8
 
 
@@ -147,3 +148,18 @@ def _parse(adapter: TypeAdapter[T], path: Path) -> T:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
     except ValidationError as error:
         raise CorruptArtifact(first_rule(error), str(path)) from error
+
+
+def told(passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]) -> Generator[None, None, T]:
+    """Do passes, and tell at each tenth of them, from 0 on, how much of them is done, if there are many."""
+    done, every = 0, num_passes // 10 if num_passes >= _MANY_PASSES else 0
+    while True:
+        if every and done % every == 0 and done < num_passes:
+            tell(done / num_passes)
+        try:
+            next(passes)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        done += 1
+        yield None

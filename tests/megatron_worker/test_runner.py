@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_worker.process.event_log import Report
-from megatron_worker.runner import told
+from megatron_worker.training.evaluation import told
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
-from megatron_worker.process.process_group import join
-from megatron_worker.process.side_ranks import SideRanks, join_side_ranks
+from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
 from shared.jobs.layout import Layout
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a

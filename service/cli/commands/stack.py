@@ -63,7 +63,7 @@ def dev(
         elif stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.banner(stack.detach(settings.root_path, port, ui, opened or ()), with_link=True))
+            say(stack.detach(settings.root_path, port, ui, opened or ()).banner(with_link=True))
         else:
             stack.Stack(settings, port, ui, opened or (), tells_link=True).run()
     except DevError as error:

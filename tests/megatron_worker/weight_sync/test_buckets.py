@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_worker.engine import Block, Outgoing
-from megatron_worker.process.side_ranks import SideRanks
+from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
 from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut
 from megatron_worker.weight_sync.gathering import Gathering, Sent
