@@ -78,7 +78,7 @@ def test_chat_templates_render_in_the_same_sandbox(bwrap: str | None) -> None:
         told = of_renderer(launcher)
         isolated_by = Path(launcher.exe()).name
         [asked] = process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})])
-    assert asked == "<|user|>q</s>"
+    assert asked.text == "<|user|>q</s>"
     assert (told["Seccomp"], told["NoNewPrivs"], int(told["CapEff"], 16)) == ("2", "1", 0)
     assert told["net"] != str(Path("/proc/self/ns/net").readlink())
     assert (isolated_by == "bwrap") == (bwrap is not None)
@@ -93,7 +93,7 @@ from activities.formats.examples import Question
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model", 10, *sys.argv[2:] or [None]) as process:
-    print(*process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})]))
+    print(*(one.text for one in process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})])))
     [child] = psutil.Process().children()
     told = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
     print(told["Seccomp"].strip(), int(told["CapEff"], 16), told["Uid"].split()[1])
