@@ -109,10 +109,8 @@ def recorded() -> dict[str, float]:
     return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
 
 
-def register(config: pytest.Config) -> None:
-    """Both ends of the account, each in its process, where tests/run.sh asks for it."""
-    if not os.environ.get("LONGSHORE_TEST_COSTS"):
-        return
+def pytest_configure(config: pytest.Config) -> None:
+    """Both ends of the account, each in its process, where tests/run.sh asks for it by `-p tests.costs`."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Meter(), "meter")
     else:

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests import costs, failures
+from tests import failures
 
 # How long a test takes before it is named; it is named again each time that this has doubled.
 _LONG_S = 120.0
@@ -105,7 +105,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """For a conftest.py to import: watches over a session, by what this process does in it."""
     if config.option.collectonly:
         return
-    costs.register(config)
     is_worker = hasattr(config, "workerinput")
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not is_worker:

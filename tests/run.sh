@@ -17,7 +17,7 @@ failures="$cache/v/longshore/failures"
 
 rm -f "$failures" "$cache/v/cache/lastfailed"
 # What the run costs counts by its first round alone (tests/costs.py).
-LONGSHORE_TEST_COSTS=1 .venv/bin/python -m pytest -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
+.venv/bin/python -m pytest -p tests.costs -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
 status=$?
 costs() { .venv/bin/python -m tests.costs tell "$cache"; }
 [ $status != 0 ] || { costs; exit; }

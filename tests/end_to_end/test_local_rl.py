@@ -32,7 +32,7 @@ def record(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
         *("--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
         *("--off-policy-steps", "1", "--mini-batches", "2", "--algorithm", "grpo", "--temperature", "0.8"),
         *("--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
-        *("--wait"),
+        "--wait",
     )
     return RunRecord.model_validate_json((_folder(stack, answer.json["run_id"]) / "run.json").read_bytes())
 

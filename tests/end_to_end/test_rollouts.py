@@ -260,7 +260,7 @@ def test_full_weights_are_sent_while_later_steps_are_sampled(
     run = stack.cli(
         *(*rollout_options[:at], *rollout_options[at + 2 :], "--full", "--learning-rate", "0.0003"),
         *("--steps", "5", "--off-policy-steps", "1", "--sync-in-flight", in_flight, "--publish-every", "5"),
-        *("--wait"),
+        "--wait",
     ).json
     assert run["status"] == "succeeded" and run["version"] == 1
     steps = steps_of(stack, run["run_id"])[1:]

@@ -99,7 +99,7 @@ def test_ten_steps_are_a_job_s_to_the_byte(stack: Stack, tiny_model: Path, tmp_p
         ),
         *("--format", "tokenized", "--steps", "10", "--batch-size", str(BATCH), "--max-tokens", "4096"),
         *("--lora-rank", "4", "--learning-rate", "0.01", "--schedule", "constant", "--seed", "7"),
-        *("--wait"),
+        "--wait",
     )
     steps = [[rows[index] for index in step] for step in steps_by_count(epoch_order(len(rows), 7, 0), BATCH)]
     told = told_by(started(stack, tiny_model, "sft", json.dumps(steps)))
