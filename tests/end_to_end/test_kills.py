@@ -163,14 +163,18 @@ def test_a_spending_limit_holds_whatever_is_killed(stack: Stack, undisturbed: An
     theirs = Stack(stack.root, {"LONGSHORE_API_KEY": key})
     run_id = _submit(theirs, sft_options)
 
+    def view() -> dict[str, Any]:
+        return _asked(stack, "GET", f"/runs/{run_id}", key=key)
+
     def paused() -> dict[str, Any] | None:
-        view = _asked(stack, "GET", f"/runs/{run_id}", key=key)
-        return view if view["state"] == "paused" else None
+        return found if (found := view())["state"] == "paused" else None
 
     wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
+    signal_all(ranks(stack), signal.SIGSTOP)  # or the run might end before the limit reaches it
     _asked(stack, "PUT", "/tenants/thrifty/quotas", {"spending": 1e-6})
-    for victim in (web_service, gpu_host):
-        kill(stack, victim)
+    kill(stack, web_service)
+    wait_until(lambda: view()["paused_by"], "the limit reaches the run")
+    kill(stack, gpu_host)
     held = wait_until(paused, "the limit pauses it")
     assert held["paused_by"].startswith("quota spending: thrifty's runs of the last 30 days cost") and held["step"] < 60
     for victim in (control_host, temporal_server, web_service):
