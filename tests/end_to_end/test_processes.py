@@ -36,7 +36,8 @@ WORDS = {
     "AWS_SECRET_ACCESS_KEY": "S3",
     "HF_TOKEN": "hub",
 }
-ALWAYS_THERE = {"Temporal", "web service", "body reader", "control host", "GPU host", "sampler host"}
+SUPERVISED = {"Temporal", "web service", "control host", "GPU host", "sampler host"}
+ALWAYS_THERE = SUPERVISED | {"body reader"}
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Watch:
         command = " ".join(process.cmdline())
         environment = process.environ()
         kind = next((kind for kind, words in KINDS.items() if words in command), "any other")
-        if not command or (process.ppid() != self._supervisor.pid and kind in ALWAYS_THERE):
+        if not command or (process.ppid() != self._supervisor.pid and kind in SUPERVISED):
             return  # a zombie; a child that has not become its own program yet
         seen = self.seen[kind]
         values = " ".join(environment.values())
