@@ -62,7 +62,9 @@ def test_what_takes_long_is_begun_first_and_a_folder_of_one_stack_shares_a_proce
 
 
 def test_the_places_that_are_named_are_there() -> None:
-    for beginning in (*order._TOGETHER, *costs.recorded()):
+    gone = [file for file in costs.recorded() if not (ROOT / file).exists()]
+    assert not gone, "python -m tests.costs record"
+    for beginning in order._TOGETHER:
         folder, _, name = beginning.rpartition("/")
         assert (ROOT / folder).is_dir() and (not name or any((ROOT / folder).glob(f"{name}*.py"))), beginning
     check = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]

@@ -244,7 +244,10 @@ async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -
             page.get_by_label("System message").fill("You count crates.")
             page.get_by_label("Message", exact=True).fill("How many crates are there?")
             page.get_by_role("button", name="Send").click()
-            expect(page.get_by_label("Message", exact=True)).to_have_value("", timeout=120_000)
+            expect(page.get_by_label("Message", exact=True)).to_have_value("")
+            for name in ("north", "south"):
+                answer = page.get_by_label(f"Conversation with {name}").locator("pre").nth(1)
+                expect(answer).not_to_have_text("…", timeout=120_000)
             shown = {
                 name: page.get_by_label(f"Conversation with {name}").locator("pre").all_text_contents()
                 for name in ("north", "south")
