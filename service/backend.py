@@ -53,7 +53,7 @@ class Backend:
         limits = settings.tenant_limits
         checks = FairShare("checks of data and graders", limits.checks, limits.patience_s)
         questions = FairShare("questions", limits.questions, limits.patience_s)
-        self.runs = Runs(settings, store, rows, states, temporal, access)
+        self.runs = Runs(settings, store, rows, states, temporal, access, self.quotas)
         self.watch = Watch(rows, states, temporal)
         self.spending = SpendingLimits(self.runs, rows)
         self.steps = TrainSteps(self.runs, store, temporal)
@@ -83,7 +83,7 @@ class Backend:
         self.overviews = Overviews(database, store, self.histories)
         self.tenants = Tenants(store, database)
         self.audit = Audit(database, settings.audit_days)
-        self.webhooks = Webhooks(settings, store, temporal)
+        self.webhooks = Webhooks(settings, store, temporal, self.quotas)
         self.schedules = Schedules(settings, store, temporal, access, self.quotas)
         self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
 

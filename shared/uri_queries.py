@@ -6,6 +6,7 @@ A query is stored in one record. Run records, Temporal, the database, schedules 
 
 import hashlib
 import operator
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,36 +21,39 @@ _FIELDS = ("uri", "groups", "training_file", "validation_file")
 F = TypeVar("F", bound=Frozen)
 
 
-def without_queries(store: ObjectStore, request: F) -> F:
-    """Store the queries of the URIs in a request. Returns the request with an id in the place of each query.
+def without_queries(request: F) -> tuple[F, Mapping[str, bytes]]:
+    """Return a request with an id in the place of each URI's query, and the records of the queries by their ids.
+
+    The records are to be put at `query_record`.
 
     Raises:
         InvalidInput: a URI would be too long.
     """
-    changed: F = _cut(store, request, "")
-    return changed
+    records: dict[str, bytes] = {}
+    changed: F = _cut(records, request, "")
+    return changed, records
 
 
-def _cut(store: ObjectStore, value: Any, name: str) -> Any:
+def _cut(records: dict[str, bytes], value: Any, name: str) -> Any:
     match value:
         case str() if name in _FIELDS:
-            return _named(store, value, name)
+            return _named(records, value, name)
         case Frozen():
             found = {field: getattr(value, field) for field in type(value).model_fields}
-            changes = {field: new for field, old in found.items() if (new := _cut(store, old, field)) is not old}
+            changes = {field: new for field, old in found.items() if (new := _cut(records, old, field)) is not old}
             return value.model_copy(update=changes) if changes else value
         case dict():
-            cut = {key: _cut(store, old, str(key)) for key, old in value.items()}
+            cut = {key: _cut(records, old, str(key)) for key, old in value.items()}
             return cut if any(cut[key] is not value[key] for key in value) else value
         case tuple() | list():
-            items = [_cut(store, item, name) for item in value]
+            items = [_cut(records, item, name) for item in value]
             return type(value)(items) if any(map(operator.is_not, items, value)) else value
         case _:
             return value
 
 
-def _named(store: ObjectStore, uri: str, place: str) -> str:
-    """Store a URI's query and put an id in its place: a hash of the whole URI, which only who knows it can name."""
+def _named(records: dict[str, bytes], uri: str, place: str) -> str:
+    """Put an id in the place of a URI's query: a hash of the whole URI, which only who knows it can name."""
     if "?" not in uri:
         return uri
     try:
@@ -65,7 +69,7 @@ def _named(store: ObjectStore, uri: str, place: str) -> str:
     named = f"{address}?{_NAME}{query_id}"
     if len(named) > _LONGEST:
         raise InvalidInput(f"a URI with a query has at most {_LONGEST - len(named) + len(address)} characters", place)
-    store.put_if_absent(query_record(query_id), uri.encode(errors="replace"))
+    records[query_id] = uri.encode(errors="replace")
     return named
 
 

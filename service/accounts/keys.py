@@ -9,14 +9,14 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from service.accounts import audit
 from service.accounts.principals import ALL_SCOPES, Principal, Scope
 from service.database.engine import Database
 from service.database.tables import KeyRow, SessionRow
-from service.errors import DatabaseUnavailable
+from service.errors import Conflict, DatabaseUnavailable
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
@@ -35,6 +35,7 @@ COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"
 LASTS_S = 7 * 86_400
 _LINK_LASTS_S = 600.0
+_MOST_KEYS = 10_000  # a tenant whose quota of bytes is used up may have to change its keys, so they do not count there
 
 
 class KeyRecord(Frozen):
@@ -154,12 +155,20 @@ class Keys:
         expires_at: float | None = None,
         created_by: str | None = None,
     ) -> NewKey:
-        """Make a key. Raises InvalidInput when it would have no scope, or have expired."""
+        """Make a key.
+
+        Raises:
+            InvalidInput: it would have no scope, or have expired.
+            Conflict: the tenant has as many as it may have, those that were revoked among them.
+        """
         scopes = tuple(scope for scope in ALL_SCOPES if scope in set(scopes))
         if not scopes:
             raise InvalidInput(f"a key has at least one scope of {', '.join(ALL_SCOPES)}", "scopes")
         if expires_at is not None and expires_at <= time.time():
             raise InvalidInput("this moment has passed: seconds since 1970", "expires_at")
+        num_keys = select(func.count()).where(KeyRow.tenant == tenant)
+        if await self._database.reading(lambda session: session.scalars(num_keys).one()) >= _MOST_KEYS:
+            raise Conflict(f"a tenant makes at most {_MOST_KEYS:,} keys: revoked ones stay on record")
         key, mark = new_key()
         record = KeyRecord(
             key_id=f"key-{mark}",

@@ -5,8 +5,10 @@ Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -23,11 +25,14 @@ from shared.settings import PriceSettings, QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
+from shared.uri_queries import without_queries
 
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0
 _STEP_BYTES = 1 << 20
 _LITTLE_BYTES = 512
+_QUERIES = "queries"
+F = TypeVar("F", bound=Frozen)
 
 
 class TenantRecord(Frozen):
@@ -210,8 +215,9 @@ class Quotas:
             await asyncio.to_thread(reserved.reservation.drop)
 
     async def put_record(self, tenant: str, key: str, data: bytes, *, only_new: bool = False) -> bool:
-        """Put a record that a tenant's request makes or changes, and count its bytes: every such record goes this way.
+        """Put a record that a tenant's request makes or changes, and count its bytes.
 
+        Every such record goes this way or by `put_noted`: `paths.counted_records` has the prefixes of those that do.
         A record that changes by little is put though the quota is used up, so that what is there can be ended.
 
         Args:
@@ -235,6 +241,47 @@ class Quotas:
             if is_put:
                 await reserved.settle(max(0, more))
         return is_put
+
+    async def put_noted(self, tenant: str, owner: str, name: str, data: bytes, put: Callable[[], bool]) -> bool:
+        """Put a record that no prefix of the tenant's has, and note its bytes in the tenant's ledger.
+
+        Args:
+            owner: the run that it is of, or the kind of record.
+            name: the record's name among its owner's.
+            put: puts it; returns False if it is there. Blocking.
+
+        Returns:
+            True if the record was put.
+
+        Raises:
+            QuotaExceeded
+        """
+
+        def put_and_note() -> bool:
+            if is_put := put():
+                Ledger(self._store, tenant).bring(owner, name, len(data))
+            return is_put
+
+        async with self.reservation(tenant) as reserved:
+            await reserved.hold(len(data))
+            if is_put := await asyncio.to_thread(put_and_note):
+                await reserved.settle(len(data))
+        return is_put
+
+    async def sealed(self, tenant: str, request: F) -> F:
+        """Return a request without the queries of its URIs, which may hold signatures; they are put into the store.
+
+        Raises:
+            InvalidInput: a URI would be too long.
+            QuotaExceeded
+        """
+        request, queries = without_queries(request)
+        for query_id, uri in queries.items():
+            key = paths.query_record(query_id)
+            if await asyncio.to_thread(self._store.head, key) is None:
+                put = partial(self._store.put_if_absent, key, uri)
+                await self.put_noted(tenant, _QUERIES, query_id, uri, put)
+        return request
 
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
         """Reserve bytes for a write. Within this process, a tenant's writers do this one after another.

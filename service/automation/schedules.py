@@ -49,7 +49,6 @@ from shared.runs.start import check_startable
 from shared.settings import Settings
 from shared.storage.paths import last_scheduled, schedule_record
 from shared.storage.store import ObjectStore
-from shared.uri_queries import without_queries
 
 logger = logging.getLogger("longshore.service")
 
@@ -89,7 +88,7 @@ class Schedules:
         """
         check_startable(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
-        scheduled = await asyncio.to_thread(without_queries, self._store, scheduled)
+        scheduled = await self._quotas.sealed(tenant, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
         async with self._locks.of(tenant, scheduled.name), self._temporal.client() as client:
             record = await self._accept(record)

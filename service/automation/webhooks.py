@@ -16,6 +16,7 @@ from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from service.accounts import audit
+from service.accounts.tenants import Quotas
 from service.database.engine import Database
 from service.database.locks import KeyedLocks
 from service.database.tables import OutboxRow
@@ -101,10 +102,11 @@ class Pinged(Frozen):
 class Webhooks:
     """A tenant's webhooks. Those of another are not found."""
 
-    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal) -> None:
+    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, quotas: Quotas) -> None:
         self._settings = settings
         self._store = store
         self._temporal = temporal
+        self._quotas = quotas
         self._locks = KeyedLocks()  # held while a webhook's record is read and written
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
@@ -113,6 +115,7 @@ class Webhooks:
         Raises:
             InvalidInput: the url is not allowed. (The addresses of host names are checked at delivery.)
             Conflict: the tenant has as many as it may have.
+            QuotaExceeded
         """
         self._check(choice.url)
         if len(await asyncio.to_thread(self._ids, tenant)) >= _MOST_WEBHOOKS:
@@ -126,7 +129,7 @@ class Webhooks:
             secret=new_secret(),
             created_at=time.time(),
         )
-        await asyncio.to_thread(self._write, webhook)
+        await self._write(webhook)
         audit.touched(webhook.webhook_id)
         return NewWebhook.of(webhook)
 
@@ -170,7 +173,7 @@ class Webhooks:
         async with self._locks.of(tenant, webhook_id):
             before = await asyncio.to_thread(self._read, tenant, webhook_id)
             after = before.model_copy(update=change(before))
-            await asyncio.to_thread(self._write, after)
+            await self._write(after)
         audit.touched(webhook_id)
         return after
 
@@ -237,7 +240,11 @@ class Webhooks:
         with suppress(WorkflowAlreadyStartedError):
             await self._temporal.start(WEBHOOK_WORKFLOW, request, notice.notice_id, notice.tenant, id_reuse_policy=once)
 
-    # Records. Blocking.
+    # Records. What follows `_write` is blocking.
+
+    async def _write(self, webhook: Webhook) -> None:
+        key, data = webhook_record(webhook.tenant, webhook.webhook_id), webhook.model_dump_json(indent=1).encode()
+        await self._quotas.put_record(webhook.tenant, key, data)
 
     def _ids(self, tenant: str) -> list[str]:
         prefix = webhook_record(tenant)
@@ -261,10 +268,6 @@ class Webhooks:
             return Webhook.model_validate_json(self._store.get_bytes(webhook_record(tenant, webhook_id)))
         except NotFound:
             raise NotFound(f"there is no webhook {webhook_id}") from None
-
-    def _write(self, webhook: Webhook) -> None:
-        key = webhook_record(webhook.tenant, webhook.webhook_id)
-        self._store.put_bytes(key, webhook.model_dump_json(indent=1).encode())
 
     def _remove(self, webhook: Webhook) -> None:
         self._store.delete(webhook_record(webhook.tenant, webhook.webhook_id))

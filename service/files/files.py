@@ -125,11 +125,13 @@ class Files:
                 return await self._keep(record, Path(file.name), reserved)
 
     async def _keep(self, record: FileRecord, file: Path, reserved: WriteReservation) -> FileRecord:
-        key = _bytes_of(record)
+        key, of_record = _bytes_of(record), len(_json(record))
+        await reserved.hold(record.size + of_record)
         while True:
-            if await asyncio.to_thread(self._store.head, key) is None:
+            is_there = await asyncio.to_thread(self._store.head, key) is not None
+            if not is_there:
                 await transferred(self._store.put_file, key, file)
-                await reserved.settle(record.size)
+            await reserved.settle(of_record + (0 if is_there else record.size))
             # Bytes that were in the store may have been deleted with another file: then they are put again.
             if (known := await self._remember(record)) is not None:
                 return known
@@ -137,7 +139,7 @@ class Files:
     async def _remember(self, record: FileRecord) -> FileRecord | None:
         """Write a file's record, unless it exists. Returns the record; None if the file's bytes are missing."""
         audit.touched(record.file_id)
-        key, data = paths.file_record(record.tenant, record.file_id), record.model_dump_json(indent=1).encode()
+        key, data = paths.file_record(record.tenant, record.file_id), _json(record)
 
         def work(session: Session) -> FileRecord | None:
             _lock_tenant(session, record.tenant)
@@ -205,8 +207,8 @@ class Files:
                 self._store.delete(_bytes_of(record))
             return was_last
 
-        if await self._database.writing(work):
-            self._quotas.remove_bytes(tenant, record.size)
+        was_last = await self._database.writing(work)
+        self._quotas.remove_bytes(tenant, len(_json(record)) + (record.size if was_last else 0))
         return record
 
     def content(self, record: FileRecord) -> Iterator[bytes]:
@@ -223,6 +225,10 @@ def uploads_folder(root: Path) -> Path:
 
 def _content_id(sha256: str, name: str, purpose: str) -> str:
     return f"file-{hashlib.sha256(f'{sha256}/{name}/{purpose}'.encode()).hexdigest()[:24]}"
+
+
+def _json(record: FileRecord) -> bytes:
+    return record.model_dump_json(indent=1).encode()
 
 
 def _bytes_of(record: FileRecord) -> str:

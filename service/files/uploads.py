@@ -177,7 +177,7 @@ class Uploads:
     async def _put(self, record: UploadRecord) -> None:
         audit.touched(record.upload_id)
         key, data = paths.chunked_upload(record.tenant, record.upload_id), record.model_dump_json(indent=1).encode()
-        await asyncio.to_thread(self._store.put_bytes, key, data)
+        await self._quotas.put_record(record.tenant, key, data)
 
     def _sizes(self, tenant: str, upload_id: str, part_ids: Sequence[str]) -> list[int]:
         sizes = []

@@ -36,7 +36,7 @@ class Checks:
             InvalidInput: the data cannot be read.
         """
         await self._runs.check_access(tenant, request)
-        start = PreviewStart(tenant=tenant, request=await self._runs.sealed(request), cut=cut)
+        start = PreviewStart(tenant=tenant, request=await self._runs.sealed(tenant, request), cut=cut)
         async with self._places.place(tenant):
             workflow_id = f"preview-{secrets.token_hex(8)}"
             return await self._temporal.ask(

@@ -24,6 +24,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.principals import Principal
+from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
@@ -44,7 +45,6 @@ from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
-from shared.uri_queries import without_queries
 
 logger = logging.getLogger("longshore.service")
 F = TypeVar("F", bound=Frozen)
@@ -69,6 +69,7 @@ class Runs:
     _states: RunStates
     _temporal: Temporal
     _access: Access
+    _quotas: Quotas
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     # Submitting.
@@ -119,14 +120,14 @@ class Runs:
         check_startable(run, self._settings, below)
         await self.check_access(tenant, run)
 
-    async def sealed(self, request: F) -> F:
-        """Return a request without the queries of its URIs, which may hold signatures; they are put into the store."""
-        return await asyncio.to_thread(without_queries, self._store, request)
+    async def sealed(self, tenant: str, request: F) -> F:
+        """Return a request without the queries of its URIs, as `Quotas.sealed` does."""
+        return await self._quotas.sealed(tenant, request)
 
     async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
-        if await asyncio.to_thread(self._store.put_if_absent, place, mine.model_dump_json().encode()):
+        if await self._quotas.put_record(tenant, place, mine.model_dump_json().encode(), only_new=True):
             return run_id
         first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
         if first.request_sha256 != mine.request_sha256:
@@ -145,7 +146,7 @@ class Runs:
         """
         with suppress(NotFound):
             return await self._states.record(run_id), False
-        run, source = await self.sealed(run), await self.sealed(source)
+        run, source = await self.sealed(tenant, run), await self.sealed(tenant, source)
         record = RunRecord(
             run_id=run_id,
             tenant=tenant,
@@ -157,9 +158,13 @@ class Runs:
         )
         took_place = await self._rows.admit(record, queued(record))
         data = record.model_dump_json(indent=1).encode()
+
+        def put() -> bool:
+            self._store.put_bytes(paths.run_index(run_id), b"")
+            return self._store.put_if_absent(paths.RunKeys(run_id).record, data)
+
         try:
-            await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
-            is_new = await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data)
+            is_new = await self._quotas.put_noted(tenant, run_id, "record", data, put)
         except Exception:
             # The record may have been written although there was no answer. If the store cannot be asked now, the row
             # stays, and is deleted later if there is no record.

@@ -25,7 +25,6 @@ from shared.runs.sessions import MAX_WAITING, Sent
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger
 
 # Pauses between reads of the store for a result; and between checks whether the session still runs.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
@@ -195,23 +194,19 @@ class TrainingSessions:
     async def _put(self, record: RunRecord, number: int, data: bytes) -> None:
         """Put a command into the store, unless there is one with its number."""
         keys = RunKeys(record.run_id)
-        async with self._quotas.reservation(record.tenant) as reserved:
-            await reserved.hold(len(data))
 
-            def put() -> bool:
-                before = number - MAX_WAITING
-                if before > 0 and self._store.head(keys.command_result(before)) is None:
-                    message = f"{MAX_WAITING} commands may wait, and command {before} has no result yet"
-                    raise QueueFull(f"{message}: send command {number} later")
-                if self._store.put_if_absent(keys.command(number), data):
-                    Ledger(self._store, record.tenant).bring(record.run_id, f"command-{number}", len(data))
-                    return True
-                if (found := self._store.get_bytes(keys.command(number))) != data and _is_asked(found):
-                    raise InvalidInput(f"command {number} was sent before, and was another one", "number")
-                return False
+        def put() -> bool:
+            before = number - MAX_WAITING
+            if before > 0 and self._store.head(keys.command_result(before)) is None:
+                message = f"{MAX_WAITING} commands may wait, and command {before} has no result yet"
+                raise QueueFull(f"{message}: send command {number} later")
+            if self._store.put_if_absent(keys.command(number), data):
+                return True
+            if (found := self._store.get_bytes(keys.command(number))) != data and _is_asked(found):
+                raise InvalidInput(f"command {number} was sent before, and was another one", "number")
+            return False
 
-            if await asyncio.to_thread(put):
-                await reserved.settle(len(data))
+        await self._quotas.put_noted(record.tenant, record.run_id, f"command-{number}", data, put)
 
     def _take_back(self, key: str, data: bytes) -> None:
         """Delete a command that the session does not take, unless something else lies under its number (a Gap)."""

@@ -39,7 +39,7 @@ class TrainSteps:
             Conflict: the run takes no more steps, or too many wait.
         """
         await self._runs.check_access(tenant, request)
-        request = await self._runs.sealed(request)
+        request = await self._runs.sealed(tenant, request)
         record = await self.record(tenant, run_id)
         taken = await update_run(self._runs, self._temporal, record, "train_step", request, place="key")
         step = StepStatus.model_validate(taken)

@@ -114,14 +114,20 @@ def tenant_folder(tenant: str = "") -> str:
     return f"tenants/{tenant}"
 
 
-def idempotency(tenant: str, key: str) -> str:
-    """The object that remembers which run an Idempotency-Key made. Keys are hashed: they may hold anything."""
-    return f"index/idempotency/{tenant}/{hashlib.sha256(key.encode()).hexdigest()}.json"
+def idempotency(tenant: str, key: str | None = None) -> str:
+    """The object that remembers which run an Idempotency-Key made; without a key, the prefix of all of them.
+
+    Keys are hashed: they may hold anything.
+    """
+    return f"index/idempotency/{tenant}/" + ("" if key is None else f"{hashlib.sha256(key.encode()).hexdigest()}.json")
 
 
-def sent_request(tenant: str, sha256: str) -> str:
-    """The object that remembers under which key a request without one was accepted, by the request's hash."""
-    return f"{SENT_REQUESTS}{tenant}/{sha256}.json"
+def sent_request(tenant: str, sha256: str | None = None) -> str:
+    """The object that remembers under which key a request without one was accepted, by the request's hash.
+
+    Without a hash, the prefix of all of them.
+    """
+    return f"{SENT_REQUESTS}{tenant}/" + ("" if sha256 is None else f"{sha256}.json")
 
 
 def upload(tenant: str, sha256: str, name: str) -> str:
@@ -198,11 +204,15 @@ def tinker_records(tenant: str = "") -> str:
 
 
 def counted_records(tenant: str) -> tuple[str, ...]:
-    """The prefixes of records whose size a tenant's requests decide. They count as bytes that it stores."""
-    return tinker_records(tenant), art_model(tenant), schedule_record(tenant)
+    """The prefixes of records that a tenant's requests make. They count as bytes that it stores.
+
+    Records that lie elsewhere, such as a run's, are noted in the tenant's ledger (stored_bytes.py).
+    """
+    ours = (tinker_records, art_model, art_name, schedule_record, webhook_record, file_record, chunked_upload)
+    return *(prefix(tenant) for prefix in ours), idempotency(tenant), sent_request(tenant)
 
 
-def art_name(tenant: str, sha256: str) -> str:
+def art_name(tenant: str, sha256: str = "") -> str:
     """The object whose creation decides which model has a name: `sha256` is the name's."""
     return f"records/art_names/{tenant}/{sha256}"
 

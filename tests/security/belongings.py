@@ -97,9 +97,11 @@ class Operation:
                 assert self.path in BODIES, f"{self.path} takes a body: name one in BODIES"
                 sent = {"json": BODIES[self.path]}
             case "multipart/form-data":
-                sent = {"files": {"file": ("rows.jsonl", b"{}\n"), "data": b"{}\n"}, "data": {"purpose": "fine-tune"}}
+                sent = {"files": {"file": ("rows.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
         if self.path.endswith("/parts"):
             sent = {"files": {"data": b"{}\n"}}
+        if self.path == "/api/v1/files" and self.method == "POST":
+            sent = {"params": {"name": "more.jsonl"}, "content": b"{}\n"}
         return asking.request(self.method, path, **sent)
 
 
@@ -115,10 +117,9 @@ def operations(document: dict[str, Any]) -> tuple[Operation, ...]:
 
 @dataclass(frozen=True)
 class Belongings:
-    """What acme has. `ids`: by the name of a path's parameter; `file_uri`: of its upload."""
+    """What a tenant has. `ids`: by the name of a path's parameter; `file_uri`: of its upload."""
 
     key: str
-    strangers_key: str
     ids: dict[str, str]
     openai_run: str
     session: str
@@ -145,12 +146,16 @@ class Belongings:
         return ids
 
 
-def acquire(service: Service, tiny_model: Path, paths: set[str]) -> Belongings:
-    """One of everything."""
+def new_tenant(service: Service, tenant: str) -> str:
+    """Its first key."""
     with service.http() as operator:
-        key, strangers_key = (
-            _made(operator.post("/tenants", json={"tenant": tenant}))["key"]["key"] for tenant in (TENANT, "strangers")
-        )
+        key: str = _made(operator.post("/tenants", json={"tenant": tenant}))["key"]["key"]
+        return key
+
+
+def acquire(service: Service, tiny_model: Path, paths: set[str], tenant: str = TENANT) -> Belongings:
+    """A new tenant, with one of everything."""
+    key = new_tenant(service, tenant)
     with httpx.Client(
         base_url=service.url, headers={"authorization": f"Bearer {key}"}, timeout=300, trust_env=False
     ) as acme:
@@ -175,8 +180,8 @@ def acquire(service: Service, tiny_model: Path, paths: set[str]) -> Belongings:
             art_model = _made(acme.post("/v1/preview/models", json=fields))["id"]
             asked = {"model_id": art_model, "training_data_url": file["uri"]}
             art_run = _made(acme.post("/v1/preview/sft-training-jobs", json=asked))["id"]
-    adapter_uri = _published(service.store, service.settings.root_path / "made")
-    return Belongings(key, strangers_key, ids, openai_run, session, art_model, art_run, file["uri"], adapter_uri)
+    adapter_uri = _published(service.store, tenant, service.settings.root_path / "made" / tenant)
+    return Belongings(key, ids, openai_run, session, art_model, art_run, file["uri"], adapter_uri)
 
 
 def _made(answer: httpx.Response) -> dict[str, Any]:
@@ -185,13 +190,13 @@ def _made(answer: httpx.Response) -> dict[str, Any]:
     return made
 
 
-def _published(store: ObjectStore, folder: Path) -> str:
-    """An adapter of acme's, called harbour; its URI."""
+def _published(store: ObjectStore, tenant: str, folder: Path) -> str:
+    """An adapter of the tenant's, called harbour; its URI."""
     for name, text in (("model/config.json", "{}"), ("adapter/adapter_model.safetensors", "weights")):
         path = folder / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
     seal(folder / "model")
-    model = upload(store, f"tenants/{TENANT}/models/tiny", folder / "model")
-    publish(store, folder / "adapter", "harbour", model, tenant=TENANT)
+    model = upload(store, f"tenants/{tenant}/models/tiny", folder / "model")
+    publish(store, folder / "adapter", "harbour", model, tenant=tenant)
     return model.uri.replace("/models/tiny", "/adapters/harbour/v000001")

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
-from tests.security.belongings import Belongings, Operation, acquire, operations
+from tests.security.belongings import Belongings, Operation, acquire, new_tenant, operations
 from tests.service.conftest import Service, polling, serving
 
 
@@ -44,10 +44,15 @@ def owner(service: Service, belongings: Belongings) -> Iterator[httpx.Client]:
         yield asking
 
 
+@pytest.fixture(scope="session")
+def strangers_key(service: Service) -> str:
+    return new_tenant(service, "strangers")
+
+
 @pytest.fixture
-def stranger(service: Service, belongings: Belongings) -> Iterator[httpx.Client]:
+def stranger(service: Service, strangers_key: str) -> Iterator[httpx.Client]:
     """Another tenant's admin, who is not the operator."""
-    with client(service, belongings.strangers_key) as asking:
+    with client(service, strangers_key) as asking:
         yield asking
 
 

@@ -2,11 +2,13 @@
 
 import re
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from service.accounts.keys import COOKIE, CSRF_HEADER, csrf_token
 from service.accounts.principals import Principal
 from service.apis.art.wandb_artifacts import TELEMETRY
 from service.apis.page.pages import SIGN_IN
@@ -14,13 +16,24 @@ from service.apis.tinker.door import Door
 from service.apis.tinker.downloads import signed
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.app import create_app
-from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation
+from shared.storage.stored_bytes import Ledger
+from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation, acquire
 from tests.security.conftest import client
-from tests.service.conftest import Service, wait_until
+from tests.service.conftest import Service, sft, wait_until
 
 # Telemetry is dropped unread; a link signs in with the scopes of the key that asked for it.
 NEEDS_NO_SCOPE = {SIGN_IN, "/login/link", "/logout", *TELEMETRY}
 OPEN = {"/api/v1/health"}
+ENDINGS = ("/cancel", "/close", "/finish", "/pause", "/complete")
+# Their records are bounded by bytes of their own, and kept for hours (shared/chat/answer_records.py).
+ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+# What hosts and workflows write, so many keys and deliveries a tenant or webhook, the accounts themselves, and the run
+# that a test's published version is of.
+BOUNDED = re.compile(
+    r"hosts/|models/imported/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
+    r"|runs/sft-[0-9a-f]{8}/"
+    r"|records/(deliveries|keys|tenants|reserved|brought|last_scheduled)/"
+)
 BESIDE = ("/api/v1/openapi.json", "/", "/schedules", "/runs/sft-1", "/nothing", "/v1/nothing", "/v1/preview/nothing")
 
 
@@ -106,22 +119,83 @@ def test_a_reader_s_key_changes_nothing_at_any_route(service: Service, owner: ht
     assert tried > 80
 
 
-def test_records_of_every_kind_find_room_or_are_refused(service: Service) -> None:
-    """Texts of a tenant's own in records: they count in its quota, and the one that would break it is refused."""
-    with service.http() as operator:
-        made = operator.post("/tenants", json={"tenant": "records", "quotas": {"stored_bytes": 400_000}}).json()
-    session = {"user_metadata": {"told": "x" * 300_000}}
-    with client(service, made["key"]["key"]) as asking:
+def test_a_link_gives_no_more_than_the_key_that_asked_for_it(service: Service, owner: httpx.Client) -> None:
+    """Neither other scopes, nor another life: the link and what it has begun end with the key."""
+    made = owner.post("/api/v1/keys", json={"scopes": ["read"]}).json()
+    with client(service, made["key"]) as reader:
+        links = [reader.post("/login/link").json()["path"] for _ in range(2)]
+        who = reader.get("/api/v1/whoami").json()
 
-        def stored() -> int:
-            return int(asking.get("/api/v1/usage").json()["stored_bytes"])
+    def signs_in(browser: httpx.Client, link: str) -> httpx.Response:
+        path, _, once = link.partition("?once=")
+        return browser.post(path, data={"once": once})
 
-        assert asking.post("/api/v1/schedules", json=NIGHTLY).status_code == 201
-        assert 0 < (schedule := stored()) < 10_000
-        assert asking.post("/tinker/api/v1/create_session", json=session).status_code == 200
-        assert 300_000 < stored() - schedule < 301_000
-        refused = asking.post("/tinker/api/v1/create_session", json=session)
-        assert refused.status_code == 403 and "stored_bytes" in refused.text
+    with client(service, "") as browser:
+        assert signs_in(browser, links[0]).status_code == 303
+        assert browser.get("/api/v1/whoami").json() == who and who["scopes"] == ["read"]
+        csrf = {CSRF_HEADER: csrf_token(browser.cookies[COOKIE])}
+        for path in ("/api/v1/runs/sft", "/api/v1/keys", "/api/v1/schedules", "/login/link"):
+            assert browser.post(path, json=sft(), headers=csrf).status_code == 403, path
+        assert owner.delete(f"/api/v1/keys/{made['key_id']}").status_code == 200
+        assert browser.get("/api/v1/whoami").status_code == 401
+        assert signs_in(browser, links[1]).status_code == 401
+
+
+def test_whatever_a_tenant_makes_counts_at_every_route(
+    service: Service, walk: tuple[Operation, ...], tiny_model: Path
+) -> None:
+    """What is counted is what all routes have put into the store."""
+    before = _objects(service)
+    theirs = acquire(service, tiny_model, {operation.path for operation in walk}, "counted")
+    with client(service, theirs.key) as asking:
+        assert _ask_all(asking, walk, theirs, tiny_model) == set()
+        told = asking.get("/api/v1/usage").json()["stored_bytes"]
+    made = {key: size for key, size in _objects(service).items() if size != before.get(key)}
+    kinds = ("/run.json", "/commands/", "idempotency/", "sent/", "queries/", "files/", "uploads/", "webhooks/")
+    for kind in (*kinds, "schedules/", "art_models/", "art_names/", "tinker/"):
+        assert any(kind in key for key in made), kind
+    assert Ledger(service.store, "counted").count().num_bytes == sum(made.values()), made
+    assert told == sum(made.values()), "as it was counted meanwhile"
+
+
+def test_a_tenant_without_room_makes_nothing_at_any_route_and_can_end_what_it_has(
+    service: Service, walk: tuple[Operation, ...], tiny_model: Path
+) -> None:
+    theirs = acquire(service, tiny_model, {operation.path for operation in walk}, "full")
+    with client(service, theirs.key) as asking, service.http() as operator:
+        assert operator.put("/tenants/full/quotas", json={"stored_bytes": 1}).status_code == 200
+        before = _objects(service)
+        refused = _ask_all(asking, walk, theirs, tiny_model)
+    # Records that are there may change by little.
+    made = [key for key, size in _objects(service).items() if size > before.get(key, -512) + 512]
+    assert made == []
+    assert refused >= {"/api/v1/runs/sft", "/api/v1/runs/dpo", "/api/v1/runs/rl", "/api/v1/sessions", "/api/v1/files"}
+    assert refused >= {"/v1/files", "/v1/uploads", "/v1/fine_tuning/jobs", "/api/v1/webhooks", "/v1/preview/models"}
+    assert refused >= {"/v1/uploads/{upload_id}/parts", "/tinker/api/v1/create_session", "/api/v1/schedules"}
+    assert not [path for path in refused if path.endswith(ENDINGS)]
+
+
+def _ask_all(asking: httpx.Client, walk: tuple[Operation, ...], theirs: Belongings, tiny_model: Path) -> set[str]:
+    """Ask every route that may make something, those that end something last. Returns what the quota refused."""
+    operations = [o for o in walk if o.method not in ("GET", "DELETE") and o.path not in ANSWERS]
+    ending = [operation for operation in operations if operation.path.endswith(ENDINGS)]
+    answers = [(o.path, o.ask(asking, theirs.ids_for(o))) for o in operations if o not in ending]
+    signed = sft(dataset={"uri": "https://example.invalid/rows.jsonl?signature=0"})
+    for method, path, body in (
+        ("POST", "/api/v1/runs/sft", signed),
+        ("POST", "/api/v1/schedules", NIGHTLY | {"name": "second"}),
+        ("POST", "/v1/preview/models", {"name": "second", "base_model": tiny_model.as_uri()}),
+        ("POST", "/tinker/api/v1/create_session", {"user_metadata": {"told": "x" * 1000}}),
+        ("PUT", f"/api/v1/sessions/{theirs.session}/commands/2", {"kind": "save_state"}),
+    ):
+        answers.append((path, asking.request(method, path, json=body)))
+    answers += [(o.path, o.ask(asking, theirs.ids_for(o))) for o in ending]
+    return {path for path, answer in answers if answer.status_code in (403, 429) and "stored_bytes" in answer.text}
+
+
+def _objects(service: Service) -> dict[str, int]:
+    """The bytes of each object in the store that requests make, if nothing else bounds their number."""
+    return {item.key: item.size for item in service.store.list("") if not BOUNDED.match(item.key)}
 
 
 def test_a_signed_address_ends_with_the_key_that_asked_for_it(service: Service, owner: httpx.Client) -> None:

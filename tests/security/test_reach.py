@@ -17,14 +17,13 @@ from activities.grading.score_model import ScoreModel
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.sampling.samplers import Samplers
-from service.automation.webhooks import WebhookChoice, Webhooks
-from service.temporal import Temporal
+from service.automation.webhooks import WebhookChoice
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.grading.graders import SampledItem, ScoreModelGrader
 from shared.runs.serving import ServedSampler
 from shared.runs.webhooks import Notice
 from shared.settings import GradingSettings, Settings, WebhookSettings
-from shared.storage.store import open_store
+from tests.service.apis.native.webhook_stack import webhooks_of
 
 PUBLIC = "93.184.216.34"
 SPELLINGS = ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0")
@@ -111,7 +110,7 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
 def _webhook(settings: Settings) -> Ask:
     # Made where private addresses are allowed: what is asked here is whether a delivery reaches them.
     lenient = settings.model_copy(update={"webhooks": WebhookSettings(allow_private_addresses=True)})
-    webhooks = Webhooks(lenient, open_store(settings.store, settings.s3), Temporal(settings))
+    webhooks = webhooks_of(lenient)
 
     def ask(url: str) -> None:
         made = asyncio.run(webhooks.create("acme", None, WebhookChoice(url=f"{url}/hook")))

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from temporalio.client import Client
 
+from service.accounts import keys
 from service.accounts.limits import SignInLimit
 from service.accounts.tenants import TenantRecord
 from shared.settings import QuotaSettings, RateLimitSettings
@@ -37,6 +38,15 @@ def test_a_key_does_what_its_scopes_say(service: Service, theirs, scopes, allowe
             if answer.status_code == 403:
                 assert answer.json()["error"]["type"] == "forbidden"
         assert client.get("/whoami").status_code == 200
+
+
+def test_a_tenant_makes_so_many_keys(service: Service, theirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count in no quota: one that is used up must not keep a tenant from changing its keys."""
+    monkeypatch.setattr(keys, "_MOST_KEYS", len(theirs.get("/keys").json()) + 1)
+    last = new_key(theirs, scopes=["read"])
+    assert theirs.delete(f"/keys/{last['key_id']}").status_code == 200
+    refused = theirs.post("/keys", json={})
+    assert refused.status_code == 409 and "keys" in refused.json()["error"]["message"]
 
 
 def test_tenants_are_an_affair_of_the_first_ones_admins(api, theirs) -> None:
@@ -109,8 +119,12 @@ def test_a_file_goes_with_its_last_name(service: Service, theirs) -> None:
 
 
 def test_a_quota_holds_and_is_named(service: Service, api) -> None:
-    made = api.post("/tenants", json={"tenant": "small", "quotas": {"concurrent_runs": 1, "stored_bytes": 100}}).json()
+    made = api.post("/tenants", json={"tenant": "small", "quotas": {"concurrent_runs": 1}}).json()
     with service.http(made["key"]["key"]) as small:
+
+        def stored() -> int:
+            return int(small.get("/usage").json()["stored_bytes"])
+
         run_id = started(small, seed=WAITS)
         refused = small.post("/runs/sft", json=sft())
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "quota_exceeded")
@@ -123,18 +137,20 @@ def test_a_quota_holds_and_is_named(service: Service, api) -> None:
         reaches(small, run_id, "paused")
         other = started(small, seed=WAITS)  # a paused run takes no place
         assert small.post(f"/runs/{run_id}/resume").status_code == 429
-        assert api.put("/tenants/small/quotas", json={"concurrent_runs": 2, "stored_bytes": 100}).status_code == 200
+        room = {"concurrent_runs": 2, "stored_bytes": (before := stored()) + 1000}
+        assert api.put("/tenants/small/quotas", json=room).status_code == 200
         assert small.post(f"/runs/{run_id}/resume").status_code == 202
         small.post(f"/runs/{other}/cancel")
 
         assert small.post("/files", params={"name": "a"}, content=b"x" * 60).status_code == 201
-        for content in (b"x" * 41, (piece for piece in (b"x" * 30, b"y" * 30))):  # said beforehand, and not
+        assert before + 60 < (full := stored()) < before + 600, "with the file's record"
+        for content in (b"x" * 941, (piece for piece in (b"x" * 500, b"y" * 500))):  # said beforehand, and not
             refused = small.post("/files", params={"name": "b"}, content=content)
             assert refused.status_code == 429 and "stored_bytes" in refused.json()["error"]["message"]
-        assert small.get("/usage").json()["stored_bytes"] == 60
+        assert stored() == full
         with service.http() as others:
-            assert others.post("/files", params={"name": "b"}, content=b"x" * 200).status_code == 201
-    assert api.get("/tenants/small/usage").json()["stored_bytes"] == 60
+            assert others.post("/files", params={"name": "b"}, content=b"x" * 2000).status_code == 201
+    assert api.get("/tenants/small/usage").json()["stored_bytes"] == full
 
 
 def newest(client: httpx.Client, **query: Any) -> Any:

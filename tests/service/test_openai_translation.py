@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import AsyncGenerator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +15,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.accounts.principals import Principal
+from service.accounts.tenants import Quotas
 from service.apis.openai.files import MAX_NAME, plain_name
 from service.apis.openai.fine_tuning import automatic, jobs
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
 from service.apis.openai.forms import FileForm
+from service.database import migrate
+from service.database.engine import Database
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.runs.requests import DPORun, RLRun, SFTRun
-from shared.settings import S3Settings
+from shared.settings import QuotaSettings, S3Settings
 from shared.storage import paths
 from shared.storage.store import open_store
 
@@ -287,14 +291,17 @@ def test_the_largest_request_is_json() -> None:
 
 
 def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path.as_uri(), S3Settings())
+    database = Database(f"sqlite:///{tmp_path}/index.db")
+    migrate.upgrade(database)
+    quotas = Quotas(QuotaSettings(), store, database)
     asking = Principal(tenant="default", key_id="key-1", scopes=frozenset({"write"}))
     request = Artifact(uri="file:///a", sha256="0" * 64)
 
     def key(retry_count: str | None) -> str:
-        return asyncio.run(jobs.idempotency_key(store, asking, request, retry_count))
+        return asyncio.run(jobs.idempotency_key(store, quotas, asking, request, retry_count))
 
     first = key(None)
     jobs.prune(store)

@@ -13,6 +13,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 
 from service.accounts.principals import Asking, Principal, reads_or_writes
+from service.accounts.tenants import Quotas
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
 from service.apis.openai.fine_tuning.automatic import count_examples
@@ -169,7 +170,7 @@ async def submit_job(
         validation = await _examples(backend, asking.tenant, request.validation_file, "validation_file")
     start = await asyncio.to_thread(backend.names.starting_point, asking.tenant, request.model)
     run, hyperparameters = run_of(request, start, training, validation)
-    key = given_key or await idempotency_key(backend.store, asking, request, retry_count)
+    key = given_key or await idempotency_key(backend.store, backend.quotas, asking, request, retry_count)
     return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters), asked=request)
 
 
@@ -195,7 +196,9 @@ class _Sent(Frozen):
     at: float
 
 
-async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen, retry_count: str | None) -> str:
+async def idempotency_key(
+    store: ObjectStore, quotas: Quotas, asking: Principal, request: Frozen, retry_count: str | None
+) -> str:
     """Return the key for a request without one; the same for a client's retry. It is recorded before it is used."""
     digest = hashlib.sha256(f"{asking.key_id} {request.model_dump_json()}".encode()).hexdigest()
     place = paths.sent_request(asking.tenant, digest)
@@ -205,7 +208,7 @@ async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen
             if time.time() - before.at < WINDOW_S:
                 return before.key
     sent = _Sent(key=f"sent-{secrets.token_hex(16)}", at=time.time())
-    await asyncio.to_thread(store.put_bytes, place, sent.model_dump_json().encode())
+    await quotas.put_record(asking.tenant, place, sent.model_dump_json().encode())
     return sent.key
 
 

@@ -15,12 +15,11 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
-from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice, Webhooks
+from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice
 from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.host import connect, control_workers
 from service.runs.rows import notice_of
-from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import Problem
 from shared.runs.webhooks import Notice, Webhook
@@ -39,6 +38,7 @@ from tests.service.apis.native.webhook_stack import (
     record,
     started,
     status,
+    webhooks_of,
 )
 from workflows.policies import webhook_retry
 from workflows.services.webhook import WebhookWorkflow
@@ -138,7 +138,7 @@ async def test_a_webhook_that_cannot_be_read_holds_up_nobody(stack: Stack, recei
 
 async def test_changes_of_one_webhook_at_once_are_all_made(stack: Stack, receiver: Receiver) -> None:
     made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=receiver.url))
-    slow = Webhooks(stack.settings, SlowStore(stack.settings.root_path / "store"), stack.temporal)
+    slow = webhooks_of(stack.settings, SlowStore(stack.settings.root_path / "store"), stack.database)
     rotated, *_ = await asyncio.gather(
         slow.rotate(TENANT, made.id, Rotation()),
         slow.change(TENANT, made.id, WebhookChange(events=("run.failed",))),
@@ -279,7 +279,7 @@ def test_the_next_attempt_is_put_off_up_to_a_cap(
 ) -> None:
     """Of the third attempt, which the retry policy would let wait for 16 s; 0: it decides alone."""
     settings = Settings(root=tmp_path, webhooks=WebhookSettings(allow_private_addresses=True))
-    webhooks = Webhooks(settings, open_store(settings.store, settings.s3), Temporal(settings))
+    webhooks = webhooks_of(settings)
     made = asyncio.run(webhooks.create(TENANT, None, WebhookChoice(url=receiver.url)))
     notice = Notice(notice_id=f"evt-{'0' * 23}", tenant=TENANT, type="ping", created_at=1.0, data={})
     receiver.answers, receiver.retry_after = [503], asked
@@ -301,7 +301,7 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     strict = stack.settings.model_copy(
         update={"webhooks": WebhookSettings(timeout_s=5), "control_queue": tmp_path.name}
     )
-    strict_webhooks = Webhooks(strict, stack.store, Temporal(strict))
+    strict_webhooks = webhooks_of(strict, stack.store, stack.database)
     client = await connect(strict)
     deliver = Deliver(HostContext(strict))
     activities = [deliver.deliver, deliver.give_up]
@@ -320,7 +320,7 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
 )
 async def test_what_is_plainly_private_is_refused_when_it_is_named(tmp_path: Path, host: str) -> None:
     settings = Settings(root=tmp_path)
-    webhooks = Webhooks(settings, open_store(settings.store, settings.s3), Temporal(settings))
+    webhooks = webhooks_of(settings)
     url = f"http://{host}/hook"
     with pytest.raises(InvalidInput, match=r"webhooks\.allow_private_addresses") as refused:
         await webhooks.create(TENANT, None, WebhookChoice(url=url))
@@ -334,7 +334,7 @@ async def test_what_is_plainly_private_is_refused_when_it_is_named(tmp_path: Pat
 def test_a_webhook_keeps_its_newest_deliveries(tmp_path: Path, receiver: Receiver) -> None:
     settings = Settings(root=tmp_path, webhooks=WebhookSettings(allow_private_addresses=True))
     store = open_store(settings.store, settings.s3)
-    webhooks = Webhooks(settings, store, Temporal(settings))
+    webhooks = webhooks_of(settings)
     made = asyncio.run(webhooks.create(TENANT, None, WebhookChoice(url=receiver.url)))
     folder = tmp_path / "store" / "records" / "deliveries" / TENANT / made.id
     folder.mkdir(parents=True)

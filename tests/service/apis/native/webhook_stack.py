@@ -14,6 +14,7 @@ from temporalio.client import Client
 
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver
+from service.accounts.tenants import Quotas
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
@@ -98,6 +99,14 @@ class SlowStore(LocalStore):
         return data
 
 
+def webhooks_of(settings: Settings, store: ObjectStore | None = None, database: Database | None = None) -> Webhooks:
+    """What a service of these settings has."""
+    store = store or open_store(settings.store, settings.s3)
+    if database is None:
+        upgrade(database := open_database(settings))
+    return Webhooks(settings, store, Temporal(settings), Quotas(settings.quotas, store, database))
+
+
 @dataclass
 class Stack:
     """Webhooks of a service, the host that tells them, and the outbox."""
@@ -179,5 +188,5 @@ async def started(address: str, root: Path) -> AsyncIterator[Stack]:
     deliver = Deliver(HostContext(settings))
     activities = [deliver.deliver, deliver.give_up]
     async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):
-        yield Stack(settings, store, Webhooks(settings, store, temporal), database, temporal, client)
+        yield Stack(settings, store, webhooks_of(settings, store, database), database, temporal, client)
     database.close()
