@@ -58,6 +58,8 @@ _CONTROL_PATIENCE_S = 15.0  # added to a question's patience, for hosts that run
 _MAX_REUSE_S = 10.0
 WAITS_S = 15.0
 _TRIES = 3
+_CHARACTERS_PER_TOKEN = 16
+"""More than the tokens of any text have on average, but for long runs of blanks."""
 _REFUSALS = ("invalid_input", "corrupt_artifact")
 
 
@@ -200,6 +202,7 @@ class Inference:
             SamplerUnavailable: there is no sampler for it now. TemporalUnavailable: nobody to ask.
             Busy: the tenant has as many questions open as it may.
         """
+        _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._questions.place(tenant):
             answer = await self._ask(tenant, asked, so_far)
         assert isinstance(answer, ChatCompletion)
@@ -328,13 +331,36 @@ class Inference:
 
 
 def check_length(settings: Settings, prompt: str | list[int] | list[str] | list[list[int]]) -> None:
-    """Raise InvalidInput for token ids that leave no room for an answer in the samplers of this installation."""
-    if settings.sampling.url is not None or isinstance(prompt, str):
-        return  # a server of the installation's own says by itself what it takes, and a text is longer than its tokens
+    """Raise InvalidInput for a prompt that leaves no room for an answer in the samplers of this installation."""
     of_ids = [each for each in prompt if isinstance(each, list)] or [[each for each in prompt if isinstance(each, int)]]
-    longest = max(map(len, of_ids))
-    if longest >= (most := settings.serving.max_model_len):
+    longest, most = max(map(len, of_ids)), settings.serving.max_model_len
+    if longest >= most and settings.sampling.url is None:  # a server of the installation's own says what it takes
         raise InvalidInput(f"{longest:,} tokens; prompt and answer together have at most {most:,}", "prompt")
+    _check_text(settings, prompt if isinstance(prompt, str) else max(prompt, key=_num_characters, default=""), "prompt")
+
+
+def _check_text(settings: Settings, text: Any, place: str) -> None:
+    """Raise InvalidInput for more characters than a prompt can have, before a share or a sampler is taken for it.
+
+    How many tokens they are is only known to the sampler's host, which refuses by their number.
+    """
+    size, most = _num_characters(text), _CHARACTERS_PER_TOKEN * settings.serving.max_model_len
+    if size > most and settings.sampling.url is None:
+        rule = f"up to {_CHARACTERS_PER_TOKEN} for each of the {settings.serving.max_model_len:,} tokens of a sequence"
+        raise InvalidInput(f"{size:,} characters; a text may have {most:,}: {rule}", place)
+
+
+def _num_characters(value: Any) -> int:
+    """Count the characters of all strings in a JSON value."""
+    match value:
+        case str():
+            return len(value)
+        case list() | tuple():
+            return sum(map(_num_characters, value))
+        case dict():
+            return sum(len(name) + _num_characters(item) for name, item in value.items())
+        case _:
+            return 0
 
 
 async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:

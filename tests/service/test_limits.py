@@ -211,6 +211,31 @@ def test_signing_in_is_in_the_audit_log_and_questions_to_models_are_not(service:
     assert [e["status"] for e in asked] == [403]
 
 
+def test_a_prompt_that_is_too_long_is_refused_at_the_door(service: Service, theirs) -> None:
+    """Before a model is looked up, which none of these names is."""
+    key, long = new_key(theirs, scopes=["inference"])["key"], "a" * (8 * service.settings.serving.max_model_len)
+    message = {"role": "user", "content": long}
+    call = {"type": "function", "function": {"name": "f", "description": long}}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "chat/completions",
+            {"messages": [message, message | {"content": [{"type": "text", "text": long}]}]},
+            "messages",
+        ),
+        ("chat/completions", {"messages": [message], "tools": [call]}, "messages"),
+        ("responses", {"input": long + long + "a"}, "input"),
+        ("completions", {"prompt": ["a", long + long + "a"]}, "prompt"),
+    ]
+    with httpx.Client(
+        base_url=f"{service.url}/v1", headers={"authorization": f"Bearer {key}"}, trust_env=False
+    ) as client:
+        for path, body, param in asked:
+            error = client.post(f"/{path}", json=body | {"model": "none"}).json()["error"]
+            assert error["param"] == param and "characters; a text may have 131,072" in error["message"], error
+        fits = {"model": "none", "messages": [message]}
+        assert client.post("/chat/completions", json=fits).status_code == 404
+
+
 def test_keys_are_tried_on_the_page_a_few_times_at_once(service: Service, api) -> None:
     few = RateLimitSettings(sign_ins_per_min=0.06, sign_in_burst=3)
     with serving(service.settings.model_copy(update={"rate_limit": few})) as slow:

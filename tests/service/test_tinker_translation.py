@@ -299,8 +299,11 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     for prompt in ([5] * 8192, [[5], [5] * 8192]):
         with pytest.raises(InvalidInput, match=r"^prompt: 8,192 tokens; prompt and answer together"):
             check_length(Settings(), prompt)
-    for fits in ([5] * 8191, ["5" * 9000], "5" * 9000):
+    for fits in ([5] * 8191, ["5" * 9000], "5" * 9000, "5" * (16 * 8192), ["5" * (16 * 8192)] * 2):
         check_length(Settings(), fits)
+    for text in ("5" * (16 * 8192 + 1), ["5", "5" * (16 * 8192 + 1)]):
+        with pytest.raises(InvalidInput, match=r"^prompt: 131,073 characters; .* of the 8,192 tokens"):
+            check_length(Settings(), text)
     # A long prompt is scored once, and its ids are not copied for each of the questions.
     many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 8}}
     scored = Sample.model_validate(many | {"prompt_logprobs": True})
