@@ -56,9 +56,13 @@ class HostContext:
         function: Callable[[*Arguments], AnswerT],
         *arguments: *Arguments,
         kind: confined.Kind = "short",
+        answer: confined.Answer | None = None,
     ) -> AnswerT:
-        """The result of one of our functions on a stranger's data, called in a child process under limits."""
-        return confined.call(self.settings.confined, function, *arguments, kind=kind)
+        """The result of one of our functions on a stranger's data, called in a child process under limits.
+
+        `answer`: answers what the function asks, which has no credentials of the store.
+        """
+        return confined.call(self.settings.confined, function, *arguments, kind=kind, answer=answer)
 
     @contextmanager
     def scratch(self, purpose: str) -> Iterator[Path]:

@@ -53,7 +53,8 @@ def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build:
 
     set_policy(settings.kernels)
     with connect() as control:
-        staging = Staging(HostPaths(settings.root_path).cache, settings.s3, control)
+        # A worker that serves a host has no credentials: the host stages what it lacks.
+        staging = Staging(HostPaths(settings.root_path).cache, settings.s3 if job is not None else None, control)
         worker = Worker(control, staging, build or build_engine, settings.slot_bytes)
         if job is not None:
             return 0 if worker.do_one(job).state == "succeeded" else 1

@@ -330,7 +330,7 @@ class Session:
 
     def _load_state(self, number: int, asked: LoadStored) -> Doing:
         """Load a state in place of the session's own, and save it at once: so a new worker need not load it again."""
-        folder = yield from self.staging.fetch_one(asked.checkpoint, self.cancelled)
+        folder = yield from self.staging.fetch_one(self.job, number, asked.checkpoint, self.cancelled)
         self.ranks.agree(lambda: check_fits(self.plan, self.model_sha256, folder))
         try:
             self.ranks.agree(lambda: self.dispatcher.load_state(self.slot, folder, asked.optimizer))

@@ -29,6 +29,7 @@ from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
 from activities.hosts.run_job import RunJob
 from activities.hosts.session import ApplyCommands
+from activities.hosts.stager import Stager
 from activities.hosts.standing import Standing, standing_of
 from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
@@ -220,7 +221,8 @@ def gpu_workers(
     lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports, standing)
     leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]))
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
-    jobs = RunJob(pool, store, signals, syncs, standing).run_job, ApplyCommands(pool, store).apply_commands
+    stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
+    jobs = RunJob(pool, store, stager, signals, syncs, standing).run_job, ApplyCommands(pool, store).apply_commands
     return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 
 

@@ -14,7 +14,7 @@ Kind = Literal[
     "temporal", "web", "control", "gpu", "sampler", "worker", "vllm", "wandb", "confined", "decoder", "template"
 ]
 """`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `vllm` is a sampler host's vLLM;
-`wandb` is a control host's writer; `confined` works on strangers' data, which it reads from the store;
+`wandb` is a control host's writer; `confined` works on strangers' data, which its host has staged;
 `decoder` on bodies of requests; `template` renders strangers' templates."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
@@ -45,14 +45,15 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "control": (*_SYSTEM, *_NETWORK, *_S3, *_HUB, "WANDB_*"),
     "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
     "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE, *_VLLM),
-    "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE, *_VLLM),
-    # Neither a proxy nor credentials, as it reads folders alone; no PYTHON*, as it has a Python of its own.
+    # Neither a proxy nor credentials, as they read folders alone: their hosts stage what comes from a store.
+    "worker": (*_SYSTEM, *_DEVICE, *_VLLM),
+    # No PYTHON*, as it has a Python of its own.
     "vllm": (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*", "LD_LIBRARY_PATH", "LD_PRELOAD"),
         *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),
     ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
-    "confined": ("PATH", "TZ", *_NETWORK, *_S3),
+    "confined": ("PATH", "TZ", *_NETWORK),  # graders ask judges
     "decoder": ("PATH", "TZ"),
     "template": ("PATH", "TZ"),
 }

@@ -6,9 +6,9 @@ On untrusted data a tokenizer, a Parquet reader or a JSON parser may take any am
 process. If the child breaks by itself, its input is at fault: InvalidInput, which is final. If somebody killed it, the
 call may be retried. The same holds if the kernel killed it for lack of memory, unless it had taken much of it itself.
 
-Requests, signs of life and results are JSON, which pydantic reads (no pickle). The child's environment includes the
-store's credentials (AWS_*), since it runs only Longshore's code; untrusted code runs in a sandbox without them. The
-child dies with the fork server, which dies with its host. When memory runs out, the kernel kills such children first.
+Requests, signs of life and results are JSON, which pydantic reads (no pickle). The child has no credentials: its caller
+stages what it reads from a store, and answers its questions (`answer`). It dies with the fork server, which dies with
+its host. When memory runs out, the kernel kills such children first.
 """
 
 import os
@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple
 
 from pydantic import TypeAdapter
 
-from activities.confined.children import Child, ForkServer
+from activities.confined.children import Answer, Child, ForkServer
 from activities.confined.fork_server import types_of
 from shared.settings import ConfinedSettings
 
@@ -54,6 +54,7 @@ def call(
     function: Callable[[*Arguments], AnswerT],
     *arguments: *Arguments,
     kind: Kind = "short",
+    answer: Answer | None = None,
 ) -> AnswerT:
     """Call a module-level function in a child process, as soon as there is a place for one more, and return its result.
 
@@ -61,14 +62,15 @@ def call(
         function: its parameters and its result are annotated with types that JSON can carry.
         kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
             judges, has places of its own.
+        answer: answers what the function asks (`ask` of fork_server.py).
 
     Raises:
         LongshoreError, OSError: what the function raised. InvalidInput also where the child broke a limit, or broke.
         RuntimeError: somebody killed the child, or the function has a bug.
     """
-    _, answer = types_of(function)
-    [frame] = _frames(settings, function, arguments, kind)
-    result: AnswerT = TypeAdapter(answer).validate_json(frame)
+    _, result_type = types_of(function)
+    [frame] = _frames(settings, function, arguments, kind, answer)
+    result: AnswerT = TypeAdapter(result_type).validate_json(frame)
     return result
 
 
@@ -91,13 +93,17 @@ def prepare() -> None:
 
 
 def _frames(
-    settings: ConfinedSettings, function: Callable[..., Any], arguments: tuple[Any, ...], kind: Kind
+    settings: ConfinedSettings,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    kind: Kind,
+    answer: Answer | None = None,
 ) -> Iterator[bytearray]:
     with _places.one(settings, kind):
         data, status = _server.fork()
         child = Child(data, status, settings)
         try:
-            yield from child.ask(function, arguments)
+            yield from child.ask(function, arguments, answer)
         finally:
             child.close()
 

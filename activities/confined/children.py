@@ -27,6 +27,8 @@ from shared.settings import ConfinedSettings
 _MAX_FRAME_BYTES = 256 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
+Answer = Callable[[bytearray], bytes]
+"""Answers a question of a child, which reads strangers' data: it may ask anything."""
 _MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
 
 
@@ -40,14 +42,16 @@ class Child:
         self._place: str | None = None
         self._is_abandoned = False
 
-    def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[bytearray]:
+    def ask(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], answer: Answer | None = None
+    ) -> Iterator[bytearray]:
         """Have the child call a function, and yield its results as JSON. Raises as `results` does."""
         asked, _ = types_of(function)
         limits = self._settings.model_dump(mode="json")
         opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits}
         self.send(json.dumps(opening).encode())
         self.send(TypeAdapter(asked).dump_json(arguments))
-        return self.results()
+        return self.results(answer)
 
     def abandon(self) -> None:
         """Make another thread's wait for the child end, with an error. It then closes the connection."""
@@ -64,14 +68,19 @@ class Child:
         with suppress(BrokenPipeError):  # `_ended` raises the reason
             write_frame(self._data.fileno(), frame)
 
-    def results(self) -> Iterator[bytearray]:
-        """Yield the frames of results. Raises what the child raised, or an error that says how it ended."""
+    def results(self, answer: Answer | None = None) -> Iterator[bytearray]:
+        """Yield the frames of results. `answer`: answers what the child asks meanwhile; what it raises is raised.
+
+        Raises what the child raised, or an error that says how it ended.
+        """
         while True:
             frame = self._receive()
             kind = frame.pop(0)
             match chr(kind):
                 case "s":
                     self._place = json.loads(frame) or self._place
+                case "q" if answer is not None:
+                    self.send(answer(frame))
                 case "r":
                     yield frame
                 case "e":

@@ -29,7 +29,8 @@ from activities.isolation.namespaces import die_with_parent
 from shared.settings import ConfinedSettings
 
 _CHANNEL = 3
-"""The descriptor of a child's socket. Its frames begin with their kind (s: sign, r: result, e: end, x: exception)."""
+"""The descriptor of a child's socket. Its frames begin with their kind (s: sign, q: question, r: result, e: end, x:
+exception)."""
 
 
 def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
@@ -54,6 +55,15 @@ def sign(place: str | None = None) -> None:
         _sign(place)
 
 
+_ask: Callable[[bytes], bytearray] | None = None
+
+
+def ask(question: bytes) -> bytearray:
+    """Return the answer of whoever made this confined call (`answer` of calls.py). Only a child may ask."""
+    assert _ask is not None, "nobody is there to answer"
+    return _ask(question)
+
+
 # The server.
 
 
@@ -76,8 +86,7 @@ def _serve() -> None:
     signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with_s3 = ("boto3",) if any(name.startswith("AWS_") for name in os.environ) else ()
-    for name in (*sys.argv[1:], *with_s3):
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in children copy no pages
@@ -181,7 +190,7 @@ def _limit(limits: ConfinedSettings) -> None:
 
 
 def _work(module: str, name: str, question: bytes, limits: ConfinedSettings) -> None:
-    global _sign
+    global _sign, _ask
     reserve: list[bytes] = [bytes(1 << 20)]  # freed when memory has run out, so that the error can be reported
     turn = threading.Lock()  # the called function may call `sign` from several threads
 
@@ -193,8 +202,13 @@ def _work(module: str, name: str, question: bytes, limits: ConfinedSettings) -> 
         with turn:
             write_frame(_CHANNEL, b"s", json.dumps(place).encode())
 
+    def ask_caller(question: bytes) -> bytearray:
+        with turn:
+            write_frame(_CHANNEL, b"q", question)
+            return read_frame(_CHANNEL)
+
     tell(None)
-    _sign = tell
+    _sign, _ask = tell, ask_caller
     try:
         for frame in _results(module, name, question):
             with turn:

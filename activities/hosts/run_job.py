@@ -11,6 +11,7 @@ from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Metrics, Progress, Signals
+from activities.hosts.stager import JobStaging, Stager
 from activities.hosts.standing import Standing
 from activities.hosts.trainer_syncs import TrainerSyncs
 from activities.hosts.uploader import LogLine, LogReader, Uploader
@@ -85,12 +86,14 @@ class RunJob:
         self,
         pool: WorkerPool,
         store: ObjectStore,
+        stager: Stager,
         signals: Signals,
         syncs: TrainerSyncs | None = None,
         standing: Standing | None = None,
     ) -> None:
         self._pool = pool
         self._store = store
+        self._stager = stager
         self._signals = signals
         self._syncs = syncs
         self._standing = standing
@@ -107,7 +110,7 @@ class RunJob:
         with self._pool.using(request.worker_id, lease) as worker:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
-            attempt = _Attempt(worker, request, lease, start, self._store, self._signals, self._syncs)
+            attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
                 result = attempt.run()
             self._judge(attempt, result)
@@ -143,6 +146,7 @@ class _Attempt:
         lease: LeaseMark,
         start: CheckpointRef | None,
         store: ObjectStore,
+        stager: Stager,
         signals: Signals,
         syncs: TrainerSyncs | None,
     ) -> None:
@@ -165,6 +169,7 @@ class _Attempt:
         )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)
+        self.staging = JobStaging(stager, self.job, store)
         self.progress = Progress(
             request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
         )
@@ -212,6 +217,7 @@ class _Attempt:
                 if isinstance(line.event, Terminal):
                     self.worker.holds_device = line.event.device == "held"
                     return line.event
+            self.staging.look()
             self.uploader.tick()
             self.progress.tick(self.uploader.durable)
             if not was_alive:
@@ -264,6 +270,7 @@ class _Attempt:
 
     def _settle(self, output: Path | None) -> None:
         """Upload everything that is left into the store, then delete the local files."""
+        self.staging.end()
         if self.syncs is not None:
             self.syncs.end()
         self.uploader.finish(output)

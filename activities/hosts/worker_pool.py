@@ -212,13 +212,11 @@ class WorkerPool:
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:
-    """Return the environment variables of worker processes. They get credentials as this host does."""
+    """Return the settings that worker processes get beside their environment."""
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,
         "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
-        "LONGSHORE_S3__ENDPOINT_URL": settings.s3.endpoint_url,
-        "LONGSHORE_S3__REGION": settings.s3.region,
     }
     return {name: value for name, value in environment.items() if value}
 

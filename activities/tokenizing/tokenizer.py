@@ -18,8 +18,6 @@ from activities.tokenizing.chat_template import Span
 from activities.tokenizing.template_process import TemplateSource
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
-from shared.settings import S3Settings
-from shared.storage.artifacts import stage
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -192,11 +190,6 @@ def tokenizer_files(host: HostContext, model: Artifact) -> TokenizerFiles:
 def check_loading(files: TokenizerFiles) -> None:
     """Load a tokenizer, to see in a confined process whether that works. Raises InvalidInput as `load` does."""
     files.load()
-
-
-def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
-    """Read a model's tokenizer from its artifact. Raises as `stage` and `TokenizerFiles.load` do."""
-    return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri).load()
 
 
 def check_characters(text: str, place: str) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
@@ -19,14 +18,13 @@ from activities.formats.examples import Chat, Question
 from activities.formats.messages import message_of, tools_of
 from activities.formats.rows import Row
 from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers, is_same_message
 from shared.chat.answer_records import AnswerRecord
 from shared.chat.trajectories import ChatHistory, ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
-from shared.settings import S3Settings
 
 PLACE = "messages"  # the place in errors about a conversation; callers add file and line
 _TOKEN_ID = "token_id:"
@@ -127,18 +125,18 @@ class _Sequence:
 class Conversations:
     """Converts conversations of one model. Its tokenizer and template are loaded when needed, and closed by `with`.
 
-    `counts`: turns whose ids came from records, turns that were rendered, and answer ids without a record.
+    `files`: its tokenizer's. `counts`: turns whose ids came from records, turns that were rendered, and answer ids
+    without a record.
     """
 
     def __init__(
         self,
         model: Artifact | None,
-        cache: Path,
-        s3: S3Settings,
+        files: TokenizerFiles | None,
         answers: RememberedAnswers | None = None,
         policy: PublishedPolicy | None = None,
     ) -> None:
-        self._model, self._cache, self._s3 = model, cache, s3
+        self._model, self._files = model, files
         self._answers = answers
         self._policy = policy or PublishedPolicy(0)
         self._open: tuple[ModelTokenizer, TemplateProcess] | None = None
@@ -264,9 +262,9 @@ class Conversations:
 
     def _opened(self) -> tuple[ModelTokenizer, TemplateProcess]:
         if self._open is None:
-            if self._model is None:
+            if self._files is None:
                 raise InvalidInput("trajectories of messages need the model that they are rendered for", PLACE)
-            tokenizer = load_tokenizer(self._model, self._cache, self._s3)
+            tokenizer = self._files.load()
             if tokenizer.template is None:
                 rule = "the model has no chat template: send trajectories as token ids"
                 raise InvalidInput(rule, tokenizer.place)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from temporalio import activity
 
+from activities.confined.fork_server import ask
 from activities.host_context import HostContext, beating
 from activities.records.run_records import find_key
 from activities.sources.download import Download, DownloadRequest
+from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.chat_trajectories import Conversations
 from activities.trajectories.group_samples import find_groups
@@ -28,6 +30,7 @@ from activities.trajectories.read_groups import (
     sequences_of,
 )
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
+from shared.chat.answer_records import AnswerLookup, look_up
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Frozen
 from shared.jobs import bins as packing
@@ -37,14 +40,14 @@ from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.requests import RLRun, RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
-from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, find, read_record
 from shared.storage.files import write_atomically
 from shared.storage.paths import content_key, packed, tokenized
-from shared.storage.store import ObjectStore, open_store, uri_of
+from shared.storage.store import ObjectStore, uri_of
 
 _VERSION = "trajectories-4"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
+_RECORDS: TypeAdapter[list[str | None]] = TypeAdapter(list[str | None])
 logger = logging.getLogger("longshore.pack_trajectories")
 
 
@@ -120,12 +123,18 @@ class PackTrajectories:
         return Download(self._host).download(wanted).dataset
 
     def _pack(self, request: GroupsRequest, groups: Artifact, key: str) -> None:
-        host, s3 = self._host, self._host.settings.s3
+        host = self._host
+
+        def answer(question: bytearray) -> bytes:
+            wanted = AnswerLookup.model_validate_json(question)
+            return _RECORDS.dump_json(look_up(host.store, request.tenant, wanted))
+
         with host.scratch("pack") as folder:
-            _, manifest = files_of(groups, s3)
+            _, manifest = files_of(groups, host.settings.s3)
             names = tuple(entry.path for entry in manifest.files)
-            asked = request, host.stage(groups), names, folder, host.paths.cache, host.store.uri, s3
-            report = host.confined(write_groups, *asked, kind="dataset")
+            tokenizer = None if request.model is None else tokenizer_files(host, request.model)
+            asked = request, host.stage(groups), names, tokenizer, folder
+            report = host.confined(write_groups, *asked, kind="dataset", answer=answer)
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
             host.keep(tokenized(key), folder / "units")
@@ -136,19 +145,19 @@ def write_groups(
     request: GroupsRequest,
     groups: Path,
     names: tuple[str, ...],
+    tokenizer: TokenizerFiles | None,
     folder: Path,
-    cache: Path,
-    store_uri: str,
-    s3: S3Settings,
 ) -> GroupsReport:
     """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
+
+    Called in a confined process, it asks its caller for records of answers.
 
     Raises:
         InvalidInput: as `parse_groups` and `read_groups` do.
     """
-    answers = RememberedAnswers(open_store(store_uri, s3), request.tenant)
+    answers = RememberedAnswers(lambda wanted: _RECORDS.validate_json(ask(wanted.model_dump_json().encode())))
     policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)
-    with Conversations(request.model, cache, s3, answers, policy) as conversations:
+    with Conversations(request.model, tokenizer, answers, policy) as conversations:
         rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
         parsed = (found for name in names for found in parse_groups(groups / name, name))
         read = read_groups(parsed, rules)

@@ -1,41 +1,54 @@
 """Answers that this installation gave: their records, whether a client's message is one, and which policy gave it."""
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from activities.formats.messages import call_of
 from activities.formats.rows import Row
-from shared.chat.answer_records import AnswerRecord, DrawnChoice, recall, recall_alike
-from shared.storage.store import ObjectStore
-
-_AT_ONCE = 16
+from shared.chat.answer_records import (
+    LOOKUP_AT_ONCE,
+    AnswerLookup,
+    AnswerRecord,
+    DrawnChoice,
+    content_digest,
+    parse_record,
+)
 
 
 class RememberedAnswers:
-    """Reads the records of answers that one tenant was given, and caches those that were fetched last."""
+    """The records of answers that one tenant was given. Those that were fetched last are cached.
 
-    def __init__(self, store: ObjectStore, tenant: str) -> None:
-        self._store, self._tenant = store, tenant
+    `look_up`: reads them, as `look_up` of shared/chat/answer_records.py does with a store.
+    """
+
+    def __init__(self, look_up: Callable[[AnswerLookup], Sequence[str | None]]) -> None:
+        self._look_up = look_up
         self._found: dict[str, AnswerRecord | None] = {}
 
     def fetch(self, answer_ids: Iterable[str]) -> None:
-        """Read several answers in parallel into the cache, in place of its contents. Raises StoreUnavailable."""
-        wanted = sorted(set(answer_ids))
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = threads.map(lambda answer_id: recall(self._store, self._tenant, answer_id), wanted)
-            self._found = dict(zip(wanted, found, strict=True))
+        """Read several answers, in parallel, into the cache, in place of its contents. Raises as `look_up` does."""
+        self._found, wanted = {}, sorted(set(answer_ids))
+        for first in range(0, len(wanted), LOOKUP_AT_ONCE):
+            ids = tuple(wanted[first : first + LOOKUP_AT_ONCE])
+            texts = self._look_up(AnswerLookup(ids=ids))
+            self._found |= zip(ids, map(parse_record, texts), strict=True)
 
     def get(self, answer_id: str) -> AnswerRecord | None:
         """Return an answer; None if the id is not one of this tenant's, or the answer is no longer kept."""
         if answer_id not in self._found:
-            self._found[answer_id] = recall(self._store, self._tenant, answer_id)
+            [text] = self._look_up(AnswerLookup(ids=(answer_id,)))
+            self._found[answer_id] = parse_record(text)
         return self._found[answer_id]
 
     def alike(self, prompt_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[AnswerRecord, int] | None:
         """Return an answer, and the number of its choice, by its content: for clients that lose the id."""
-        return recall_alike(self._store, self._tenant, prompt_ids, logprobs)
+        for text in self._look_up(AnswerLookup(alike=content_digest(prompt_ids, logprobs))):
+            if (record := parse_record(text)) is not None and record.prompt_ids == tuple(prompt_ids):
+                for index, choice in enumerate(record.choices):
+                    if choice.logprobs == tuple(logprobs):
+                        return record, index
+        return None
 
 
 def is_same_message(message: dict[str, Any], choice: DrawnChoice) -> bool:

@@ -10,19 +10,20 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from pydantic import Field, ValidationError, model_validator
 
 from shared.chat.messages import ToolCall
-from shared.contract import Frozen
+from shared.contract import Frozen, Sha256
 from shared.errors import NotFound
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
 _ID = re.compile(r"chatcmpl-(?P<time>[0-9a-f]{8})[0-9a-f]{24}")
 _HOUR_S = 3600
-_MOST_ALIKE = 16  # answers of one content that are looked at
+LOOKUP_AT_ONCE = 16  # answers; also of one content
 
 
 class DrawnChoice(Frozen):
@@ -54,6 +55,13 @@ class AnswerRecord(Frozen):
     choices: tuple[DrawnChoice, ...]
 
 
+class AnswerLookup(Frozen):
+    """Answers that are looked for: those of these ids, or with `alike` those of one content (`content_digest`)."""
+
+    ids: tuple[str, ...] = Field(default=(), max_length=LOOKUP_AT_ONCE)
+    alike: Sha256 | None = None
+
+
 def new_answer_id(now: float) -> str:
     """Return an id of the time in seconds (8 hex digits) and 96 random bits, so that it cannot be guessed."""
     return f"chatcmpl-{int(now):08x}{secrets.token_hex(12)}"
@@ -62,34 +70,45 @@ def new_answer_id(now: float) -> str:
 def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
     """Keep an answer. Raises StoreUnavailable."""
     store.put_bytes(_key(tenant, record.answer_id), record.model_dump_json(exclude_defaults=True).encode())
-    for digest in {_digest(record.prompt_ids, choice.logprobs) for choice in record.choices}:
+    for digest in {content_digest(record.prompt_ids, choice.logprobs) for choice in record.choices}:
         store.put_bytes(_alike(tenant, digest) + record.answer_id, b"")
 
 
 def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
     """Read a tenant's answer. Returns None if the id is malformed or another tenant's, or the record was deleted."""
-    if not _ID.fullmatch(answer_id):
-        return None
+    return parse_record(_read(store, tenant, answer_id))
+
+
+def look_up(store: ObjectStore, tenant: str, wanted: AnswerLookup) -> list[str | None]:
+    """Read a tenant's records, of ids in their order, as JSON: a stranger has a part in what they hold.
+
+    Raises StoreUnavailable.
+    """
+    ids: Sequence[str] = wanted.ids
+    if wanted.alike is not None:
+        prefix = _alike(tenant, wanted.alike)
+        ids = [info.key.removeprefix(prefix) for info in islice(store.list(prefix), LOOKUP_AT_ONCE)]
+    with ThreadPoolExecutor(LOOKUP_AT_ONCE) as threads:
+        return list(threads.map(lambda answer_id: _read(store, tenant, answer_id), ids))
+
+
+def _read(store: ObjectStore, tenant: str, answer_id: str) -> str | None:
     try:
-        return AnswerRecord.model_validate_json(store.get_bytes(_key(tenant, answer_id)))
-    except (NotFound, ValidationError):
+        return store.get_bytes(_key(tenant, answer_id)).decode() if _ID.fullmatch(answer_id) else None
+    except (NotFound, UnicodeDecodeError):
         return None
 
 
-def recall_alike(
-    store: ObjectStore, tenant: str, prompt_ids: Sequence[int], logprobs: Sequence[float]
-) -> tuple[AnswerRecord, int] | None:
-    """Read a tenant's answer to these ids that was drawn with these logprobs, to the bit. Returns it and the choice."""
-    prefix = _alike(tenant, _digest(prompt_ids, logprobs))
-    for info in islice(store.list(prefix), _MOST_ALIKE):
-        if (record := recall(store, tenant, info.key.removeprefix(prefix))) is not None:
-            for index, choice in enumerate(record.choices):
-                if record.prompt_ids == tuple(prompt_ids) and choice.logprobs == tuple(logprobs):
-                    return record, index
-    return None
+def parse_record(text: str | None) -> AnswerRecord | None:
+    """Return the record that a JSON text holds; None without a text, or for one that is none."""
+    try:
+        return None if text is None else AnswerRecord.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
-def _digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+def content_digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    """Return what answers to these ids that were drawn with these logprobs, to the bit, are found by."""
     content = [list(prompt_ids), [value.hex() for value in logprobs]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -374,3 +374,20 @@ class Job(Frozen):
         if (self.commands_dir is None) == isinstance(self.plan, SessionPlan):
             raise ValueError("commands_dir: a session has one, and nothing else has")
         return self
+
+
+def artifacts_of(job: Job) -> list[Artifact]:
+    """Return every input of a job; of a session those that it begins with."""
+    plan = job.plan
+    before = plan.initial_checkpoint if job.needs_its_beginning else None
+    own = _of_training(plan) if isinstance(plan, JobPlan) else []
+    return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
+
+
+def _of_training(plan: JobPlan) -> list[Artifact]:
+    reference = reference_of(plan.loss)
+    packed = [plan.data, *([plan.evaluation.data] if plan.evaluation.data else [])]
+    return [
+        *(artifact for data in packed for artifact in (data.units, data.plan)),
+        *([reference] if isinstance(reference, Artifact) else []),
+    ]

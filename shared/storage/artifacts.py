@@ -154,6 +154,10 @@ def find(store: ObjectStore, key: str) -> Artifact | None:
 
 def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
     """Read an artifact's manifest. Raises CorruptArtifact when it is missing or has another SHA-256."""
+    return _manifest_and_bytes(store, key, sha256)[0]
+
+
+def _manifest_and_bytes(store: ObjectStore, key: str, sha256: str) -> tuple[Manifest, bytes]:
     place = uri_of(store, f"{key}/{MANIFEST}")
     try:
         data = store.get_bytes(f"{key}/{MANIFEST}")
@@ -162,7 +166,7 @@ def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise CorruptArtifact("the manifest's SHA-256 is not the one that was asked for", place)
     try:
-        return Manifest.model_validate_json(data)
+        return Manifest.model_validate_json(data), data
     except ValidationError as error:
         raise CorruptArtifact(f"not a manifest: {first_rule(error)}", place) from error
 
@@ -203,18 +207,58 @@ def stage(
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
     """
-    store, whole = files_of(artifact, s3)
+    holder, key = open_uri(artifact.uri, s3)
+    whole, data = _manifest_and_bytes(holder, key, artifact.sha256)
     manifest = Manifest(files=tuple(e for e in whole.files if not only or any(fnmatch(e.path, p) for p in only)))
-    if isinstance(store, LocalStore):
-        _check(store.root, manifest, cache, check)
-        return store.root
-    target = cache / "artifacts" / (content_key(artifact.sha256, *only) if only else artifact.sha256)
+    store, folder = _place(artifact, whole, cache, s3, only)
     try:
-        _check(target, manifest, cache, check)
-    except CorruptArtifact:  # not here yet, or spoilt since
-        _fetch(store, manifest, target, cache, check)
-        _check(target, manifest, cache, check)
-    return target
+        _check(folder, manifest, cache, check)
+    except CorruptArtifact:
+        if isinstance(store, LocalStore):
+            raise
+        _fetch(store, manifest, folder, cache, check)  # it is not here yet, or was spoilt since
+        _check(folder, manifest, cache, check)
+    if not isinstance(holder, LocalStore):
+        write_atomically(_manifests(cache) / artifact.sha256 / MANIFEST, data, is_durable=False)
+    return folder
+
+
+def staged(artifact: Artifact, cache: Path, check: Callable[[], None] = go_on) -> tuple[Path, Manifest] | None:
+    """Return the folder and manifest of an artifact that is on this machine: for processes without credentials.
+
+    Returns None if it lies in another machine's store, and has not been staged whole in this cache.
+
+    Raises:
+        CorruptArtifact: it is an artifact of this machine, and a file is missing, of another size, or of another hash.
+    """
+    holder, key = open_uri(artifact.uri, S3Settings())
+    store: ObjectStore = holder
+    try:
+        if not isinstance(holder, LocalStore):
+            holder, key = LocalStore(_manifests(cache)), artifact.sha256
+        manifest = read_manifest(holder, key, artifact.sha256)
+        store, folder = _place(artifact, manifest, cache, S3Settings())
+        _check(folder, manifest, cache, check)
+    except CorruptArtifact:
+        if isinstance(store, LocalStore):
+            raise
+        return None
+    return folder, manifest
+
+
+def _place(
+    artifact: Artifact, manifest: Manifest, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()
+) -> tuple[ObjectStore, Path]:
+    """Return the store of an artifact's files, and the folder where they are, or are to be, on this machine."""
+    store = open_store(manifest.root or artifact.uri, s3)
+    if isinstance(store, LocalStore):
+        return store, store.root
+    return store, cache / "artifacts" / (content_key(artifact.sha256, *only) if only else artifact.sha256)
+
+
+def _manifests(cache: Path) -> Path:
+    """Where `stage` leaves the manifests of what it fetched, for `staged`."""
+    return cache / "manifests"
 
 
 def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, check: Callable[[], None]) -> None:

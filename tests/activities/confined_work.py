@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from activities.confined.fork_server import sign
+from activities.confined.fork_server import ask, sign
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 
 
@@ -17,6 +17,10 @@ def echo(text: str) -> str:
 
 def environment(_: None) -> dict[str, str]:
     return dict(os.environ)
+
+
+def ask_often(questions: list[str]) -> list[str]:
+    return [ask(question.encode()).decode() for question in questions]
 
 
 def count(up_to: int) -> Iterator[int]:

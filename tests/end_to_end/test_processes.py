@@ -92,6 +92,7 @@ class Watch:
         seen = self.seen[kind]
         values = " ".join(environment.values())
         seen.secrets |= {word for name, word in WORDS.items() if SECRETS[name] in values}
+        seen.secrets |= {"S3"} if any(name.startswith("AWS_") for name in environment) else set()
         seen.secrets |= {"unknown"} if SECRETS["TOKEN_OF_SOMETHING_ELSE"] in values else set()
         for connection in process.net_connections("inet"):
             if not connection.raddr:

@@ -12,7 +12,7 @@ from shared.jobs.job import Full, Job, JobPlan, PackedData
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.slow_store import SlowStore, slow_store
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, has_ended, losses, serve
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, has_ended, losses, new_worker, serve
 from tests.megatron_worker.workshop import FIRST, Workshop, make_workshop, read_log
 
 _PATIENCE_S = 300.0
@@ -63,7 +63,7 @@ def cancel(workshop: Workshop, run_id: str) -> None:
 
 
 def transfers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "background"]
+    return [thread for thread in threading.enumerate() if thread.name == "staging"]
 
 
 def in_cache(workshop: Workshop) -> list[Path]:
@@ -120,6 +120,16 @@ def test_what_two_jobs_want_comes_once_and_a_cancel_of_one_is_not_the_others(wor
         assert_as_alone(workshop, job)
     num_files = sum(path.is_file() for path in (workshop.root / "units").glob("*")) - 1  # the manifest
     assert num_files < len(store.asked) <= 2 * num_files and set(store.asked[-num_files:]) == set(store.asked)
+
+
+def test_a_worker_by_hand_fetches_what_is_not_in_the_cache(workshop: Workshop, store: SlowStore):
+    store.let_go.set()
+    job = do(workshop, "slow", slow_plan(workshop, store), worker=new_worker(workshop.root, s3=store.settings))
+    num_asked = len(store.asked)
+    assert num_asked and in_cache(workshop)
+    assert_as_alone(workshop, job)
+    do(workshop, "again", slow_plan(workshop, store), worker=new_worker(workshop.root, s3=None))
+    assert len(store.asked) == num_asked, "in the cache it is found without a store or a host"
 
 
 def test_a_worker_without_another_job_waits_idly(workshop: Workshop, store: SlowStore):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from activities.hosts.stager import JobStaging, Stager
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import BuildEngine
@@ -18,15 +19,18 @@ from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
+from shared.storage.store import LocalStore
 from tests.megatron_worker.tiny_engine import build
 from tests.megatron_worker.workshop import Workshop, read_log, submit
 
+_BY_HAND = S3Settings()
+
 
 def new_worker(
-    root: Path, build: BuildEngine = build, s3: S3Settings | None = None, slot_bytes: int | None = None
+    root: Path, build: BuildEngine = build, slot_bytes: int | None = None, s3: S3Settings | None = _BY_HAND
 ) -> Worker:
     ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    return Worker(ranks, Staging(root / "cache", s3 or S3Settings(), ranks), build, slot_bytes)
+    return Worker(ranks, Staging(root / "cache", s3, ranks), build, slot_bytes)
 
 
 def do(
@@ -44,22 +48,31 @@ def serve(
     name: str = "shared",
     s3: S3Settings | None = None,
 ) -> list[Job]:
-    """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended."""
+    """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended.
+
+    What it lacks is staged as its host would do it.
+    """
     paths = WorkerPaths(workshop.root / name)
     submitted = [submit(paths, plan) for plan in jobs]
+    stager, store = Stager(workshop.root / "cache", s3 or S3Settings()), LocalStore(workshop.root / "store")
+    going_on = [(job, JobStaging(stager, job, store)) for job in submitted]
     is_gone = threading.Event()
 
     def stop_at_the_end() -> None:
         deadline = time.monotonic() + 300
-        while not all(has_ended(job) for job in submitted) and time.monotonic() < deadline:
-            if is_gone.wait(0.01):
-                return
+        while going_on and time.monotonic() < deadline and not is_gone.wait(0.01):
+            for job, staging in list(going_on):
+                if has_ended(job):
+                    staging.end()
+                    going_on.remove((job, staging))
+                else:
+                    staging.look()
         write_atomically(paths.stop, b"")
 
     watching = threading.Thread(target=stop_at_the_end)
     watching.start()
     try:
-        new_worker(workshop.root, build, s3).serve(paths)
+        new_worker(workshop.root, build, s3=None).serve(paths)
     finally:
         is_gone.set()
         watching.join()

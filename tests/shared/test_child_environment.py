@@ -1,9 +1,11 @@
 import re
+from typing import get_args
 
 from pydantic import BaseModel, SecretStr
 
-from shared.child_environment import SECRET_SETTINGS, child_environment
-from shared.settings import Settings
+from activities.hosts.worker_pool import worker_environment
+from shared.child_environment import SECRET_SETTINGS, Kind, child_environment
+from shared.settings import S3Settings, Settings
 
 
 def secret_fields(model: type[BaseModel], place: str = "") -> set[str]:
@@ -29,6 +31,7 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
         "PATH": "/bin",
         "LC_ALL": "C",
         "AWS_PROFILE": "x",
+        "HTTPS_PROXY": "http://user:password@proxy",
         "HF_TOKEN": "x",
         "WANDB_API_KEY": "x",
         "NCCL_DEBUG": "INFO",
@@ -42,17 +45,25 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
         "LONGSHORE_UNKNOWN": "x",
         "VLLM_LOGGING_LEVEL": "x",
     }
-    always = {"PATH", "LC_ALL", "LONGSHORE_ROOT"}
+    always, s3 = {"PATH", "LC_ALL", "LONGSHORE_ROOT"}, {"AWS_PROFILE", "HTTPS_PROXY"}
+    forked = {"LANG", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_DEFAULT_MEMORY_POOL", "MALLOC_ARENA_MAX"}
     told = {
         "temporal": always,
-        "web": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "longshore_database_url", "LONGSHORE_SAMPLING__URL"},
-        "gpu": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "NCCL_DEBUG"},
+        "web": always | s3 | {"LONGSHORE_SHAPE", "longshore_database_url", "LONGSHORE_SAMPLING__URL"},
+        "gpu": always | s3 | {"LONGSHORE_SHAPE", "NCCL_DEBUG"},
         "sampler": always
-        | {"AWS_PROFILE", "LONGSHORE_SHAPE", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "LONGSHORE_SAMPLING__VLLM_COMMAND"},
-        "worker": always | {"AWS_PROFILE", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL"},
+        | s3
+        | {"LONGSHORE_SHAPE", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "LONGSHORE_SAMPLING__VLLM_COMMAND"},
+        "worker": always | {"NCCL_DEBUG", "VLLM_LOGGING_LEVEL"},
         "vllm": {"PATH", "LC_ALL", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL"}
         | {"HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"},
-        "wandb": always | {"WANDB_API_KEY", "WANDB_ERROR_REPORTING", "WANDB_SILENT"},
+        "wandb": always | {"HTTPS_PROXY", "WANDB_API_KEY", "WANDB_ERROR_REPORTING", "WANDB_SILENT"},
+        "confined": {"PATH", "HTTPS_PROXY"} | forked,
+        "decoder": {"PATH"} | forked,
         "template": {"PATH", "LANG"},
     }
     assert {kind: set(child_environment(kind, given)) for kind in told} == told
+    store = ("web", "control", "gpu", "sampler")
+    assert [kind for kind in get_args(Kind) if "AWS_PROFILE" in child_environment(kind, given)] == list(store)
+    settings = Settings(s3=S3Settings(endpoint_url="http://s3", region="x"))
+    assert not [name for name in worker_environment(settings) if "S3" in name]

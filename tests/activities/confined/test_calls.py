@@ -38,6 +38,21 @@ def test_a_call_gives_what_the_function_gives_without_the_hosts_environment() ->
     assert "secret" not in found.values() and "HOME" not in found
 
 
+def test_what_a_child_asks_is_answered_by_its_caller() -> None:
+    questions = ["grüße", "", "x" * 3_000_000]
+    answered = confined.call(SMALL, work.ask_often, questions, answer=lambda question: b"to " + question)
+    assert answered == [f"to {question}" for question in questions]
+
+
+def test_where_the_caller_cannot_answer_its_error_is_the_calls() -> None:
+    def away(_: bytearray) -> bytes:
+        raise StoreUnavailable("the store is away")
+
+    with pytest.raises(StoreUnavailable, match="the store is away"):
+        confined.call(SMALL, work.ask_often, ["?"], answer=away)
+    assert confined.call(SMALL, work.echo, "and on") == "and on"
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

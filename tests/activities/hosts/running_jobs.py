@@ -6,6 +6,7 @@ from pathlib import Path
 from temporalio.testing import ActivityEnvironment
 
 from activities.hosts.run_job import JobRequest, JobResult, RunJob
+from activities.hosts.stager import Stager
 from shared.jobs.events import Step
 from shared.jobs.job import JobPlan
 from shared.runs.status import CheckpointRef
@@ -32,7 +33,7 @@ class Running:
         grant = lease.grant
         fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
         request = JobRequest(plan=plan, **fields)
-        activity = RunJob(host.pool, host.store, lease.notebook)
+        activity = RunJob(host.pool, host.store, Stager(host.paths.cache, S3Settings()), lease.notebook)
 
         def work() -> None:
             try:

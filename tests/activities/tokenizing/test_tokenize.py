@@ -17,7 +17,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
-from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
@@ -358,10 +358,11 @@ def test_tokenizers_are_read_without_the_weights(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"weights")
     model = an_artifact(folder, tmp_path / "store", "model")
     (tmp_path / "store" / "model" / "model.safetensors").unlink()
-    assert load_tokenizer(model, tmp_path / "cache", S3Settings()).template is not None
+    host = HostContext(Settings(root=tmp_path / "machine"))
+    assert tokenizer_files(host, model).load().template is not None
     (tmp_path / "store" / "model" / "chat_template.jinja").write_text("another template")
     with pytest.raises(InvalidInput, match=r"chat_template.jinja"):
-        load_tokenizer(model, tmp_path / "cache", S3Settings())
+        tokenizer_files(host, model)
 
 
 def test_importing_the_activities_loads_no_heavy_library() -> None:

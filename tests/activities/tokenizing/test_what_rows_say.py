@@ -18,14 +18,14 @@ from activities.sampling.chat import ChatPrompts
 from activities.tokenizing.chat_template import ChatTemplate, Refused
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
-from activities.tokenizing.tokenizer import ModelTokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from shared.chat.trajectories import ChatTrajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
-from shared.settings import S3Settings, Settings
+from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import CHATML, LLAMA, QWEN, SPECIAL, TEMPLATES, open_model, tokenizer_json
 
@@ -394,7 +394,8 @@ def test_the_same_row_is_the_same_tokens_at_every_door(tmp_path: Path, chats: Ch
     logprobs = {"content": [{"token": f"token_id:{token_id}", "logprob": -1.0} for token_id in own]}
     sampled = [*asked, answer | {"logprobs": logprobs}]
     trajectory = ChatTrajectory.model_validate({"messages": sampled, "tools": tools_of(openai), "reward": 1.0})
-    with Conversations(artifact, tmp_path / "cache", S3Settings()) as conversations:
+    files = TokenizerFiles(folder=tmp_path / "model", place=artifact.uri)
+    with Conversations(artifact, files) as conversations:
         [one] = conversations.trajectories_of(trajectory, 10_000)
     assert list(one.token_ids) == [*prompt, *own]
 
@@ -417,7 +418,8 @@ def test_what_is_left_out_is_refused_at_every_door(tmp_path: Path, chats: ChatPr
         chats.ids(artifact, [ASK], [TIDE])
     said = {"content": [{"token": "token_id:1", "logprob": -1.0}]}
     sent = {"messages": [ASK, ANSWER | {"logprobs": said}], "tools": [TIDE], "reward": 1.0}
-    with Conversations(artifact, tmp_path / "cache", S3Settings()) as reader, pytest.raises(BrokenTrajectory) as broken:
+    files = TokenizerFiles(folder=tmp_path / "model", place=artifact.uri)
+    with Conversations(artifact, files) as reader, pytest.raises(BrokenTrajectory) as broken:
         reader.trajectories_of(ChatTrajectory.model_validate(sent), 100)
     assert "tools[0]" in broken.value.message
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from activities.tokenizing.tokenizer import TokenizerFiles
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact
 from shared.storage.artifacts import seal
@@ -17,6 +18,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.artifact = Artifact(uri=folder.as_uri(), sha256=seal(folder))
         self.turns: list[tuple[list[int], list[int]]] = []
@@ -34,6 +36,10 @@ class Server:
             "logprobs": {"content": content, "refusal": None},
             "message": message | more,
         }
+
+    @property
+    def files(self) -> TokenizerFiles:
+        return TokenizerFiles(folder=self.folder, place=self.artifact.uri)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from activities.host_context import HostContext
+from activities.tokenizing.tokenizer import TokenizerFiles
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
@@ -18,7 +19,7 @@ from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.runs.status import StepStatus
-from shared.settings import DownloadSettings, S3Settings, Settings
+from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal
 from tests.activities.groups import rl_run, trajectory, write_groups
 from tests.activities.templates import CHATML, write_model
@@ -44,10 +45,10 @@ def server(folders: dict[str, Path]) -> Server:
 
 
 @pytest.fixture(scope="module")
-def readers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Conversations]]:
+def readers(folders: dict[str, Path]) -> Iterator[dict[str, Conversations]]:
     """One process a template for all tests."""
-    cache = tmp_path_factory.mktemp("cache")
-    found = {name: Conversations(Server(folder).artifact, cache, S3Settings()) for name, folder in folders.items()}
+    servers = {name: Server(folder) for name, folder in folders.items()}
+    found = {name: Conversations(server.artifact, server.files) for name, server in servers.items()}
     yield found
     for reader in found.values():
         reader.__exit__()
@@ -267,7 +268,7 @@ def test_a_template_that_counts_messages_is_noticed(
     first = server.answer(ASKED[1:], "12.", ending)
     between = [*ASKED[1:], {"role": "assistant", "content": "Hm."}, *ASKED[1:]]
     second = server.answer([*ASKED[1:], first["message"], *between], "12.", ending)
-    with Conversations(server.artifact, tmp_path / "cache", S3Settings()) as reader:
+    with Conversations(server.artifact, server.files) as reader:
 
         def of(*messages: Any) -> list[tuple[int, ...]]:
             chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
@@ -362,6 +363,7 @@ def test_a_model_without_a_template_takes_token_ids(tmp_path: Path, folders: dic
     model = Artifact(uri=bare.as_uri(), sha256=seal(bare))
     said = {"role": "assistant", "content": "12.", "logprobs": {"content": [{"token": "12.", "logprob": -1.0}]}}
     chat = ChatTrajectory.model_validate({"messages": [*ASKED, said], "reward": 1.0})
-    with Conversations(model, tmp_path / "cache", S3Settings()) as reader, pytest.raises(InvalidInput) as caught:
+    files = TokenizerFiles(folder=bare, place=model.uri)
+    with Conversations(model, files) as reader, pytest.raises(InvalidInput) as caught:
         reader.trajectories_of(chat, MAX_TOKENS)
     assert "no chat template" in caught.value.message

@@ -1,23 +1,26 @@
 """Answers of this installation in trajectories: the drawn ids and logprobs to the bit, and nobody else's."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from activities.trajectories.chat_trajectories import (
-    BrokenTrajectory,
-    Conversations,
-)
+from activities.host_context import HostContext
+from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories, StepReport
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
-from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
+from shared.chat.answer_records import AnswerRecord, DrawnChoice, look_up, new_answer_id, prune, recall, remember
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory
-from shared.settings import S3Settings
-from shared.storage.store import LocalStore
+from shared.runs.status import StepStatus
+from shared.settings import DownloadSettings, Settings
+from shared.storage.store import LocalStore, ObjectStore, open_store, open_uri
+from tests.activities.groups import rl_run, write_groups
 from tests.activities.templates import write_model
 from tests.activities.trajectories.chat_server import ASKED, MAX_TOKENS, Server, sampled_ids
+from tests.conftest import S3Server
 
 SURE = {"role": "user", "content": "Sure?"}
 
@@ -40,8 +43,8 @@ def store(tmp_path: Path) -> LocalStore:
 class Harbour:
     """Gives answers drawn letter by letter, which no tokenizer would give for their text, and remembers them."""
 
-    def __init__(self, server: Server, store: LocalStore, tmp_path: Path) -> None:
-        self.server, self.store, self.cache = server, store, tmp_path / "cache"
+    def __init__(self, server: Server, store: ObjectStore) -> None:
+        self.server, self.store = server, store
 
     def answer(self, messages: list[Any], text: str, version: int = 3, **changes: Any) -> tuple[Any, AnswerRecord]:
         asked = self.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -68,9 +71,9 @@ class Harbour:
         return choice, record
 
     def read(self, *messages: Any, tenant: str = "north", **fields: Any) -> tuple[Trajectory, ...]:
-        answers = RememberedAnswers(self.store, tenant)
+        answers = RememberedAnswers(partial(look_up, self.store, tenant))
         policy = PublishedPolicy(2, "harbour", 4)
-        with Conversations(self.server.artifact, self.cache, S3Settings(), answers, policy) as reader:
+        with Conversations(self.server.artifact, self.server.files, answers, policy) as reader:
             chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0} | fields)
             reader.prepare([chat])
             try:
@@ -80,8 +83,8 @@ class Harbour:
 
 
 @pytest.fixture
-def harbour(server: Server, store: LocalStore, tmp_path: Path) -> Harbour:
-    return Harbour(server, store, tmp_path)
+def harbour(server: Server, store: LocalStore) -> Harbour:
+    return Harbour(server, store)
 
 
 def test_drawn_ids_and_logprobs_are_trained_to_the_bit(harbour: Harbour) -> None:
@@ -114,6 +117,38 @@ def test_an_answer_without_its_id_is_found_by_its_content(harbour: Harbour) -> N
         with pytest.raises(BrokenTrajectory) as caught:
             harbour.read(*messages, sent, tenant=tenant)
         assert caught.value.rule == "differs", "its text alone does not give the ids again"
+
+
+def test_a_steps_answers_are_looked_up_by_the_host(server: Server, s3_server: S3Server, tmp_path: Path) -> None:
+    """By their ids, more than are looked up at once, and by their content. Who reads the step cannot open the store."""
+    settings = Settings(
+        root=tmp_path / "root",
+        store_uri=f"{s3_server.uri}/{tmp_path.name}",
+        s3=s3_server.settings,
+        download=DownloadSettings(file_roots=(tmp_path,)),
+    )
+    harbour = Harbour(server, open_store(settings.store, settings.s3))
+    choices = [
+        harbour.answer(ASKED, text)[0] for text in ("There are 12.", *(f"There are {n} sacks." for n in range(19)))
+    ]
+    del choices[0]["answer_id"]
+    lost = {**harbour.server.answer(ASKED, "12."), "answer_id": "chatcmpl-" + "0" * 32}
+    trajectories = [{"messages": [*ASKED, one], "reward": float(k)} for k, one in enumerate((*choices, lost))]
+    packed = PackTrajectories(HostContext(settings)).pack_trajectories(
+        GroupsRequest(
+            run_id="r1",
+            tenant="north",
+            run=rl_run(max_tokens=MAX_TOKENS),
+            step=StepStatus(step=1, key="a", groups=write_groups(tmp_path / "g.jsonl", {"trajectories": trajectories})),
+            policy_version=0,
+            vocab_size=1000,
+            model=server.artifact,
+        )
+    )
+    assert packed.report_uri is not None
+    store, key = open_uri(packed.report_uri, settings.s3)
+    turns = StepReport.model_validate_json(store.get_bytes(key)).groups.turns
+    assert turns == {"remembered_turns": 20, "rendered_turns": 1, "unknown_answers": 1}
 
 
 def test_conversations_of_one_trajectory_share_its_reward(harbour: Harbour) -> None:

@@ -27,6 +27,7 @@ from shared.storage.artifacts import (
     sha256_file,
     sha256_object,
     stage,
+    staged,
     upload,
 )
 from shared.storage.paths import MANIFEST
@@ -181,6 +182,36 @@ def test_an_artifact_of_s3_is_fetched_once(store, artifact, cache, s3) -> None:
     for name in FILES:
         store.delete(f"an/artifact/{name}")
     assert stage(artifact, cache, s3) == folder
+
+
+def test_what_was_staged_is_found_without_the_store(store, artifact, cache, s3) -> None:
+    is_remote = isinstance(store, S3Store)
+    assert not is_remote or staged(artifact, cache) is None
+    stage(artifact, cache, s3, only=("a.bin",))
+    assert not is_remote or staged(artifact, cache) is None, "that is not all of it"
+    folder, manifest = stage(artifact, cache, s3), files_of(artifact, s3)[1]
+    if is_remote:
+        for key in (*FILES, MANIFEST):
+            store.delete(f"an/artifact/{key}")
+    assert staged(artifact, cache) == (folder, manifest)
+    (folder / "a.bin").write_bytes(b"A" * 5_000)
+    if is_remote:
+        assert staged(artifact, cache) is None, "whoever may read the store is to fetch it again"
+    else:
+        with pytest.raises(CorruptArtifact, match=r"a\.bin: the file's SHA-256"):
+            staged(artifact, cache)
+
+
+def test_a_reference_is_found_without_the_store_that_holds_it(store, cache, s3, folder) -> None:
+    """The files of a model may lie on this machine, and all else of an installation on S3."""
+    root = folder.as_uri()
+    artifact = refer(store, "a/reference", manifest_of(folder).model_copy(update={"root": root}))
+    assert (staged(artifact, cache) is None) == isinstance(store, S3Store)
+    assert stage(artifact, cache, s3) == folder
+    assert staged(artifact, cache) == (folder, files_of(artifact, s3)[1])
+    (cache / "manifests" / artifact.sha256).mkdir(parents=True, exist_ok=True)
+    (cache / "manifests" / artifact.sha256 / MANIFEST).write_bytes(b"")  # as a machine that lost its power leaves it
+    assert (staged(artifact, cache) is None) == isinstance(store, S3Store)
 
 
 def test_a_local_artifact_is_used_where_it_lies(store, artifact, cache, s3) -> None:
