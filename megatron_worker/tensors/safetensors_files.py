@@ -5,6 +5,7 @@ No pickle, and no more than one whole tensor in memory.
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,8 +42,13 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int) -> Tensor:
-        """Read a rank's slice of a tensor. Raises InvalidInput when it is missing, of another shape, or no floats."""
+    def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int, *, is_weight: bool = True) -> Tensor:
+        """Read a rank's slice of a tensor.
+
+        Raises:
+            InvalidInput: it is missing, of another shape, or no floats; or a weight in it is not finite, as
+                activities/models/resolve.py says it of a run's adapter.
+        """
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())
         if self.shape(name) != tensor_slice.shape:
@@ -57,6 +63,8 @@ class TensorFiles:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
         if not local.is_floating_point():
             raise InvalidInput(f"{name!r} holds {local.dtype}, and weights are floats", str(self._files[name]))
+        if is_weight and not _is_finite(local):
+            raise InvalidInput(f"tensor {name} holds a number that is not finite", str(self._files[name]))
         return local
 
     def number(self, name: str) -> int:
@@ -89,6 +97,14 @@ class TensorFiles:
 
     def _place(self) -> str:
         return ", ".join(sorted({str(p) for p in self._files.values()})[:3]) or "no file"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """True if every number is finite. The least and the greatest are NaN where any is; no memory is taken."""
+    if not tensor.numel():
+        return True
+    wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch orders no numbers of 8 bits
+    return all(math.isfinite(bound) for bound in wide.aminmax())
 
 
 def open_safetensors(path: Path) -> Any:

@@ -202,4 +202,6 @@ def _read(
     for s in slices:
         if s.parameter in parameters:
             place = ranks.splitting(s.expert)
-            s.write(parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size))
+            s.write(
+                parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
+            )

@@ -80,8 +80,8 @@ class TrainerRank:
         """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
 
         Raises:
-            InvalidInput: it is missing, damaged, not of the base's shapes or not of `lora`; or the name's graph is
-                alive. What stood under the name still does.
+            InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; or the name's
+                graph is alive. What stood under the name still does.
         """
         with self.agreement():
             self._refuse_alive(name, "loaded")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
@@ -73,6 +73,17 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(model, tmp_path, engine, kin
     other.add_adapter("run", Lora(rank=2), seed=0)
     with pytest.raises(InvalidInput):
         other.load(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_a_weight_that_is_not_finite_is_refused(model, tmp_path, engine, dtype):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(broken / "model.safetensors").items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name].view(-1)[7] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=rf"model\.safetensors: tensor {name} holds a number that is not finite"):
+        start(engine, broken)
 
 
 # Adapters.

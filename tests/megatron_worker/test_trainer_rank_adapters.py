@@ -3,10 +3,14 @@
 Tests that take an `own_rank` run on sessions too; a `direct_rank` is a TrainerRank.
 """
 
+import re
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
@@ -44,6 +48,16 @@ def own_rank(request, model, folders, tmp_path):
     return rank
 
 
+def not_finite(adapter: Path, folder: Path, number: float) -> tuple[Path, str]:
+    """A copy of an adapter with this number as the last of its last tensor; and that tensor's name."""
+    shutil.copytree(adapter, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1] = number
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder, name
+
+
 class TestAdapters:
     def test_the_with_block_switches_for_its_length_alone(self, direct_rank):
         asked = [ForwardInput([5, 6, 7], logits=True)]
@@ -71,6 +85,11 @@ class TestAdapters:
         narrow = write_adapters(other, tmp_path / "narrow")
         with pytest.raises(InvalidInput, match="has shape"):
             own_rank.load_adapter("one", narrow["one"], trainable=True)
+        for number in (torch.nan, torch.inf, -torch.inf):
+            broken, name = not_finite(folders["one"], tmp_path / f"broken{number}", number)
+            rule = f"{broken}/adapter_model.safetensors: tensor {name} holds a number that is not finite"
+            with pytest.raises(InvalidInput, match=re.escape(rule)):
+                own_rank.load_adapter("one", broken, trainable=True)
         assert own_rank.active_adapter == "one"
         after = own_rank.snapshot("one").tensors
         assert all(torch.equal(before[name], after[name]) for name in before)
