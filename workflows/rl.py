@@ -49,6 +49,7 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.training.device = self._sampling.lent
         self._run.training.shares = not self._sampling.is_colocated
         self._run.training.leasing.epoch = before.epoch if before else 0
+        self._run.training.leasing.avoid = before.avoid if before else ()
         self._run.training.is_tracked = self._run.training.leasing.epoch > 0
 
     @workflow.run
@@ -191,6 +192,8 @@ class RLWorkflow(ClientDrivenHandlers):
                 "steps": self._steps.all(),
                 "finishing": self._steps.is_finishing,
                 "epoch": self._run.training.leasing.epoch,
+                "avoid": self._run.training.leasing.avoid,
+                "avoid_for_samplers": self._sampling.avoid,
                 "status": self._current(),
                 "policies": tuple(self._source.policies) if self._source else (),
             }

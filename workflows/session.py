@@ -59,6 +59,7 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._run = ActiveRun(start, self._current, before.status if before else None)
         self._training = self._run.training
         self._training.leasing.epoch = before.epoch if before else 0
+        self._training.leasing.avoid = before.avoid if before else ()
         self._training.is_tracked = self._training.leasing.epoch > 0
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
@@ -289,6 +290,7 @@ class SessionWorkflow(ClientDrivenHandlers):
                 "waiting": tuple(sorted(self._waiting)),
                 "closing": self._is_closing,
                 "epoch": self._training.leasing.epoch,
+                "avoid": self._training.leasing.avoid,
                 "status": self._current(),
             }
         )

@@ -23,6 +23,7 @@ class SessionState(Frozen):
     Attributes:
         next: the number of the command that is done next, or a later one.
         waiting: the numbers of commands that are known to wait.
+        avoid: queues of hosts that lost a worker of the session at its start.
     """
 
     model: Artifact
@@ -32,4 +33,5 @@ class SessionState(Frozen):
     waiting: tuple[int, ...] = ()
     closing: bool = False
     epoch: int = 0
+    avoid: tuple[str, ...] = ()
     status: RunStatus

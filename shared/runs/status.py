@@ -178,6 +178,8 @@ class RLState(Frozen):
     steps: tuple[StepStatus, ...] = Field(default=(), description="those that wait, and the last ones that ended")
     finishing: bool = False
     epoch: int = 0
+    avoid: tuple[str, ...] = Field(default=(), description="queues of hosts that lost a worker at its start")
+    avoid_for_samplers: tuple[str, ...] = Field(default=(), description="those that lost a sampler so")
     status: RunStatus
     rollouts: RolloutData | None = None
     unpublished: StepStatus | None = Field(default=None, description="the last step, if nothing was published of it")

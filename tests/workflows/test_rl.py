@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -42,6 +43,7 @@ from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
 from workflows import rl
 from workflows.rl import RLWorkflow
+from workflows.rollouts.sampling import Sampling
 from workflows.services.single_activity import TrackWorkflow
 
 
@@ -345,6 +347,31 @@ async def test_a_long_run_goes_on_in_new_executions(
         assert [stack.adapter(step) for step in steps] == undisturbed
         executions = [e async for e in stack.client.list_workflows(f'WorkflowId = "{handle.id}"')]
         assert len(executions) >= 4
+
+
+async def test_a_host_that_lost_a_worker_is_avoided_in_later_executions_too(
+    stack: RLStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl, "_STEPS_AN_EXECUTION", 1)
+    breaks = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]
+    broken = await stack.add_gpu_host(command=lambda folder, key: breaks, check=tuple)
+    async with unsandboxed(stack) as control_queue:
+        stack.settings = stack.settings.model_copy(update={"control_queue": control_queue})
+        handle = await stack.start_rl()
+        training = asyncio.create_task(stack.train(handle, 1))
+        await eventually(lambda: list(stack.store.list(f"{RunKeys(handle.id).leases}/")), "a lease of the broken host")
+        await stack.add_gpu_host(check=tuple)
+        assert (await training).state == "done"
+        assert (await stack.train(handle, 2)).state == "done"
+        [begun, *_] = (await stack.client.get_workflow_handle(handle.id).fetch_history()).events
+        data = begun.workflow_execution_started_event_attributes.input.payloads[0].data
+        state = RLStart.model_validate_json(data).state
+        assert state is not None and state.avoid == (broken,)
+        await handle.execute_update(RLWorkflow.finish)
+        assert (await handle.result()).workers_lost == 1
+    later = stack.start_of(handle.id, False) | {"state": state.model_copy(update={"avoid_for_samplers": ("host-1",)})}
+    rollouts = Sampling(RLStart(run_id=handle.id, run=rl_run(), shape="any", **later), lambda: None)
+    assert rollouts.avoid == ("host-1",) == rollouts.leasings[0].avoid
 
 
 @asynccontextmanager

@@ -58,7 +58,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         queue, rollouts = policies.sampler_queue(self.start.shape), self.start.run.rollouts
-        self.leasings = tuple(Leasing(queue, self.start.timing) for _ in range(rollouts.samplers if rollouts else 1))
+        avoid = self.start.state.avoid_for_samplers if self.start.state else ()
+        num_samplers = rollouts.samplers if rollouts else 1
+        self.leasings = tuple(Leasing(queue, self.start.timing, avoid=avoid) for _ in range(num_samplers))
+
+    @property
+    def avoid(self) -> tuple[str, ...]:
+        """The queues of hosts that lost a sampler of this run at its start."""
+        return tuple(dict.fromkeys(host for leasing in self.leasings for host in leasing.avoid))
 
     @property
     def is_served(self) -> bool:
