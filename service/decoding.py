@@ -66,15 +66,25 @@ class Decoding:
         if is_small:
             return await asyncio.to_thread(function, *arguments)
         asking = getattr(request.state, "principal", None)
+        work = self.call_for(asking.tenant if asking else "", function, *arguments, is_large=is_large)
+        return await _while_connected(request.receive, work)
+
+    async def call_for(
+        self,
+        tenant: str,
+        function: Callable[[*Arguments], AnswerT],
+        *arguments: *Arguments,
+        is_large: bool = False,
+    ) -> AnswerT:
+        """Call a module-level function in a child, in a tenant's share. Raises as `call` does."""
         limits = ConfinedSettings(
             memory_bytes=_LARGE_MEMORY_BYTES if is_large else _MEMORY_BYTES,
             step_cpu_s=_LARGE_CPU_S if is_large else _CPU_S,
             silence_s=_SILENCE_S,
             file_bytes=_FILE_BYTES,
         )
-        async with self._share.place(asking.tenant if asking else ""), self._room:
-            call = _Call(limits, function, arguments)
-            frame = await _while_connected(request.receive, call.result())
+        async with self._share.place(tenant), self._room:
+            frame = await _Call(limits, function, arguments).result()
         result: AnswerT = TypeAdapter(types_of(function)[1]).validate_json(frame)
         return result
 

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -34,18 +34,21 @@ from activities.hosts.standing import Standing, standing_of
 from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
-from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
+from activities.sampling.questions import Asking, Questions
 from activities.sampling.samplers import Samplers
+from service.answering import answering
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
 from service.temporal import connect
+from shared.errors import StoreUnavailable
 from shared.log_lines import escape_output, start_logging
+from shared.runs.serving import ANNOUNCE_S, AnswersAt, CompleteRequest, announce
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.paths import HostPaths
-from shared.storage.store import open_store
+from shared.storage.store import ObjectStore, open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
 
 if TYPE_CHECKING:
@@ -63,14 +66,11 @@ _AT_ONCE: dict[Pool | None, int] = {
     "steps": 32,
     "looks": 16,
     "sampling": 32,
-    "completions": 32,
     "webhooks": 8,
     "tracking": 10_000,  # they hold no thread
 }
 # A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
 _SAMPLING_THREADS = 4
-# Users' questions wait for their answers, each in a thread.
-_COMPLETION_THREADS = 32
 _POLLS = 2  # requests that wait at Temporal for each queue; a new one is made when an activity has begun
 # Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they go on.
 _CACHED_WORKFLOWS = 400
@@ -87,7 +87,7 @@ _BEAT = timedelta(milliseconds=100)
 _log = logging.getLogger("longshore.host")
 
 
-def control_activities(host: HostContext, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
+def control_activities(host: HostContext, track: "Track") -> list[Callable[..., Any]]:
     """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
@@ -130,7 +130,6 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
         PreviewDataset(host).preview,
         grade.grade_one,
         *sampling_activities(host, Samplers(host.settings)),
-        answers.complete,
         deliver.deliver,
         deliver.give_up,
         track.track,
@@ -143,7 +142,6 @@ def control_workflows() -> list[type]:
     from workflows.rl import RLWorkflow
     from workflows.services.scheduled import ScheduledRunWorkflow
     from workflows.services.single_activity import (
-        CompletionWorkflow,
         GraderWorkflow,
         PreviewWorkflow,
         TrackWorkflow,
@@ -164,7 +162,6 @@ def control_workflows() -> list[type]:
         ScheduledRunWorkflow,
         WebhookWorkflow,
         ServingWorkflow,
-        CompletionWorkflow,
     ]
 
 
@@ -231,17 +228,17 @@ def sampler_workers(
     settings: Settings,
     threads: ThreadPoolExecutor,
     pool: WorkerPool,
-    answers: Complete,
+    answers_at: AnswersAt,
     host_queue: str,
     standing: Standing | None = None,
 ) -> tuple[Worker | LeasePolling, Worker]:
-    """Make the workers of a sampler host: one lease at a time on the shape's queue, questions on its own."""
+    """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
     host = HostContext(settings)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    lease = LeaseSampler(pool, host, signals, host_queue, standing).lease_sampler
+    lease = LeaseSampler(pool, host, signals, host_queue, answers_at, standing).lease_sampler
     leases = _leases(standing, lambda: _worker(client, settings.sampler_queue, threads, 1, [lease]))
-    sampling = [*sampling_activities(host, Samplers(settings, pool)), answers.complete]
-    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)
+    sampling = sampling_activities(host, Samplers(settings, pool))
+    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, sampling)
 
 
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
@@ -304,10 +301,12 @@ async def serve(
                 from activities.tracking.track import Track
 
                 confined.prepare()
-                answers = stack.enter_context(closing(Complete(host, Samplers(settings))))
                 track = Track(host)
                 stack.push_async_callback(track.close)
-                activities = control_activities(host, answers, track)
+                activities = control_activities(host, track)
+                if settings.sampling.url is not None:
+                    at = stack.enter_context(_answers(host, Samplers(settings), record.queue))
+                    await stack.enter_async_context(_announced(host.store, record.queue, at))
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
@@ -318,15 +317,48 @@ async def serve(
                 jobs = gpu_workers(client, settings, threads, pool, record.queue, standing)
                 await stack.enter_async_context(polling(*jobs))
             case "sampler":
-                threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
+                threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
-                answers = stack.enter_context(closing(Complete(host, Samplers(settings, pool))))
+                at = stack.enter_context(_answers(host, Samplers(settings, pool), record.queue))
                 standing = standing_of(role, settings, record.queue, check)
-                workers = sampler_workers(client, settings, threads, pool, answers, record.queue, standing)
+                workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing)
                 await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)
+
+
+@contextmanager
+def _answers(host: HostContext, samplers: Samplers, queue: str) -> Iterator[AnswersAt]:
+    """Answer questions by these samplers; yields where."""
+    with closing(Questions(host, samplers)) as questions:
+
+        def answer(asked: CompleteRequest, asking: Asking) -> str:
+            return questions.answer(asked, asking).model_dump_json()
+
+        with answering(host.settings, queue, answer) as at:
+            yield at
+
+
+@asynccontextmanager
+async def _announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncIterator[None]:
+    """Tell the web service in the store that this host asks the installation's own sampler."""
+
+    async def again() -> None:
+        while True:
+            try:
+                await asyncio.to_thread(announce, store, queue, at)
+            except (StoreUnavailable, OSError) as error:
+                _log.warning("the web service is not told where this host answers: %s", error)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    telling = asyncio.create_task(again())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        with suppress(StoreUnavailable, OSError):
+            await asyncio.to_thread(announce, store, queue, None)
 
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:

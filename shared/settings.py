@@ -77,7 +77,13 @@ class SamplingSettings(BaseModel):
         "its samplers, on a network that is trusted to carry them in the clear; if absent, they do not",
     )
 
-    @field_validator("weights_address")
+    answers_address: IPvAnyAddress | None = Field(
+        default=None,
+        description="of a sampler host, and of a control host where `url` is set: this machine's IP address at which "
+        "the web service on another machine asks it, by mutual TLS; if absent, only one of this machine can",
+    )
+
+    @field_validator("weights_address", "answers_address")
     @classmethod
     def _is_one_address(cls, address: IPvAnyAddress | None) -> IPvAnyAddress | None:
         if address is not None and address.is_unspecified:

@@ -52,8 +52,6 @@ WORKER_READY_TIMEOUT_S = 300.0
 # vLLM compiles a model, and starts three processes that each import it: minutes on a busy machine.
 _VLLM_READY_TIMEOUT_S = 1800.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
-# OpenAI's clients wait this long for an answer.
-COMPLETION_TIMEOUT = timedelta(minutes=10)
 # A webhook's receiver that does not answer is tried for 28 hours.
 WEBHOOK_PATIENCE = timedelta(hours=28)
 WEBHOOK_TIMEOUT = timedelta(minutes=2)
@@ -82,7 +80,7 @@ def sampler_ready_timeout_s(key: SamplerKey) -> float:
 # Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that
 # are not listed work on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
 # wait for nothing but the store, and no run can end without them: nothing else may ever queue before them.
-Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "completions", "webhooks", "tracking"]
+Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
     "begin": "records",
@@ -106,7 +104,6 @@ _POOLS: dict[str, Pool] = {
     "prove_adapter": "sampling",
     "sleep_sampler": "sampling",
     "wake_sampler": "sampling",
-    "complete": "completions",
     "deliver": "webhooks",
     "give_up_delivery": "webhooks",
     "track": "tracking",

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from temporalio import activity
@@ -136,19 +136,20 @@ class ProcessLease:
         worker: WorkerProcess,
         mark: LeaseMark,
         joined: bool = False,
-        weights_socket: str | None = None,
-        weights_address: str | None = None,
+        reached: Mapping[str, str | None] | None = None,
     ) -> bool:
-        """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does."""
+        """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does.
+
+        Args:
+            reached: of a sampler's lease, the grant's fields that say where it is asked, and where it takes weights.
+        """
         worker.count_time_of(mark)
         grant = LeaseGrant(
             fence=mark.fence,
             host_queue=self._host_queue,
             worker_id=worker.worker_id,
             joined=joined,
-            weights_socket=weights_socket,
-            weights_address=weights_address,
-        )
+        ).model_copy(update=reached)
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):
                 return False

@@ -24,6 +24,7 @@ from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend
 from shared.runs.requests import RunId
+from shared.runs.serving import AnswersAt
 from shared.storage.files import write_privately
 from shared.storage.paths import WorkerPaths
 
@@ -103,8 +104,10 @@ class LeaseSampler:
         host: HostContext,
         signals: Signals,
         host_queue: str,
+        answers_at: AnswersAt,
         standing: Standing | None = None,
     ) -> None:
+        self._answers_at = answers_at
         self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", standing)
         self._host = host
         self._standing = standing
@@ -146,8 +149,13 @@ class LeaseSampler:
                 if self._standing is not None:
                     self._standing.worked()
                 takes_weights = request.key.sampler == "own"
-                weights_socket = str(worker.paths.weights_socket) if takes_weights else None
-                if self._lease.tell(worker, mark, weights_socket=weights_socket, weights_address=_address_of(worker)):
+                reached = {
+                    "weights_socket": str(worker.paths.weights_socket) if takes_weights else None,
+                    "weights_address": _address_of(worker),
+                    "answers_socket": self._answers_at.socket,
+                    "answers_address": self._answers_at.address,
+                }
+                if self._lease.tell(worker, mark, reached=reached):
                     self._lease.hold(worker)
 
 

@@ -1,27 +1,25 @@
 """Answers questions to published models: finds a sampler for each, and another one if that is lost.
 
-Samplers are leased by the serving workflow of the model, which is started if necessary.
+Samplers are leased by the serving workflow of the model, which is started if necessary. Questions and
+answers go between this process and the sampler's host alone.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
+from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
-from temporalio.exceptions import TimeoutError as TooLate
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts.limits import FairShare
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
+from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost, Reply
 from service.inference.published_models import PublishedModels, Target
-from service.inference.so_far import AnswerSoFar
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
 from shared.chat import answer_records
 from shared.chat.completions import CompletionRequest, CompletionResponse
@@ -29,31 +27,26 @@ from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import (
-    Completed,
+    AnswersAt,
     CompleteRequest,
-    CompletionStart,
     LeasedSampler,
     SamplerPlace,
     ServedSampler,
     ServeRequest,
     ServingStart,
+    announced,
     sampler_of_questions,
     serving_id,
 )
 from shared.runs.start import timing_of
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
-from workflows import policies
 
 logger = logging.getLogger("longshore.service")
 
-COMPLETION_WORKFLOW, SERVING_WORKFLOW = "CompletionWorkflow", "ServingWorkflow"
+SERVING_WORKFLOW = "ServingWorkflow"
 _ATTEMPTS = 4
-# Fields that errors of activities name.
-_PLACES = (
-    *("model", "messages", "prompt", "n", "max_tokens"),
-    *("response_format", "structured_outputs", "tools", "logit_bias"),
-)
+_ANSWER_S = 600.0  # OpenAI's clients wait this long
 _CONTROL_PATIENCE_S = 15.0  # added to a question's patience, for hosts that run workflows
 _MAX_REUSE_S = 10.0
 WAITS_S = 15.0
@@ -168,10 +161,6 @@ class SamplerLeases:
         )
 
 
-class _Lost(Exception):
-    """The sampler, or its host, was lost during a question. Another one may answer."""
-
-
 class Inference:
     """Asks published models. The token ids of chat answers are kept for a while, to be trained on."""
 
@@ -189,12 +178,18 @@ class Inference:
         self._store = store
         self._temporal = temporal
         self.leases = SamplerLeases(settings, temporal)
+        self._hosts = AnsweringHosts(settings, settings.heartbeat_timeout_s)
+        self._announced: tuple[list[AnswersAt], float] = [], 0.0
         self._published = published
         self._art_models = art_models
         self._untrained = untrained
         self._questions = questions
 
-    async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> ChatCompletion:
+    async def close(self) -> None:
+        """Close all connections to hosts."""
+        await self._hosts.close()
+
+    async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> Reply[ChatCompletion]:
         """Ask a model to answer messages. `so_far` is told the answer's text while it is drawn, if `stream` is asked.
 
         Raises:
@@ -204,26 +199,20 @@ class Inference:
         """
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._questions.place(tenant):
-            answer = await self._ask(tenant, asked, so_far)
-        assert isinstance(answer, ChatCompletion)
-        return answer
+            return Reply(ChatCompletion, await self._ask(tenant, asked, so_far))
 
     async def complete(
         self, tenant: str, asked: CompletionRequest, so_far: AnswerSoFar | None = None
-    ) -> CompletionResponse:
+    ) -> Reply[CompletionResponse]:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         check_length(self._settings, asked.prompt)
         async with self._questions.place(tenant):
-            answer = await self._ask(tenant, asked, so_far)
-        assert isinstance(answer, CompletionResponse)
-        return answer
+            return Reply(CompletionResponse, await self._ask(tenant, asked, so_far))
 
-    async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> CompletionResponse:
+    async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
         async with self._questions.place(tenant):
-            answer = await self._ask_target(tenant, target, asked)
-        assert isinstance(answer, CompletionResponse)
-        return answer
+            return Reply(CompletionResponse, await self._ask_target(tenant, target, asked))
 
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""
@@ -231,9 +220,7 @@ class Inference:
         prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(
-        self, tenant: str, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None
-    ) -> ChatCompletion | CompletionResponse:
+    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None) -> bytes:
         if (name := ArtName.parse(asked.model)) is not None:
             if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
@@ -257,7 +244,7 @@ class Inference:
 
     async def _ask_target(
         self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None = None
-    ) -> ChatCompletion | CompletionResponse:
+    ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -267,67 +254,55 @@ class Inference:
             if self._settings.sampling.url is None:
                 lease = await self.leases.lease(sampler_of_questions(self._settings, target.model, target.dtype))
             try:
-                start = self._start(tenant, target, asked, lease, so_far.answer_id if so_far else None)
-                return (await self._answered(start, so_far)).answer
-            except _Lost as lost:
-                problem = str(lost)
+                async with asyncio.timeout(_ANSWER_S):
+                    at = await self._served_at(attempt) if lease is None else _at(lease.grant)
+                    request = _request(tenant, target, asked, lease, so_far.answer_id if so_far else None)
+                    return await self._hosts.ask(at, request, so_far)
+            except (QuestionLost, TimeoutError) as lost:
+                problem = str(lost) or f"no answer came within {_ANSWER_S:g} s"
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
                 if lease is not None:
                     self.leases.forget(lease)
         raise SamplerUnavailable(problem)
 
-    def _start(
-        self,
-        tenant: str,
-        target: Target,
-        asked: ChatRequest | CompletionRequest,
-        lease: SamplerLease | None,
-        answer_id: str | None,
-    ) -> CompletionStart:
-        queue = lease.grant.host_queue if lease else policies.queue_of("complete", self._settings.control_queue)
-        place: SamplerPlace = ServedSampler()
-        if lease:
-            grant = lease.grant
-            place = LeasedSampler(run_id=lease.serving_id, fence=grant.fence, worker_id=grant.worker_id)
-        return CompletionStart(
-            request=CompleteRequest(
-                tenant=tenant,
-                name=target.name,
-                version=target.version,
-                model=target.model,
-                adapter=target.adapter,
-                base=target.base,
-                place=place,
-                asked=asked,
-                answer_id=answer_id,
-            ),
-            queue=queue,
-            timing=timing_of(self._settings),
-        )
+    async def _served_at(self, attempt: int) -> AnswersAt:
+        """Return where a control host asks the installation's own sampler; at each attempt another one."""
+        known, until = self._announced
+        if attempt or time.monotonic() > until or not known:
+            known = await asyncio.to_thread(announced, self._store)
+            self._announced = known, time.monotonic() + _MAX_REUSE_S
+        if not known:
+            raise QuestionLost("no control host that asks the installation's sampler is up")
+        return known[attempt % len(known)]
 
-    async def _answered(self, start: CompletionStart, so_far: AnswerSoFar | None) -> Completed:
-        """Run a question's workflow. A caller that is cancelled cancels the workflow."""
-        following: asyncio.Future[None] | None = None
-        async with self._temporal.client() as client:
-            completion_id = f"completion-{secrets.token_hex(12)}"
-            options: dict[str, Any] = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
-            starting = asyncio.ensure_future(
-                self._temporal.start(COMPLETION_WORKFLOW, start, completion_id, start.request.tenant, **options)
-            )
-            try:
-                handle = await asyncio.shield(starting)
-                if so_far is not None and start.request.tells_text:
-                    following = asyncio.ensure_future(so_far.follow(client, handle))
-                answer: Completed = await handle.result()
-            except asyncio.CancelledError:
-                await _cancel(client, completion_id, starting)
-                raise
-            except WorkflowFailureError as error:
-                raise _failure(error) from None
-            finally:
-                if following is not None:
-                    following.cancel()
-        return answer
+
+def _at(grant: LeaseGrant) -> AnswersAt:
+    if grant.answers_socket is None:
+        raise QuestionLost("the sampler's host is of an earlier version")
+    return AnswersAt(socket=grant.answers_socket, address=grant.answers_address)
+
+
+def _request(
+    tenant: str,
+    target: Target,
+    asked: ChatRequest | CompletionRequest,
+    lease: SamplerLease | None,
+    answer_id: str | None,
+) -> CompleteRequest:
+    place: SamplerPlace = ServedSampler()
+    if lease is not None:
+        place = LeasedSampler(run_id=lease.serving_id, fence=lease.grant.fence, worker_id=lease.grant.worker_id)
+    return CompleteRequest(
+        tenant=tenant,
+        name=target.name,
+        version=target.version,
+        model=target.model,
+        adapter=target.adapter,
+        base=target.base,
+        place=place,
+        asked=asked,
+        answer_id=answer_id,
+    )
 
 
 def check_length(settings: Settings, prompt: str | list[int] | list[str] | list[list[int]]) -> None:
@@ -361,28 +336,6 @@ def _num_characters(value: Any) -> int:
             return sum(len(name) + _num_characters(item) for name, item in value.items())
         case _:
             return 0
-
-
-async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:
-    with suppress(RPCError):  # it has just been answered, or Temporal does not answer
-        await starting  # a start that is under way cannot be called off
-        await client.get_workflow_handle(completion_id).cancel(rpc_timeout=PATIENCE)
-
-
-def _failure(error: WorkflowFailureError) -> Exception:
-    """Return the cause of a question's failure as an error of ours."""
-    causes = causes_of(error)
-    for cause in causes:
-        match cause:
-            case ApplicationError(type="InvalidInput" | "CorruptArtifact" | "DiskFull"):
-                place, separator, rest = cause.message.partition(": ")
-                is_placed = separator and place in _PLACES
-                return InvalidInput(rest, place) if is_placed else InvalidInput(cause.message)
-            case ApplicationError(type="WorkerLost" | "LeaseLost" | "HostLeft"):
-                return _Lost(cause.message)
-            case ApplicationError(type="SamplerUnavailable" | "StoreUnavailable") | TooLate():
-                return _Lost(cause.message)
-    return error
 
 
 def _refuse(error: WorkflowUpdateFailedError) -> None:

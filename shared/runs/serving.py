@@ -1,18 +1,25 @@
-"""Types for questions to published models: the sampler that is asked, request, answer, and the workflows' inputs."""
+"""Types for questions to published models: the sampler that is asked, request, reply, and who serves it."""
 
+import time
+from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.chat.completions import CompletionRequest
+from shared.chat.messages import ChatRequest
 from shared.contract import Artifact, Fence, Frozen
+from shared.errors import NotFound
 from shared.jobs.job import Dtype
 from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
 from shared.settings import Settings
-from shared.storage.paths import content_key
+from shared.storage.paths import ANSWERING_HOSTS, content_key
+from shared.storage.store import ObjectStore
+
+ANNOUNCE_S = 20.0
+_SILENT_S = 90.0
 
 
 class LeasedSampler(Frozen):
@@ -59,27 +66,62 @@ class CompleteRequest(Frozen):
         return bool(self.asked.stream and not self.asked.return_token_ids)
 
 
-class DrawnSoFar(Frozen):
-    """The text of each choice of an answer that is still being drawn: a beginning of what the choice will have.
+class AnswersAt(Frozen):
+    """Where a host answers questions.
 
-    The heartbeats of the activity that draws a streamed answer carry it to the service.
+    `socket`: the path of a Unix socket on its own machine; `address`: `host:port` for other machines, by mutual TLS.
     """
 
-    texts: tuple[str, ...] = ()
+    socket: str
+    address: str | None = None
 
 
-class Completed(Frozen):
-    """The answer: a ChatCompletion to a ChatRequest, a CompletionResponse to a CompletionRequest."""
+class AnsweringHost(Frozen):
+    """What a control host tells in the store while it answers questions by the installation's own sampler."""
 
-    answer: ChatCompletion | CompletionResponse
+    at: AnswersAt
+    seen_at: float = Field(description="seconds since 1970; told every ANNOUNCE_S")
 
 
-class CompletionStart(Frozen):
-    """The input of the workflow that answers one question. `queue`: the task queue of hosts that reach the sampler."""
+class QuestionFailure(Frozen):
+    """Why a host cannot answer. `lost`: its sampler, or itself, is going; another one may answer."""
 
-    request: CompleteRequest
-    queue: str
-    timing: RunTiming = RunTiming()
+    kind: Literal["refused", "lost", "failed"]
+    message: str
+    place: str | None = None
+
+
+class AnswerLine(Frozen):
+    """A line of the reply to a question, of which the first with `ends` is the last; the answer's JSON follows it.
+
+    `grown`: what each choice's text has grown by since the line before.
+    """
+
+    grown: tuple[str, ...] = ()
+    failure: QuestionFailure | None = None
+    ends: bool = False
+
+
+def announce(store: ObjectStore, queue: str, at: AnswersAt | None) -> None:
+    """Tell that the host with a task queue answers at a place; None: no longer."""
+    key = f"{ANSWERING_HOSTS}{queue}.json"
+    if at is None:
+        store.delete(key)
+    else:
+        store.put_bytes(key, AnsweringHost(at=at, seen_at=time.time()).model_dump_json().encode())
+
+
+def announced(store: ObjectStore) -> list[AnswersAt]:
+    """Return where control hosts answer questions, those that were seen last first."""
+    found = list[AnsweringHost]()
+    for info in store.list(ANSWERING_HOSTS):
+        with suppress(NotFound, ValidationError):  # it has just left, or is of another version
+            host = AnsweringHost.model_validate_json(store.get_bytes(info.key))
+            if time.time() - host.seen_at < _SILENT_S:
+                found.append(host)
+            else:
+                store.delete(info.key)
+    return [host.at for host in sorted(found, key=lambda host: -host.seen_at)]
 
 
 def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> SamplerKey:

@@ -1,7 +1,8 @@
-"""Files on a host's disk: written whole or not at all, or for their owner alone."""
+"""Files on a host's disk: written whole or not at all, or for their owner alone; and sockets for theirs."""
 
 import logging
 import os
+import socket
 import stat
 import uuid
 from collections.abc import Iterator
@@ -71,3 +72,27 @@ def write_privately(path: Path, data: bytes) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
     temporary.replace(path)
+
+
+@contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """A name of a Unix socket, for all processes of this user, until the `with` block ends.
+
+    Addresses have at most 107 bytes, and paths may have more.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def listen_privately(path: Path, backlog: int) -> socket.socket:
+    """Listen at a Unix socket that only this user can open. One that an earlier process left is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with reachable(path) as short:
+        path.unlink(missing_ok=True)
+        listener.bind(short)
+        path.chmod(0o600)
+    listener.listen(backlog)
+    return listener

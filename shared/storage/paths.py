@@ -13,6 +13,8 @@ MANIFEST = "manifest.json"
 SENT_REQUESTS = "index/sent/"
 FILE_RECORDS = "records/files/"
 ANSWER_RECORDS = "answers/"
+ANSWERING_HOSTS = "answering/"
+"""Control hosts that ask the installation's own sampler."""
 HOST_STATES = "hosts/"
 
 
@@ -326,6 +328,10 @@ class HostPaths:
         self.compiled = root / "compiled"
         self.scratch = root / "scratch"
         self.profiles = root / "profiles"
+
+    def answers(self, queue: str) -> Path:
+        """The socket at which the host with this task queue answers questions."""
+        return self.root / "answers" / f"{queue}.sock"
 
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)

@@ -20,8 +20,6 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
-from activities.sampling.complete import Complete
-from activities.sampling.samplers import Samplers
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
 from service.host import activity_name, connect, control_activities, serve
@@ -182,7 +180,7 @@ async def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(tmp_path: Path) -> None:
     settings = Settings(root=tmp_path)
     host = HostContext(settings)
-    activities = control_activities(host, Complete(host, Samplers(settings)), Track(host))
+    activities = control_activities(host, Track(host))
     names = {activity_name(each) for each in activities}
     assert names >= {"resolve_model", "resolve_adapter", "download", "tokenize", "pack", "preview", "find_checkpoint"}
     assert names >= {"publish", "record_result", "begin", "track"}

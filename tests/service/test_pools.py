@@ -28,12 +28,10 @@ from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
 from service.host import _AT_ONCE, connect, serve
-from shared.chat.completions import CompletionRequest
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import RLRun, SFTRun
-from shared.runs.serving import CompleteRequest, ServedSampler
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
@@ -174,13 +172,6 @@ def longest(url: str, model: str) -> dict[str, Callable[[int], Frozen]]:
         "preview": lambda n: PreviewStart(tenant="default", request=PreviewRequest(source=rows(n), model_uri=model)),
         "pack_trajectories": lambda n: GroupsRequest(
             run_id=f"rl-{n:015x}", tenant="default", run=run, step=step(n), policy_version=0, vocab_size=512
-        ),
-        "complete": lambda n: CompleteRequest(
-            model=NOWHERE,
-            adapter=None,
-            base="tiny",
-            place=ServedSampler(url=url),
-            asked=CompletionRequest(model="tiny", prompt=f"{n}"),
         ),
         "deliver": lambda n: DeliverRequest(webhook_id=WEBHOOK, notice=notice(n)),
         "track": lambda n: TrackRequest(run_id=f"sft-{n:015x}", run=SFT),

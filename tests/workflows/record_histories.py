@@ -145,7 +145,6 @@ async def record_serving(address: str) -> None:
             ended = [workflow async for workflow in harbour.client.list_workflows(mine)]
             by_type = {workflow.workflow_type: workflow.id for workflow in ended}
             await _write(harbour.client, "serving", by_type["ServingWorkflow"])
-            await _write(harbour.client, "completion", by_type["CompletionWorkflow"])
 
 
 async def record_short(address: str) -> None:

@@ -13,7 +13,6 @@ from workflows.leases.serving import ServingWorkflow
 from workflows.rl import RLWorkflow
 from workflows.services.scheduled import ScheduledRunWorkflow
 from workflows.services.single_activity import (
-    CompletionWorkflow,
     GraderWorkflow,
     PreviewWorkflow,
     TrackWorkflow,
@@ -30,7 +29,6 @@ WORKFLOWS = [
     ScheduledRunWorkflow,
     WebhookWorkflow,
     ServingWorkflow,
-    CompletionWorkflow,
     GraderWorkflow,
     PreviewWorkflow,
     TrackWorkflow,

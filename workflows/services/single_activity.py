@@ -5,12 +5,10 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
-    from activities.sampling.complete import Complete
     from activities.tokenizing.preview import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
     from shared.grading.graders import GradeOneRequest, OneGrade
     from shared.runs.previews import Preview, PreviewStart
-    from shared.runs.serving import Completed, CompletionStart
     from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
     from workflows import control, policies
 
@@ -40,23 +38,6 @@ class UntrainedModelWorkflow:
     @workflow.run
     async def run(self, request: ModelRequest) -> ResolvedModel:
         return await control.do(Resolve.resolve_model, request)
-
-
-@workflow.defn
-class CompletionWorkflow:
-    """Answers one question, tried once: the client is still there to ask again. A cancellation stops the sampler."""
-
-    @workflow.run
-    async def run(self, start: CompletionStart) -> Completed:
-        return await workflow.execute_activity_method(
-            Complete.complete,
-            start.request,
-            task_queue=start.queue,
-            schedule_to_start_timeout=policies.pickup_timeout(start.timing),
-            start_to_close_timeout=policies.COMPLETION_TIMEOUT,
-            heartbeat_timeout=policies.heartbeat_timeout(start.timing),
-            retry_policy=policies.ONCE,
-        )
 
 
 @workflow.defn

@@ -7,13 +7,14 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 
 from service.apis.openai.response_objects import ResponseEvent
-from service.inference.so_far import AnswerSoFar
+from service.inference.asking import AnswerSoFar, Reply
 from shared.chat.completions import Answer
 from shared.errors import LongshoreError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=BaseModel)
 A = TypeVar("A", contravariant=True)
 _LISTEN_S = 0.5
 _KEEP_ALIVE_S = 15.0
@@ -31,16 +32,22 @@ class Chunks(Protocol[A]):
 
 async def answered(
     request: Request,
-    ask: Callable[[AnswerSoFar | None], Coroutine[Any, Any, T]],
+    ask: Callable[[AnswerSoFar | None], Coroutine[Any, Any, Reply[T]]],
     chunks: Callable[[AnswerSoFar], Chunks[T]] | None,
-) -> Response | T:
+    whole: Callable[[T], BaseModel] | None = None,
+) -> Response:
     """Return an answer, or with `chunks` a stream of it. The stream begins with the first text, so that an early
     refusal still has a status of its own.
+
+    Args:
+        whole: translates an answer that is not streamed; without it the answer is passed on as it is.
     """
     so_far = AnswerSoFar() if chunks else None
     task = asyncio.ensure_future(ask(so_far))
     if so_far is None or chunks is None:
-        return await _unless_gone(request, task)
+        reply = await _unless_gone(request, task)
+        content = reply.content if whole is None else whole(reply.read()).model_dump_json().encode()
+        return Response(content, media_type="application/json")
     with suppress(TimeoutError):
         await _unless_gone(request, task, _KEEP_ALIVE_S, so_far.changed)
     events = _events(task, so_far, chunks(so_far))
@@ -49,10 +56,10 @@ async def answered(
 
 async def _unless_gone(
     request: Request,
-    task: "asyncio.Future[T]",
+    task: "asyncio.Future[Reply[T]]",
     patience_s: float = float("inf"),
     begun: asyncio.Event | None = None,
-) -> T:
+) -> Reply[T]:
     """Wait for a task, and cancel it when the client hangs up.
 
     Raises:
@@ -81,7 +88,7 @@ async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", t
     await asyncio.wait({first, second}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _events(task: "asyncio.Future[T]", so_far: AnswerSoFar, chunks: Chunks[T]) -> AsyncIterator[str]:
+async def _events(task: "asyncio.Future[Reply[T]]", so_far: AnswerSoFar, chunks: Chunks[T]) -> AsyncIterator[str]:
     """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
     try:
         while not task.done():
@@ -94,7 +101,7 @@ async def _events(task: "asyncio.Future[T]", so_far: AnswerSoFar, chunks: Chunks
                     yield _event(chunk)
             elif not task.done():
                 yield ": the model is answering\n\n"
-        for chunk in chunks.rest(task.result()):
+        for chunk in chunks.rest(task.result().read()):
             yield _event(chunk)
     except LongshoreError as error:  # the status has been sent, so the error is sent as an event
         yield _event(chunks.failed(str(error)))

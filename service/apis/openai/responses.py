@@ -13,7 +13,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.openai.answering import answered
 from service.apis.openai.response_objects import ResponseEvents, ResponseObject, completed, response_id
 from service.backend import Backed
-from service.inference.so_far import AnswerSoFar
+from service.inference.asking import AnswerSoFar, Reply
 from shared.chat.completions import Request as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
@@ -221,13 +221,11 @@ def _named(place: str) -> str:
 
 
 @router.post("/responses", response_model=ResponseObject)
-async def respond(
-    body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed
-) -> Response | ResponseObject:
+async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
     chat = body.chat()
 
-    async def ask(so_far: AnswerSoFar | None) -> ChatCompletion:
+    async def ask(so_far: AnswerSoFar | None) -> Reply[ChatCompletion]:
         try:
             return await backend.inference.chat(asking.tenant, chat, so_far)
         except InvalidInput as error:
@@ -236,7 +234,7 @@ async def respond(
     def events(so_far: AnswerSoFar) -> ResponseEvents:
         return ResponseEvents(body.asked(response_id(so_far.answer_id), so_far.created))
 
-    answer = await answered(request, ask, events if body.stream else None)
-    if isinstance(answer, Response):
-        return answer
-    return completed(body.asked(response_id(answer.id), answer.created), answer)
+    def whole(answer: ChatCompletion) -> ResponseObject:
+        return completed(body.asked(response_id(answer.id), answer.created), answer)
+
+    return await answered(request, ask, events if body.stream else None, whole)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from service.inference.so_far import AnswerSoFar
+from service.inference.asking import AnswerSoFar
 from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, ErrorDetail, ErrorResponse, Usage
 from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChunkChoice
 from shared.errors import SamplerUnavailable

@@ -8,11 +8,12 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import ValidationError
@@ -28,11 +29,12 @@ from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
 from service.inference.questions import check_length
-from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse
+from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
 from shared.storage import paths
 
+T = TypeVar("T")
 SAMPLE = "sample|"
 MOST_WAITING = 2048
 """Of one tenant."""
@@ -42,7 +44,8 @@ _KEPT = 1024
 _KEPT_S = 600.0
 _RECORDS_KEPT_S = 86_400.0
 _HOUR_S = 3600
-_ANSWER_TOKENS = 8192  # of one question to a sampler, whose answer has a bounded size
+_ANSWER_TOKENS = 1 << 18  # of one question to a sampler, whose answer has some 25 MB
+_SMALL_BYTES = 1 << 18  # of an answer that this process translates itself
 _BUSY_PAUSE_S = 1.0
 _ABANDONED_S = 90.0  # without a poll: a client that waits asks every half minute
 _MOST_SEED = 2**62
@@ -155,15 +158,21 @@ class Samples:
                 raise NotFound("nobody waits for this sample")
             target, name = await target_of(door, asked)
             whole = question(asked, name)
-            answers = [await self._answer(door, target, part_of(whole, record.seed, *part)) for part in parts(asked)]
-        return answer_bytes(asked, answers)
+            drawn = b""
+            for part in parts(asked):
+                drawn += await self._part(door, target, asked, part_of(whole, record.seed, *part))
+        return drawn
 
-    async def _answer(self, door: Door, target: Target, asked: CompletionRequest) -> CompletionResponse:
-        while True:
-            try:
-                return await self.backend.inference.complete_with(door.tenant, target, asked)
-            except Busy:
-                await asyncio.sleep(_BUSY_PAUSE_S)
+    async def _part(self, door: Door, target: Target, asked: Sample, question: CompletionRequest) -> bytes:
+        """Return a SampleResponse with some of a request's samples. One behind the other they are one with all."""
+        reply = await _patiently(partial(self.backend.inference.complete_with, door.tenant, target, question))
+        if len(reply.content) <= _SMALL_BYTES:
+            return await asyncio.to_thread(answer_bytes, asked, reply.content)
+        decoding = self.backend.decoding
+        async with decoding.scratch() as sent, decoding.scratch() as made:
+            await asyncio.to_thread(sent.write_bytes, reply.content)
+            await _patiently(partial(decoding.call_for, door.tenant, write_answer, asked, sent, made, is_large=True))
+            return await asyncio.to_thread(made.read_bytes)
 
     async def prune(self) -> None:
         """Delete records of samples that nobody will ask for."""
@@ -176,6 +185,15 @@ class Samples:
             match info.key.split("/"):
                 case [_, _, _, SampleRecord.folder, of_hour, _] if int(of_hour) < hour:
                     store.delete(info.key)
+
+
+async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Ask until the tenant's share has room."""
+    while True:
+        try:
+            return await ask()
+        except Busy:
+            await asyncio.sleep(_BUSY_PAUSE_S)
 
 
 async def target_of(door: Door, asked: Sample) -> tuple[Target, str]:
@@ -286,17 +304,22 @@ def _stops(params: SamplingParams) -> tuple[list[str], list[int]]:
     ]
 
 
-def answer_bytes(asked: Sample, answers: Sequence[CompletionResponse]) -> bytes:
-    """Put the answers to a request's questions together."""
-    drawn = []
-    for answer in answers:
-        for choice in sorted(answer.choices, key=lambda each: each.index):
-            assert choice.token_ids is not None and choice.logprobs is not None
-            logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
-            top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
-            stopped = choice.finish_reason == "stop"
-            drawn.append(Drawn(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
-    return samples_bytes(drawn, _prompt_scores(asked, answers[0]) if _scores_prompt(asked) else PromptScores())
+def write_answer(asked: Sample, answer: Path, made: Path) -> None:
+    """Translate the answer in a file, as a child does for large ones."""
+    made.write_bytes(answer_bytes(asked, answer.read_bytes()))
+
+
+def answer_bytes(asked: Sample, content: bytes) -> bytes:
+    """Translate the answer to one of a request's questions: the prompt's scores are in the first one's alone."""
+    answer, drawn = CompletionResponse.model_validate_json(content), []
+    for choice in sorted(answer.choices, key=lambda each: each.index):
+        assert choice.token_ids is not None and choice.logprobs is not None
+        logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
+        top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
+        stopped = choice.finish_reason == "stop"
+        drawn.append(Drawn(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
+    told = answer.choices[0].prompt_logprobs
+    return samples_bytes(drawn, _prompt_scores(asked, told) if told is not None else PromptScores())
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
@@ -305,10 +328,8 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
-def _prompt_scores(asked: Sample, answer: CompletionResponse) -> PromptScores:
+def _prompt_scores(asked: Sample, told: Sequence[Mapping[int, PromptLogprob] | None]) -> PromptScores:
     """Return what is told of the prompt's tokens: nothing of the first, and of those that nobody wants."""
-    told = answer.choices[0].prompt_logprobs
-    assert told is not None
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
     known = [None if place < unwanted else each for place, each in enumerate(told)]

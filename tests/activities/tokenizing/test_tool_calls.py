@@ -14,7 +14,7 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion
 from activities.tokenizing.tool_calls import text_before_calls, told_calls
 from service.apis.openai.streams import ChatChunks
-from service.inference.so_far import AnswerSoFar
+from service.inference.asking import AnswerSoFar
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact

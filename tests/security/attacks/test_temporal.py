@@ -45,7 +45,7 @@ CONTROL = "control"
 COMPLETED = UpdateWorkflowExecutionLifecycleStage.UPDATE_WORKFLOW_EXECUTION_LIFECYCLE_STAGE_COMPLETED
 WORKFLOWS = [
     *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "TrackWorkflow"),
-    *("ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow", "CompletionWorkflow"),
+    *("ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow"),
 ]
 
 
@@ -138,7 +138,7 @@ async def test_no_workflow_takes_what_the_service_did_not_seal(stranger: Client,
     await refused(stranger, id)
 
 
-@pytest.mark.parametrize("kind", ["SFTWorkflow", "RLWorkflow", "CompletionWorkflow"])
+@pytest.mark.parametrize("kind", ["SFTWorkflow", "RLWorkflow", "ServingWorkflow"])
 async def test_nor_one_without_any_input(stranger: Client, kind: str) -> None:
     id = f"empty-{kind}-{uuid.uuid4().hex}"
     await stranger.start_workflow(kind, id=id, task_queue=CONTROL)

@@ -10,11 +10,11 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.sampling.chat import chat_completion
-from activities.sampling.complete import Complete
+from activities.sampling.questions import Asking, Questions
 from activities.sampling.samplers import Samplers
 from service.apis.openai.streams import ChatChunks
+from service.inference.asking import AnswerSoFar
 from service.inference.published_models import PublishedModels
-from service.inference.so_far import AnswerSoFar
 from shared.chat.answer_records import recall
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion
@@ -54,7 +54,7 @@ async def test_two_adapters_of_one_model_say_at_once_what_transformers_says(harb
     inference = harbour.inference()
     assert harbour.samplers() == []
     asked = [inference.chat("default", greedy(name, logprobs=True, top_logprobs=2)) for name in harbour.adapters]
-    answers = await asyncio.gather(*asked)
+    answers = [reply.read() for reply in await asyncio.gather(*asked)]
     assert len(harbour.samplers()) == 1
     assert len({said(answer) for answer in answers}) == 3
     for answer, (name, adapter) in zip(answers, harbour.adapters.items(), strict=True):
@@ -78,7 +78,7 @@ async def test_choices_are_seeded_and_a_text_is_continued(harbour: Harbour) -> N
     free = greedy("south", temperature=1, seed=5, n=3)
     changes = [{}, {}, {"seed": 6, "n": 1}, {"model": "north"}]
     asked = [inference.chat("default", free.model_copy(update=update)) for update in changes]
-    first, again, alone, other = await asyncio.gather(*asked)
+    first, again, alone, other = [reply.read() for reply in await asyncio.gather(*asked)]
     assert [choice.index for choice in first.choices] == [0, 1, 2]
     drawn = [[choice.model_dump(exclude={"answer_id"}) for choice in one.choices] for one in (first, again)]
     assert drawn[0] == drawn[1]
@@ -86,20 +86,21 @@ async def test_choices_are_seeded_and_a_text_is_continued(harbour: Harbour) -> N
     assert alone.choices[0].message == first.choices[1].message
     assert other.choices[0].message != first.choices[0].message
     text = CompletionRequest(model="south", prompt="How many crates", max_tokens=8, temperature=0, logprobs=0)
-    continued = await inference.complete("default", text)
+    continued = (await inference.complete("default", text)).read()
     assert (continued.model, continued.choices[0].index) == ("south", 0)
     assert continued.choices[0].logprobs is not None
     assert continued.usage.completion_tokens == len(continued.choices[0].logprobs.tokens) <= 8
     whole = alone.choices[0].message.content
     stop = next(character for character in whole[1:] if character.isascii() and character.isprintable())
-    stopped = await inference.chat("default", free.model_copy(update={"seed": 6, "n": 1, "stop": [stop, "nowhere"]}))
+    ends = free.model_copy(update={"seed": 6, "n": 1, "stop": [stop, "nowhere"]})
+    stopped = (await inference.chat("default", ends)).read()
     assert (stopped.choices[0].finish_reason, said(stopped)) == ("stop", whole[: whole.index(stop)])
 
 
 async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(harbour: Harbour) -> None:
     """In vLLM's fields, and in the store; answers that cannot be kept are given all the same."""
     asked = greedy("north", temperature=1, seed=5, n=2, return_token_ids=True, logprobs=True)
-    answer = await harbour.inference().chat("default", asked)
+    answer = (await harbour.inference().chat("default", asked)).read()
     record = recall(harbour.store, "default", answer.id)
     assert record is not None and recall(harbour.store, "other", answer.id) is None
     assert (record.name, record.version, record.model_sha256) == ("north", 2, harbour.artifact.sha256)
@@ -117,7 +118,7 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
     assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
     told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
     assert told == [choice.token_ids for choice in answer.choices]
-    plain = await harbour.inference().chat("default", greedy("north"))
+    plain = (await harbour.inference().chat("default", greedy("north"))).read()
     assert plain.prompt_token_ids is plain.choices[0].token_ids is plain.choices[0].logprobs is None
     kept_too = recall(harbour.store, "default", plain.id)
     assert kept_too is not None and len(kept_too.choices[0].logprobs) == NUM_TOKENS, "also where nobody asked for ids"
@@ -134,7 +135,7 @@ async def test_text_comes_while_it_is_drawn(harbour: Harbour) -> None:
         await asyncio.sleep(0.02)
         if so_far.texts:
             seen.setdefault(so_far.texts, time.monotonic() - asked_at)
-    answer = answering.result()
+    answer = answering.result().read()
     print(f"first text after {min(seen.values()):.2f} s, all of it after {time.monotonic() - asked_at:.2f} s")
     texts = [choice.message.content for choice in answer.choices]
     assert sum(map(len, next(iter(seen)))) < sum(map(len, texts))
@@ -167,19 +168,19 @@ async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbou
     await harbour.inference().chat("default", greedy("north"))
     ready = harbour.ready()
     settings = harbour.settings.model_copy(update={"sampling": SamplingSettings(url=ready.url, api_key=ready.api_key)})
-    complete = Complete(HostContext(settings), Samplers(settings))
+    questions = Questions(HostContext(settings), Samplers(settings))
     adapter = find(harbour.store, published_version("default", "adapters", "north", 2))
     request = CompleteRequest(
         model=harbour.artifact, adapter=adapter, base=BASE, place=ServedSampler(), asked=greedy("north")
     )
     try:
-        answer = await asyncio.to_thread(complete.complete, request)
-        assert isinstance(answer.answer, ChatCompletion)
-        assert said(answer.answer) == expected
+        answer = await asyncio.to_thread(questions.answer, request, Asking())
+        assert isinstance(answer, ChatCompletion)
+        assert said(answer) == expected
         with pytest.raises(InvalidInput, match=r"serves .*/tiny, and this was trained from org/large@main"):
-            await asyncio.to_thread(complete.complete, request.model_copy(update={"base": "org/large@main"}))
+            await asyncio.to_thread(questions.answer, request.model_copy(update={"base": "org/large@main"}), Asking())
     finally:
-        complete.close()
+        questions.close()
 
 
 async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harbour) -> None:
@@ -263,7 +264,7 @@ async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -
 
     for name, texts in (await asyncio.to_thread(ask)).items():
         asked = greedy(name, messages=PLAIN, max_tokens=12, ignore_eos=None)
-        assert texts == [PLAIN[1]["content"], said(await harbour.inference().chat("default", asked))], name
+        assert texts == [PLAIN[1]["content"], said((await harbour.inference().chat("default", asked)).read())], name
 
 
 def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:

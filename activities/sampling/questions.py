@@ -1,17 +1,16 @@
-"""The activity `complete`: has a sampler answer a user's question to a published adapter or model."""
+"""Has a sampler answer a user's question to a published adapter or model, in a thread of a host's."""
 
 import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from temporalio import activity
-
-from activities.host_context import HostContext, beating
+from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
-from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sampling.streamed import Tell
 from activities.tokenizing.end_tokens import stopping_at, stops_of
@@ -20,19 +19,50 @@ from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
-from shared.runs.serving import Completed, CompleteRequest, DrawnSoFar, ServedSampler
+from shared.runs.serving import CompleteRequest, ServedSampler
 
-logger = logging.getLogger("longshore.complete")
+logger = logging.getLogger("longshore.questions")
 
-_MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
 _ATTEMPTS = 3
 _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
-# Of answers that are streamed: what heartbeats carry, and how much of it a second.
-_MAX_CHARACTERS, _CHARACTERS_A_SECOND = 300_000, 200_000
 
 
-class Complete:
-    """The activity `complete`. Call `close` at the end."""
+class Asking:
+    """One question under way. Its client may hang up from another thread at any time.
+
+    Args:
+        tell: is given the text of each choice as it grows; None where nobody wants it.
+    """
+
+    def __init__(self, tell: Tell | None = None) -> None:
+        self.tell = tell
+        self._lock = threading.Lock()
+        self._close: Callable[[], None] | None = None
+        self._is_over = False
+
+    def hang_up(self) -> None:
+        """Close the connection to the sampler, so that it stops."""
+        with self._lock:
+            self._is_over = True
+            if self._close is not None:
+                self._close()
+
+    @contextmanager
+    def connected(self, close: Callable[[], None]) -> Iterator[None]:
+        """Have `close` called if the client hangs up during the block. Raises SamplerUnavailable if it has already."""
+        with self._lock:
+            if self._is_over:
+                raise SamplerUnavailable("nobody waits for this answer any more")
+            self._close = close
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._close = None
+
+
+class Questions:
+    """Answers questions. Safe to use from several threads. Call `close` at the end."""
 
     def __init__(self, host: HostContext, samplers: Samplers) -> None:
         self._host = host
@@ -43,35 +73,29 @@ class Complete:
     def close(self) -> None:
         self._prompts.close()
 
-    @activity.defn(name="complete")
-    def complete(self, request: CompleteRequest) -> Completed:
-        """Ask a sampler. A cancellation closes the connection, so that the sampler stops.
+    def answer(self, request: CompleteRequest, asking: Asking) -> ChatCompletion | CompletionResponse:
+        """Ask a sampler.
 
         Raises:
             InvalidInput: the question cannot be answered; names the field.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        prompt_ids, stream = None, _Stream(request)
-        with beating(lambda: stream.drawn, stream.news), self._samplers.open(request.place) as opened:
+        prompt_ids = None
+        with self._samplers.open(request.place) as opened, asking.connected(opened.client.close):
             if isinstance(request.asked, ChatRequest):
                 prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
             if isinstance(request.place, ServedSampler):
                 _check_base(opened, request)
-            [answer] = in_parallel(lambda asked: self._answer(opened, asked, prompt_ids, stream), [request], 1)
-        if (size := len(answer.model_dump_json())) > _MAX_ANSWER_BYTES:
-            raise InvalidInput(
-                f"the answer has {size:,} bytes, and {_MAX_ANSWER_BYTES:,} are carried: ask for less", "n"
-            )
-        return Completed(answer=answer)
+            return self._answer(opened, request, prompt_ids, _shown(request, asking.tell))
 
     def _answer(
-        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None, stream: "_Stream"
+        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None, tell: Tell | None
     ) -> ChatCompletion | CompletionResponse:
         """Answer; try again if the adapter was unloaded to make room for another one before it could answer."""
         for attempt in range(_ATTEMPTS):
             model = self._adapters.use(opened, request.adapter)
             try:
-                return self._drawn(opened, model, request, prompt_ids, stream)
+                return self._drawn(opened, model, request, prompt_ids, tell)
             except SamplerUnavailable:
                 if attempt + 1 == _ATTEMPTS or model in opened.client.models():
                     raise
@@ -83,17 +107,17 @@ class Complete:
         model: str,
         request: CompleteRequest,
         prompt_ids: tuple[int, ...] | None,
-        stream: "_Stream",
+        tell: Tell | None,
     ) -> ChatCompletion | CompletionResponse:
         asked, stops = request.asked, stops_of(request.place, self._host, request.model)
         if isinstance(asked, CompletionRequest):
             asked_for = {"model": model, "user": _asking(request)}
-            drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", stream)
+            drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", tell)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt_ids is not None
         wanted = stopping_at(sampler_request(asked, model, prompt_ids, _max_model_len(opened)), stops)
         wanted = wanted.model_copy(update={"user": _asking(request)})
-        drawn = _ask(opened, wanted, "messages", stream, "tools" if asked.forced_tools else "response_format")
+        drawn = _ask(opened, wanted, "messages", tell, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
         answer_id = request.answer_id or new_answer_id(time.time())
         answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt_ids)
@@ -116,36 +140,21 @@ class Complete:
         return True
 
 
-class _Stream:
-    """What an answer that is to be streamed has so far. The activity's heartbeats carry it to the service."""
-
-    def __init__(self, request: CompleteRequest) -> None:
-        self._is_wanted = request.tells_text
-        self._hides_calls = isinstance(request.asked, ChatRequest) and bool(request.asked.offered_tools)
-        self._told_at = 0.0
-        self.drawn: DrawnSoFar | None = None
-        self.news = threading.Event()
-
-    @property
-    def tell(self) -> Tell | None:
-        return self._told if self._is_wanted else None
-
-    def _told(self, texts: tuple[str, ...]) -> None:
-        if (num_characters := sum(map(len, texts))) > _MAX_CHARACTERS:
-            return
-        self.drawn = DrawnSoFar(texts=tuple(map(text_before_calls, texts)) if self._hides_calls else texts)
-        pause_s = num_characters / _CHARACTERS_A_SECOND  # each heartbeat has the whole text so far
-        if time.monotonic() > self._told_at + pause_s:
-            self._told_at = time.monotonic()
-            self.news.set()
+def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:
+    """Return what tells a client the texts of its answer; None where it does not want them. Tool calls are not text."""
+    if tell is None or not request.tells_text:
+        return None
+    if not (isinstance(request.asked, ChatRequest) and request.asked.offered_tools):
+        return tell
+    return lambda texts: tell(tuple(map(text_before_calls, texts)))
 
 
 def _ask(
-    opened: OpenSampler, request: CompletionRequest, place: str, stream: _Stream, form: str = _FORM
+    opened: OpenSampler, request: CompletionRequest, place: str, tell: Tell | None, form: str = _FORM
 ) -> CompletionResponse:
     """Ask a sampler. A refusal is the fault of `form` where the sampler says so, else of the prompt, `place`."""
     try:
-        return opened.client.complete(request, stream.tell)
+        return opened.client.complete(request, tell)
     except InvalidInput as error:
         field = (error.place or "").rpartition(":")[2]
         place = {_FORM: form, _BIAS: _BIAS}.get(field, place)

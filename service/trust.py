@@ -1,0 +1,81 @@
+"""Mutual TLS between processes of one installation on different machines.
+
+All of them hold the installation's key (service/seals.py). From it each makes the same certificate authority, and by
+that a certificate of its own. So whoever has a certificate of this authority holds the key, and nobody else is served.
+"""
+
+import datetime
+import hmac
+import os
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from service.seals import seal_key
+from shared.settings import Settings
+
+# Fixed, so that all make the same authority. Its key, and not its age, is what is trusted.
+_SINCE, _UNTIL = datetime.datetime(2026, 1, 1), datetime.datetime(2126, 1, 1)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """An installation's authority, by its private key."""
+
+    authority: Ed25519PrivateKey
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Trust":
+        seed = hmac.digest(seal_key(settings), b"certificate authority", "sha256")
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return a server's context: it serves whoever has a certificate of this authority."""
+        return self._context(ssl.Purpose.CLIENT_AUTH)
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return a client's context: it asks whoever has a certificate of this authority, by whatever name."""
+        return self._context(ssl.Purpose.SERVER_AUTH)
+
+    def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
+        authority = _certificate("longshore", self.authority, self.authority, number=1)
+        context = ssl.create_default_context(purpose, cadata=authority.public_bytes(Encoding.PEM).decode())
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        own = Ed25519PrivateKey.generate()
+        certificate = _certificate("longshore process", own, self.authority, x509.random_serial_number())
+        key = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        with tempfile.NamedTemporaryFile() as file:  # mode 600; the context takes no bytes
+            os.write(file.fileno(), certificate.public_bytes(Encoding.PEM) + key)
+            context.load_cert_chain(Path(file.name))
+        return context
+
+
+def _certificate(name: str, of: Ed25519PrivateKey, by: Ed25519PrivateKey, number: int) -> x509.Certificate:
+    is_authority = of is by
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "longshore")])
+    key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        **dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False),
+        encipher_only=False,
+        decipher_only=False,
+    )
+    builder = (
+        x509.CertificateBuilder(issuer, subject, of.public_key(), number, _SINCE, _UNTIL)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(of.public_key()), critical=False)
+        .add_extension(key_id, critical=False)
+    )
+    return builder.sign(by, None)

@@ -1,0 +1,194 @@
+"""Questions go to hosts over a socket of this user, or by mutual TLS: what is told, refused, lost and taken back."""
+
+import asyncio
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from activities.sampling.questions import Asking
+from service.answering import Answer, answering
+from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost
+from service.trust import Trust
+from shared.chat.completions import CompletionRequest
+from shared.contract import Artifact
+from shared.errors import InvalidInput, WorkerLost
+from shared.runs.serving import AnswersAt, CompleteRequest, ServedSampler
+from shared.settings import SamplingSettings, Settings
+
+NOWHERE = Artifact(uri="file:///nowhere", sha256="0" * 64)
+SILENCE_S = 30.0
+
+
+def question(prompt: str = "How many crates?", tenant: str = "default") -> CompleteRequest:
+    asked = CompletionRequest(model="m", prompt=prompt)
+    return CompleteRequest(
+        tenant=tenant, model=NOWHERE, adapter=None, base="m", place=ServedSampler(url="http://s"), asked=asked
+    )
+
+
+@contextmanager
+def host(root: Path, answer: Answer, address: str | None = None) -> Iterator[tuple[Settings, AnswersAt]]:
+    settings = Settings(
+        root=root, seal_key="k" * 32, sampling=SamplingSettings.model_validate({"answers_address": address})
+    )
+    with answering(settings, "host-one", answer) as at:
+        yield settings, at
+
+
+def elsewhere(at: AnswersAt) -> AnswersAt:
+    """As another machine sees it."""
+    return at.model_copy(update={"socket": "/nowhere/host.sock"})
+
+
+async def asked(
+    settings: Settings, at: AnswersAt, request: CompleteRequest | None = None, so_far: AnswerSoFar | None = None
+) -> bytes:
+    hosts = AnsweringHosts(settings, SILENCE_S)
+    try:
+        return await hosts.ask(at, request or question(), so_far)
+    finally:
+        await hosts.close()
+
+
+def echo(request: CompleteRequest, asking: Asking) -> str:
+    assert isinstance(request.asked, CompletionRequest)
+    return str(request.asked.prompt)
+
+
+async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_path: Path) -> None:
+    """However long its path is."""
+    with host(tmp_path / ("x" * 120), echo) as (settings, at):
+        assert at.address is None
+        assert stat.S_IMODE(os.stat(at.socket).st_mode) & 0o077 == 0
+        assert stat.S_IMODE(os.stat(Path(at.socket).parent).st_mode) & 0o077 == 0
+        assert await asked(settings, at, question("twelve\ncrates")) == b"twelve\ncrates"
+        with pytest.raises(QuestionLost, match="LONGSHORE_SAMPLING__ANSWERS_ADDRESS"):
+            await asked(settings, elsewhere(at))
+
+
+async def test_another_machine_asks_by_mutual_tls(tmp_path: Path) -> None:
+    with host(tmp_path, echo, "127.0.0.1") as (settings, at):
+        assert await asked(settings, elsewhere(at), question("twelve")) == b"twelve"
+        stranger = settings.model_copy(update={"seal_key": None, "root": tmp_path / "other"})
+        with pytest.raises(QuestionLost, match="certificate verify failed"):
+            await asked(stranger, elsewhere(at))
+        await asyncio.to_thread(refused_without_a_certificate, settings, stranger, str(at.address))
+
+
+def refused_without_a_certificate(settings: Settings, stranger: Settings, address: str) -> None:
+    """Whoever has no certificate, or one of another installation, gets no answer even if it trusts the host."""
+    own = Trust.of(settings).client_context()
+    for has_certificate in (False, True):
+        context = Trust.of(stranger).client_context() if has_certificate else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        assert answers(context, address) is False, has_certificate
+    assert answers(own, address)
+
+
+def answers(context: ssl.SSLContext, address: str) -> bool:
+    name, _, port = address.rpartition(":")
+    with suppress(ssl.SSLError, ConnectionError), socket.create_connection((name, int(port)), 10) as raw:
+        with context.wrap_socket(raw) as own:
+            own.sendall(b"POST /answers HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}")
+            return own.recv(100).startswith(b"HTTP/1.1 400")
+    return False
+
+
+async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_path: Path) -> None:
+    heard, told = threading.Semaphore(0), [("a",), ("a b", "c"), ("a",), ("a b", "c d")]
+
+    def grow(request: CompleteRequest, asking: Asking) -> str:
+        assert asking.tell is not None
+        for number, texts in enumerate(told):
+            asking.tell(texts)
+            assert number == 2 or heard.acquire(timeout=60)
+        return "the whole"
+
+    with host(tmp_path, grow) as (settings, at):
+        so_far, seen = AnswerSoFar(), list[tuple[str, ...]]()
+        answering = asyncio.create_task(asked(settings, at, so_far=so_far))
+        for _ in range(3):
+            await asyncio.wait_for(so_far.changed.wait(), 60)
+            so_far.changed.clear()
+            seen.append(so_far.texts)
+            heard.release()
+        assert await answering == b"the whole"
+        assert seen == [told[0], told[1], told[3]]
+
+
+async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
+    errors: dict[str, Exception] = {
+        "refused": InvalidInput("too long", "prompt"),
+        "lost": WorkerLost("the worker process ended"),
+        "failed": ZeroDivisionError("a secret"),
+    }
+
+    def fail(request: CompleteRequest, asking: Asking) -> str:
+        raise errors[echo(request, asking)]
+
+    with host(tmp_path, fail) as (settings, at):
+        with pytest.raises(InvalidInput, match="too long") as refused:
+            await asked(settings, at, question("refused"))
+        assert refused.value.place == "prompt"
+        with pytest.raises(QuestionLost, match="the worker process ended"):
+            await asked(settings, at, question("lost"))
+        with pytest.raises(RuntimeError, match="^the host that was asked failed$"):
+            await asked(settings, at, question("failed"))
+
+
+async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
+    begun, leave = threading.Event(), threading.Event()
+
+    def wait(request: CompleteRequest, asking: Asking) -> str:
+        begun.set()
+        leave.wait(60)
+        return ""
+
+    with host(tmp_path, wait) as (settings, at):
+        hosts = AnsweringHosts(settings, 0.2)
+        with pytest.raises(QuestionLost, match="ReadTimeout"):  # the sign of life comes later
+            await hosts.ask(at, question())
+        await hosts.close()
+        leave.set()
+    with pytest.raises(QuestionLost):
+        await asked(settings, at)
+
+
+async def test_whoever_hangs_up_takes_the_question_back(tmp_path: Path) -> None:
+    connected, closed, seen = threading.Event(), threading.Event(), threading.Event()
+
+    def endless(request: CompleteRequest, asking: Asking) -> str:
+        with asking.connected(closed.set):
+            connected.set()
+            assert closed.wait(60)
+        seen.set()
+        raise WorkerLost("nobody hears this")
+
+    with host(tmp_path, endless) as (settings, at):
+        task = asyncio.create_task(asked(settings, at))
+        assert await asyncio.to_thread(connected.wait, 60)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(seen.wait, 60)
+
+
+async def test_of_large_answers_a_tenant_has_one_at_a_time(tmp_path: Path) -> None:
+    """20 MB pass as they are; while one of a tenant's waits to be taken, another tenant's comes."""
+    whole = "1" * (20 << 20)
+    with host(tmp_path, lambda request, asking: whole) as (settings, at):
+        hosts = AnsweringHosts(settings, SILENCE_S)
+        async with hosts._large.place("default"):
+            mine = asyncio.create_task(hosts.ask(at, question()))
+            assert await hosts.ask(at, question(tenant="other")) == whole.encode()
+            assert not mine.done()
+        assert await mine == whole.encode()
+        await hosts.close()
