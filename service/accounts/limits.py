@@ -75,26 +75,32 @@ def _site(address: str) -> str:
 class FairShare:
     """Limits how many things of one kind each tenant may do at once in this process."""
 
-    def __init__(self, kind: str, places: int, patience_s: float) -> None:
+    def __init__(self, kind: str, places: int, patience_s: float, max_bytes: int = 64 << 20) -> None:
         """
         Args:
             kind: what is limited, for the error message.
             places: how many each tenant may do at once.
             patience_s: how long a further one waits for a place.
+            max_bytes: of what each tenant's hold together, those that wait included. One alone may be larger.
         """
         self._kind = kind
         self._places = places
         self._patience_s = patience_s
         self._waiting = 8 * places
-        self._tenants: dict[str, tuple[asyncio.Semaphore, int]] = {}
+        self._max_bytes = max_bytes
+        self._tenants: dict[str, tuple[asyncio.Semaphore, int, int]] = {}
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a place. Raises Busy when none came free in time, or too many wait for one already."""
-        free, users = self._tenants.get(tenant, (asyncio.Semaphore(self._places), 0))
-        if users >= self._places + self._waiting:
+    async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
+        """Hold a place for something of so many bytes.
+
+        Raises:
+            Busy: none came free in time, or too many wait for one already, or what they hold is too large.
+        """
+        free, users, held = self._tenants.get(tenant, (asyncio.Semaphore(self._places), 0, 0))
+        if users >= self._places + self._waiting or (users and held + num_bytes > self._max_bytes):
             raise self._busy()
-        self._tenants[tenant] = free, users + 1
+        self._tenants[tenant] = free, users + 1, held + num_bytes
         try:
             try:
                 async with asyncio.timeout(self._patience_s):
@@ -106,11 +112,11 @@ class FairShare:
             finally:
                 free.release()
         finally:
-            free, users = self._tenants[tenant]
+            free, users, held = self._tenants[tenant]
             if users == 1:
                 del self._tenants[tenant]
             else:
-                self._tenants[tenant] = free, users - 1
+                self._tenants[tenant] = free, users - 1, held - num_bytes
 
     def _busy(self) -> Busy:
         return Busy(f"{self._places} {self._kind} of yours are going on, and as many as may wait do: ask again later")

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -198,7 +199,7 @@ class Inference:
             Busy: the tenant has as many questions open as it may.
         """
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
-        async with self._questions.place(tenant):
+        async with self._place(tenant, asked):
             return Reply(ChatCompletion, await self._ask(tenant, asked, so_far))
 
     async def complete(
@@ -206,13 +207,16 @@ class Inference:
     ) -> Reply[CompletionResponse]:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         check_length(self._settings, asked.prompt)
-        async with self._questions.place(tenant):
+        async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask(tenant, asked, so_far))
 
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
-        async with self._questions.place(tenant):
+        async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask_target(tenant, target, asked))
+
+    def _place(self, tenant: str, asked: ChatRequest | CompletionRequest) -> AbstractAsyncContextManager[None]:
+        return self._questions.place(tenant, len(asked.model_dump_json()))
 
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""

@@ -1,7 +1,6 @@
 """Questions go to hosts over a socket of this user, or by mutual TLS: what is told, refused, lost and taken back."""
 
 import asyncio
-import os
 import socket
 import ssl
 import stat
@@ -35,9 +34,8 @@ def question(prompt: str = "How many crates?", tenant: str = "default") -> Compl
 
 @contextmanager
 def host(root: Path, answer: Answer, address: str | None = None) -> Iterator[tuple[Settings, AnswersAt]]:
-    settings = Settings(
-        root=root, seal_key="k" * 32, sampling=SamplingSettings.model_validate({"answers_address": address})
-    )
+    sampling = SamplingSettings.model_validate({"answers_address": address})
+    settings = Settings(root=root, seal_key="k" * 32, sampling=sampling)
     with answering(settings, "host-one", answer) as at:
         yield settings, at
 
@@ -66,8 +64,8 @@ async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_
     """However long its path is."""
     with host(tmp_path / ("x" * 120), echo) as (settings, at):
         assert at.address is None
-        assert stat.S_IMODE(os.stat(at.socket).st_mode) & 0o077 == 0
-        assert stat.S_IMODE(os.stat(Path(at.socket).parent).st_mode) & 0o077 == 0
+        for path in (Path(at.socket), Path(at.socket).parent):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
         assert await asked(settings, at, question("twelve\ncrates")) == b"twelve\ncrates"
         with pytest.raises(QuestionLost, match="LONGSHORE_SAMPLING__ANSWERS_ADDRESS"):
             await asked(settings, elsewhere(at))
@@ -95,10 +93,10 @@ def refused_without_a_certificate(settings: Settings, stranger: Settings, addres
 
 def answers(context: ssl.SSLContext, address: str) -> bool:
     name, _, port = address.rpartition(":")
-    with suppress(ssl.SSLError, ConnectionError), socket.create_connection((name, int(port)), 10) as raw:
-        with context.wrap_socket(raw) as own:
-            own.sendall(b"POST /answers HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}")
-            return own.recv(100).startswith(b"HTTP/1.1 400")
+    raw = socket.create_connection((name, int(port)), 10)
+    with suppress(ssl.SSLError, ConnectionError), raw, context.wrap_socket(raw) as own:
+        own.sendall(b"POST /answers HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}")
+        return own.recv(100).startswith(b"HTTP/1.1 400")
     return False
 
 
@@ -140,7 +138,7 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
         assert refused.value.place == "prompt"
         with pytest.raises(QuestionLost, match="the worker process ended"):
             await asked(settings, at, question("lost"))
-        with pytest.raises(RuntimeError, match="^the host that was asked failed$"):
+        with pytest.raises(RuntimeError, match=r"^the host that was asked failed$"):
             await asked(settings, at, question("failed"))
 
 

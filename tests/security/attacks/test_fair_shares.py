@@ -204,3 +204,18 @@ def test_a_line_has_an_end() -> None:
             await asyncio.sleep(3600)
 
     asyncio.run(scene())
+
+
+def test_a_line_has_a_size() -> None:
+    """One thing alone may be as large as it likes; together they may not."""
+
+    async def scene() -> None:
+        share = FairShare("questions", places=4, patience_s=3600, max_bytes=100)
+        for _ in range(2):  # what has been given back counts no more
+            async with share.place("attacker", 200), share.place("victim", 90), share.place("victim", 10):
+                for tenant in ("attacker", "victim"):
+                    with pytest.raises(Busy):
+                        async with share.place(tenant, 1):
+                            pass
+
+    asyncio.run(scene())
