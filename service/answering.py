@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -25,13 +25,13 @@ from starlette.routing import Route
 from activities.sampling.questions import Asking
 from service.trust import Trust
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
-from shared.runs.serving import AnswerLine, AnswersAt, CompleteRequest, QuestionFailure
+from shared.runs.serving import ANNOUNCE_S, AnswerLine, AnswersAt, CompleteRequest, QuestionFailure, announce
 from shared.settings import Settings
 from shared.storage.files import listen_privately, private_folder
 from shared.storage.paths import HostPaths
+from shared.storage.store import ObjectStore
 
-Answer = Callable[[CompleteRequest, Asking], str]
-"""Returns an answer's JSON."""
+Answer = Callable[[CompleteRequest, Asking], BaseModel]
 
 _SIGN_OF_LIFE_S = 1.0
 _PAUSE_S = 0.02  # between two lines of one answer
@@ -66,6 +66,27 @@ def answering(settings: Settings, queue: str, answer: Answer) -> Iterator[Answer
                 yield AnswersAt(socket=str(path), address=f"{named}:{listener.getsockname()[1]}")
 
 
+@asynccontextmanager
+async def announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncIterator[None]:
+    """Tell the web service in the store that this host asks the installation's own sampler."""
+
+    async def again() -> None:
+        while True:
+            try:
+                await asyncio.to_thread(announce, store, queue, at)
+            except (StoreUnavailable, OSError) as error:
+                _log.warning("the web service is not told where this host answers: %s", error)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    telling = asyncio.create_task(again())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        with suppress(StoreUnavailable, OSError):
+            await asyncio.to_thread(announce, store, queue, None)
+
+
 class _Answers:
     def __init__(self, answer: Answer, threads: ThreadPoolExecutor) -> None:
         self._answer = answer
@@ -82,7 +103,7 @@ class _Answers:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         drawn = _Drawn(lambda: loop.call_soon_threadsafe(news.set))
         asking = Asking(drawn.tell)
-        answering = loop.run_in_executor(self._threads, self._answer, asked, asking)
+        answering = loop.run_in_executor(self._threads, self._answered, asked, asking)
         answering.add_done_callback(lambda _: news.set())
         try:
             while not answering.done():
@@ -94,11 +115,14 @@ class _Answers:
                     await asyncio.sleep(_PAUSE_S)
             yield _last_line(answering.exception())
             if answering.exception() is None:
-                yield answering.result().encode()
+                yield answering.result()
         finally:
             asking.hang_up()
             answering.cancel()
             answering.add_done_callback(_forget)
+
+    def _answered(self, asked: CompleteRequest, asking: Asking) -> bytes:
+        return self._answer(asked, asking).model_dump_json().encode()
 
 
 class _Drawn:
@@ -147,7 +171,7 @@ def _line(line: AnswerLine) -> bytes:
     return line.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
-def _forget(answering: "asyncio.Future[str]") -> None:
+def _forget(answering: "asyncio.Future[bytes]") -> None:
     """Take the error of an answer that nobody waits for."""
     if not answering.cancelled():
         answering.exception()

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -35,20 +35,19 @@ from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
-from activities.sampling.questions import Asking, Questions
+from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
-from service.answering import answering
+from service.answering import announced, answering
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
 from service.temporal import connect
-from shared.errors import StoreUnavailable
 from shared.log_lines import escape_output, start_logging
-from shared.runs.serving import ANNOUNCE_S, AnswersAt, CompleteRequest, announce
+from shared.runs.serving import AnswersAt
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.paths import HostPaths
-from shared.storage.store import ObjectStore, open_store
+from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
 
 if TYPE_CHECKING:
@@ -305,8 +304,9 @@ async def serve(
                 stack.push_async_callback(track.close)
                 activities = control_activities(host, track)
                 if settings.sampling.url is not None:
-                    at = stack.enter_context(_answers(host, Samplers(settings), record.queue))
-                    await stack.enter_async_context(_announced(host.store, record.queue, at))
+                    questions = stack.enter_context(closing(Questions(host, Samplers(settings))))
+                    at = stack.enter_context(answering(settings, record.queue, questions.answer))
+                    await stack.enter_async_context(announced(host.store, record.queue, at))
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
@@ -319,46 +319,14 @@ async def serve(
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
-                at = stack.enter_context(_answers(host, Samplers(settings, pool), record.queue))
+                questions = stack.enter_context(closing(Questions(host, Samplers(settings, pool))))
+                at = stack.enter_context(answering(settings, record.queue, questions.answer))
                 standing = standing_of(role, settings, record.queue, check)
                 workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing)
                 await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)
-
-
-@contextmanager
-def _answers(host: HostContext, samplers: Samplers, queue: str) -> Iterator[AnswersAt]:
-    """Answer questions by these samplers; yields where."""
-    with closing(Questions(host, samplers)) as questions:
-
-        def answer(asked: CompleteRequest, asking: Asking) -> str:
-            return questions.answer(asked, asking).model_dump_json()
-
-        with answering(host.settings, queue, answer) as at:
-            yield at
-
-
-@asynccontextmanager
-async def _announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncIterator[None]:
-    """Tell the web service in the store that this host asks the installation's own sampler."""
-
-    async def again() -> None:
-        while True:
-            try:
-                await asyncio.to_thread(announce, store, queue, at)
-            except (StoreUnavailable, OSError) as error:
-                _log.warning("the web service is not told where this host answers: %s", error)
-            await asyncio.sleep(ANNOUNCE_S)
-
-    telling = asyncio.create_task(again())
-    try:
-        yield
-    finally:
-        telling.cancel()
-        with suppress(StoreUnavailable, OSError):
-            await asyncio.to_thread(announce, store, queue, None)
 
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from pydantic import RootModel
 
 from activities.sampling.questions import Asking
 from service.answering import Answer, answering
@@ -55,9 +56,13 @@ async def asked(
         await hosts.close()
 
 
-def echo(request: CompleteRequest, asking: Asking) -> str:
+def prompt_of(request: CompleteRequest) -> str:
     assert isinstance(request.asked, CompletionRequest)
     return str(request.asked.prompt)
+
+
+def echo(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+    return RootModel(prompt_of(request))
 
 
 async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_path: Path) -> None:
@@ -66,14 +71,14 @@ async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_
         assert at.address is None
         for path in (Path(at.socket), Path(at.socket).parent):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
-        assert await asked(settings, at, question("twelve\ncrates")) == b"twelve\ncrates"
+        assert await asked(settings, at, question("twelve\ncrates")) == b'"twelve\\ncrates"'
         with pytest.raises(QuestionLost, match="LONGSHORE_SAMPLING__ANSWERS_ADDRESS"):
             await asked(settings, elsewhere(at))
 
 
 async def test_another_machine_asks_by_mutual_tls(tmp_path: Path) -> None:
     with host(tmp_path, echo, "127.0.0.1") as (settings, at):
-        assert await asked(settings, elsewhere(at), question("twelve")) == b"twelve"
+        assert await asked(settings, elsewhere(at), question("twelve")) == b'"twelve"'
         stranger = settings.model_copy(update={"seal_key": None, "root": tmp_path / "other"})
         with pytest.raises(QuestionLost, match="certificate verify failed"):
             await asked(stranger, elsewhere(at))
@@ -103,12 +108,12 @@ def answers(context: ssl.SSLContext, address: str) -> bool:
 async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_path: Path) -> None:
     heard, told = threading.Semaphore(0), [("a",), ("a b", "c"), ("a",), ("a b", "c d")]
 
-    def grow(request: CompleteRequest, asking: Asking) -> str:
+    def grow(request: CompleteRequest, asking: Asking) -> RootModel[str]:
         assert asking.tell is not None
         for number, texts in enumerate(told):
             asking.tell(texts)
             assert number == 2 or heard.acquire(timeout=60)
-        return "the whole"
+        return RootModel("the whole")
 
     with host(tmp_path, grow) as (settings, at):
         so_far, seen = AnswerSoFar(), list[tuple[str, ...]]()
@@ -118,7 +123,7 @@ async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_pa
             so_far.changed.clear()
             seen.append(so_far.texts)
             heard.release()
-        assert await answering == b"the whole"
+        assert await answering == b'"the whole"'
         assert seen == [told[0], told[1], told[3]]
 
 
@@ -129,8 +134,8 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
         "failed": ZeroDivisionError("a secret"),
     }
 
-    def fail(request: CompleteRequest, asking: Asking) -> str:
-        raise errors[echo(request, asking)]
+    def fail(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+        raise errors[prompt_of(request)]
 
     with host(tmp_path, fail) as (settings, at):
         with pytest.raises(InvalidInput, match="too long") as refused:
@@ -143,12 +148,11 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
 
 
 async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
-    begun, leave = threading.Event(), threading.Event()
+    leave = threading.Event()
 
-    def wait(request: CompleteRequest, asking: Asking) -> str:
-        begun.set()
+    def wait(request: CompleteRequest, asking: Asking) -> RootModel[str]:
         leave.wait(60)
-        return ""
+        return RootModel("")
 
     with host(tmp_path, wait) as (settings, at):
         hosts = AnsweringHosts(settings, 0.2)
@@ -163,7 +167,7 @@ async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
 async def test_whoever_hangs_up_takes_the_question_back(tmp_path: Path) -> None:
     connected, closed, seen = threading.Event(), threading.Event(), threading.Event()
 
-    def endless(request: CompleteRequest, asking: Asking) -> str:
+    def endless(request: CompleteRequest, asking: Asking) -> RootModel[str]:
         with asking.connected(closed.set):
             connected.set()
             assert closed.wait(60)
@@ -181,12 +185,12 @@ async def test_whoever_hangs_up_takes_the_question_back(tmp_path: Path) -> None:
 
 async def test_of_large_answers_a_tenant_has_one_at_a_time(tmp_path: Path) -> None:
     """20 MB pass as they are; while one of a tenant's waits to be taken, another tenant's comes."""
-    whole = "1" * (20 << 20)
-    with host(tmp_path, lambda request, asking: whole) as (settings, at):
+    whole, whole_json = "1" * (20 << 20), b'"%b"' % (b"1" * (20 << 20))
+    with host(tmp_path, lambda request, asking: RootModel(whole)) as (settings, at):
         hosts = AnsweringHosts(settings, SILENCE_S)
         async with hosts._large.place("default"):
             mine = asyncio.create_task(hosts.ask(at, question()))
-            assert await hosts.ask(at, question(tenant="other")) == whole.encode()
+            assert await hosts.ask(at, question(tenant="other")) == whole_json
             assert not mine.done()
-        assert await mine == whole.encode()
+        assert await mine == whole_json
         await hosts.close()

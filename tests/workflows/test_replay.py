@@ -40,7 +40,6 @@ HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 def test_there_are_histories() -> None:
     assert [path.stem for path in HISTORIES] == [
         "cancelled",
-        "completion",
         "failed",
         "grader",
         "joined",
