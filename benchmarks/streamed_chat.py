@@ -133,7 +133,7 @@ def _sampler(root: Path) -> Iterator[tuple[httpx.Client, str]]:
 
 async def _crowd(url: str, keys: list[str], num: int) -> dict[str, float]:
     """Ask chats at once, in turn by each key. Returns seconds: until all had answers, and each tenant's median."""
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         began = time.perf_counter()
 
