@@ -273,10 +273,10 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     body = {
         "prompt": {"chunks": [{"tokens": [5, 6]}]},
         "sampling_params": {"max_tokens": 4096, "stop": []},
-        "num_samples": 5,
+        "num_samples": 150,
     }
     asked = Sample.model_validate(body)
-    assert samples.parts(asked) == [(0, 2), (2, 2), (4, 1)]
+    assert samples.parts(asked) == [(0, 64), (64, 64), (128, 22)]
     last = samples.part_of(samples.question(asked, "m"), 10, 4, 1)
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
     narrow = asked.model_copy(
@@ -305,9 +305,9 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
         with pytest.raises(InvalidInput, match=r"^prompt: 131,073 characters; .* of the 8,192 tokens"):
             check_length(Settings(), text)
     # A long prompt is scored once, and its ids are not copied for each of the questions.
-    many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 8}}
+    many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 512}}
     scored = Sample.model_validate(many | {"prompt_logprobs": True})
-    assert samples.parts(scored) == [(0, 24), (24, 1000)]
+    assert samples.parts(scored) == [(0, 496), (496, 512), (1008, 16)]
     whole = samples.question(scored, "m")
     assert all(samples.part_of(whole, 0, *part).prompt is whole.prompt for part in samples.parts(scored))
     for wrong in (-1, 21, 10**9):
