@@ -31,6 +31,7 @@ SMALL_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
 HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)

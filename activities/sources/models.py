@@ -214,7 +214,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
 
     Args:
         uri: an absolute path, `file://`, `s3://`, or a hub id such as `org/name` or `org/name@revision`.
-        patterns: which files are read, and fetched from the hub.
+        patterns: which files are read, and fetched from the hub; of files in folders of it the whole paths.
         check: called with the small files before the weights are fetched; raises if they are unusable.
 
     Raises:
@@ -228,7 +228,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
         if not isinstance(store, S3Store):
             return _in_folder(Path("/") / key, tenant, places, settings, patterns)
         places.check_object(tenant, store, key, uri)
-        return _in_store(open_store(uri, settings.s3), tenant, places, settings)
+        return _in_store(open_store(uri, settings.s3), tenant, places, settings, patterns)
     if (hub_id := HubId.parse(uri)) is not None:
         small = tuple(pattern for pattern in patterns if not pattern.endswith(".safetensors"))
         check(_of_user(snapshot(hub_id, small, settings.download.max_bytes), patterns))
@@ -240,7 +240,7 @@ def _in_folder(path: Path, tenant: str, places: Places, settings: Settings, patt
     """Locate the files of a folder of this machine. Links in the path are resolved, so that a folder has one name."""
     real = places.check_file(tenant, path, str(path))
     if places.own_key(LocalStore(real).uri) is not None:
-        return _in_store(LocalStore(real), tenant, places, settings)
+        return _in_store(LocalStore(real), tenant, places, settings, patterns)
     if not real.is_dir():
         raise InvalidInput("there is no such folder", str(path))
     return _of_user(UserFolder(real), patterns)
@@ -249,6 +249,7 @@ def _in_folder(path: Path, tenant: str, places: Places, settings: Settings, patt
 def _of_user(folder: UserFolder, patterns: tuple[str, ...]) -> Location:
     with os.scandir(folder.root) as scan:
         names = [entry.name for entry in islice(scan, _MAX_FILES) if not entry.is_dir()]
+    names += [pattern for pattern in patterns if "/" in pattern and (folder.root / pattern).is_file()]
     for name in names:
         if any(fnmatch(name, pattern) for pattern in patterns) and not folder.holds(name):
             raise InvalidInput("this is a link that leads out of its folder", f"{folder.uri}/{name}")
@@ -258,11 +259,14 @@ def _of_user(folder: UserFolder, patterns: tuple[str, ...]) -> Location:
     return Location(folder, files)
 
 
-def _in_store(store: ObjectStore, tenant: str, places: Places, settings: Settings) -> Location:
+def _in_store(
+    store: ObjectStore, tenant: str, places: Places, settings: Settings, patterns: tuple[str, ...]
+) -> Location:
     """An artifact of our own store, or the objects below a user's prefix of S3."""
     key = places.own_key(store.uri)
     if key is None:
-        files = {info.key: info for info in islice(store.list(""), _MAX_FILES) if "/" not in info.key}
+        found = islice(store.list(""), _MAX_FILES)
+        files = {info.key: info for info in found if "/" not in info.key or info.key in patterns}
         if not files:
             raise InvalidInput("there is no such folder, or it is empty", store.uri)
         return Location(store, files)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 4 << 20
 _MAX_FILE_BYTES = 128 << 20
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json")
+TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+"""Files of chat templates, as transformers writes them. Nothing here asks for templates of other names."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE, TOOL_TEMPLATE, "config.json")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -173,12 +175,12 @@ class TokenizerFiles(Frozen):
         """Load the tokenizer and chat template. Raises InvalidInput when the tokenizer is missing or cannot be used."""
         sign(f"{self.place}/tokenizer.json")
         files = {}
-        for path in (self.folder / name for name in _FILES):
-            if path.is_file():
+        for name in _FILES:
+            if (path := self.folder / name).is_file():
                 if (size := path.stat().st_size) > _MAX_FILE_BYTES:
                     rule = f"{size:,} bytes; a file of a tokenizer has up to {_MAX_FILE_BYTES:,}"
-                    raise InvalidInput(rule, f"{self.place}/{path.name}")
-                files[path.name] = path.read_bytes()
+                    raise InvalidInput(rule, f"{self.place}/{name}")
+                files[name] = path.read_bytes()
         return ModelTokenizer(files, self.place)
 
 
@@ -273,17 +275,15 @@ def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[n
 def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> tuple[str | None, str | None]:
     """The chat template, and the one for conversations with tools if there are several (`tool_use`, as transformers).
 
-    They stand in chat_template.jinja, or in tokenizer_config.json as a text or a list of named ones.
+    They stand in files of their own, or else in tokenizer_config.json, as a text or a list of named ones.
     """
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode(), None
+    in_files = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    by_name = {name: files[path].decode() for name, path in in_files.items() if path in files}
     match config.get("chat_template"):
-        case str() as source:
-            return source, None
-        case list() as named:
+        case str() as source if not by_name:
+            by_name = {"default": source}
+        case list() as named if not by_name:
             by_name = {each["name"]: each["template"] for each in named}
-            if "default" not in by_name:
-                raise InvalidInput("there are several chat templates and none is the default", place)
-            return by_name["default"], by_name.get("tool_use")
-        case _:
-            return None, None
+    if by_name and "default" not in by_name:
+        raise InvalidInput("there are several chat templates and none is the default", place)
+    return by_name.get("default"), by_name.get("tool_use")

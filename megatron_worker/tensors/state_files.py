@@ -36,7 +36,7 @@ STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
 _COPIED = (
     *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "LICENSE"),
-    *("tokenizer*", "vocab.*", "chat_template*"),
+    *("tokenizer*", "vocab.*", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -124,7 +124,9 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):
-        shutil.copyfile(source, folder / source.name)
+        target = folder / source.relative_to(model)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, target)
 
 
 def read_adapter(

@@ -75,6 +75,18 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(model, tmp_path, engine, kin
         other.load(tmp_path / "whole")
 
 
+def test_a_whole_model_is_saved_with_all_templates(model, tmp_path, engine):
+    folder = shutil.copytree(model, tmp_path / "model")
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    start(engine, folder, "full").save(tmp_path / "saved")
+    assert {path.read_text() for path in (tmp_path / "saved" / "weights").rglob("*.jinja")} == {
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_with_a_weight_that_is_not_finite_is_refused(model, tmp_path, engine, dtype):
     broken = shutil.copytree(model, tmp_path / "broken")

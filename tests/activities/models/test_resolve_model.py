@@ -21,6 +21,7 @@ from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
+from shared.storage.artifacts import files_of
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
 
@@ -47,6 +48,21 @@ def test_a_folder_is_used_where_it_lies(config, model) -> None:
     assert names_of(model) == before
     stored = [path.name for path in (config.root_path / "store").rglob("*") if path.is_file()]
     assert stored == ["manifest.json"]
+
+
+def test_a_template_of_its_own_for_tools_comes_with_the_model(config, model, tmp_path) -> None:
+    folder = model / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{{ tools }}")
+    (folder / "rag.jinja").write_text("{{ documents }}")
+    read = files_of(resolve(config, model).model, config.s3)[1].files
+    assert {f.path for f in read if f.path.endswith(".jinja")} == {
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    }
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    assert "tool_use.jinja: this is a link that leads out of its folder" in refusal(config, model)
 
 
 def test_a_file_uri_and_a_link_are_the_same_model(config, model, tmp_path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from activities.formats.dataset import open_dataset, open_prompts
 from activities.formats.messages import messages_of, tools_of
@@ -141,6 +143,27 @@ def test_a_model_with_a_template_for_tools_uses_it_where_a_row_has_some(tmp_path
     assert "<tools>" not in without and json.dumps(TIDE) in text and own == f"Half past six.{END}"
     [(_, asked)] = rendered(open_prompts(folder_of(tmp_path, told), DatasetSource(uri="file:///rows")), model_of(both))
     assert model_of(both).decode(asked) == text.removesuffix(f"{own}\n")
+
+
+def test_templates_in_files_of_their_own_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """As `save_pretrained` writes them: before what tokenizer_config.json says, and tool_use beside the default."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_json()),
+        eos_token=END,
+        chat_template={"default": TURNS, "tool_use": TOOLS_FIRST + TURNS, "rag": "never {{ asked }}"},
+    ).save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": ONLY_TEXTS + "x"}))
+    model, theirs = (
+        TokenizerFiles(folder=tmp_path / "model", place="model").load(),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path / "model"),
+    )
+    rows = [{"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "tools": [TIDE]}]
+    for row, (text, _) in zip(rows, trained(folder_of(tmp_path, *rows), model), strict=True):
+        assert text == theirs.apply_chat_template(row["messages"], row.get("tools"), tokenize=False)
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidInput, match="several chat templates and none is the default"):
+        TokenizerFiles(folder=tmp_path / "model", place="model").load()
 
 
 def test_what_a_template_leaves_out_is_refused_by_name(tmp_path: Path) -> None:
