@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy
