@@ -1,10 +1,16 @@
-"""Columns beside those of a format: parts of the prompt, masks and labels, which are read or refused, never ignored."""
+"""Columns beside those of a format: parts of the prompt, masks and labels, which are read or refused, never ignored.
 
-from collections.abc import Collection
+What nobody reads is named.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from activities.formats.messages import Message, message_of
-from activities.formats.rows import Row, text_of, type_name
+from activities.formats.messages import KEYS, Message, message_of
+from activities.formats.rows import Row, listed, text_of, type_name
 from shared.errors import InvalidInput
 
 PROMPT = ("system", "history")
@@ -12,6 +18,46 @@ PROMPT = ("system", "history")
 MASKS = ("completion_mask", "loss_mask", "attention_mask")
 GUARDED = (*PROMPT, "input", "functions", "tools", *MASKS, "label")
 """Columns that change what is trained: a row with one that its format does not read is refused."""
+
+
+_SHAREGPT_KEYS = ("from", "value")
+_MOST_KEYS = 1000
+
+
+@dataclass
+class Unread:
+    """What rows have and nobody reads: columns, by name; and keys of messages, with the number of rows of each."""
+
+    columns: set[str] = field(default_factory=set)
+    keys: Counter[str] = field(default_factory=Counter)
+
+    def note_keys(self, row: Row, columns: Collection[str]) -> None:
+        """Count the keys of a row's messages, which stand in these columns, that are none of a message's."""
+        turns = (turn for column in columns for turn in _listed(row.fields.get(column)))
+        found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
+        self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
+
+    def warnings(self, template: str) -> Iterator[str]:
+        """`template`: the source of the chat template. What it names may be read there."""
+        if self.columns:
+            yield f"nobody reads the columns {listed(sorted(self.columns))}"
+        keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
+        if keys:
+            rows = ", ".join(str(self.keys[key]) for key in keys[:12])
+            yield f"nobody reads the keys {listed(keys)} of messages (in rows: {rows})"
+
+
+_READ_KEYS = frozenset((*KEYS, *_SHAREGPT_KEYS))
+
+
+def _listed(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a column: several, one, or those of OpenAI's `input`."""
+    match value:
+        case [dict(), *_] | {"messages": list()}:
+            turns = value if isinstance(value, list) else value["messages"]
+            yield from (turn for turn in turns if isinstance(turn, dict))
+        case dict():
+            yield value
 
 
 def is_given(row: Row, column: str) -> bool:

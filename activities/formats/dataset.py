@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.columns import GUARDED, refuse_unread
+from activities.formats.columns import GUARDED, Unread, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
@@ -28,7 +28,7 @@ ItemT = TypeVar("ItemT")
 class Dataset(Generic[ItemT]):
     """A dataset whose format is known. Iterating streams its items, in order of file name and row.
 
-    `columns`: those of a Parquet file to read; all if None. `unread`: names of columns that were met and not read.
+    `columns`: those of a Parquet file to read; all if None. `unread`: what was met and not read.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class Dataset(Generic[ItemT]):
     format: FormatSpec
     parse: Callable[[Row], ItemT]
     columns: tuple[str, ...] | None
-    unread: set[str] = field(default_factory=set)
+    unread: Unread = field(default_factory=Unread)
 
     def __iter__(self) -> Iterator[ItemT]:
         return map(self.parse, _rows(self.folder, self.files, self.columns))
@@ -60,7 +60,7 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
     if source.format == "auto":
         tell = partial(_as_named, spec) if source.prompt_field is not None else partial(_format_of, pairs=pairs)
         spec = _detect(_rows(folder, files), tell, source)
-    unread = set[str]()
+    unread = Unread()
     example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
     return Dataset(folder, files, spec, partial(_guarded, spec, example, unread), spec.columns, unread)
 
@@ -113,12 +113,13 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     return found[0]
 
 
-def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: set[str], row: Row) -> Example:
-    """Parse a row. Columns that nobody reads are added to `unread`; those that say what is trained are refused."""
+def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread, row: Row) -> Example:
+    """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
     refuse_unread(row, spec.read, spec.name)
-    unread.update(row.fields.keys() - spec.read - _REFUSED, row.others)
+    unread.columns.update(row.fields.keys() - spec.read - _REFUSED, row.others)
     if isinstance(row.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
-        unread.add("label")  # of another kind than KTO's
+        unread.columns.add("label")  # of another kind than KTO's
+    unread.note_keys(row, (*spec.fields, *spec.more))
     return example(row)
 
 

@@ -13,6 +13,8 @@ from shared.errors import InvalidInput
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
+KEYS = ("role", "content", "name", "weight", "tool_calls", "function_call", "tool_call_id")
+"""Keys of messages that are read here or, but for `weight`, by chat templates. Those of thoughts are in shown.py."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"function": "tool", "observation": "tool"}
 _TEXT_PARTS = (None, "text", "input_text", "output_text")

@@ -70,11 +70,8 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
         return _preview_of_prompts(dataset, tokenizer, request, cut)
     opened = open_dataset(dataset, request.source)
     examples = _Counted(iter(opened), request)
-    tally, shown, tokens_U = (
-        Tally(opened.format.name, request.max_tokens, opened.unread),
-        list[PreviewRow](),
-        array("q"),
-    )
+    tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
+    shown, tokens_U = list[PreviewRow](), array("q")
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)

@@ -101,7 +101,8 @@ def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: Tokenize
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
     opened = open_dataset(dataset, request.source, request.pairs)
-    tally, prompts = Tally(opened.format.name, request.max_tokens, opened.unread), list[Prompt]()
+    tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
+    prompts = list[Prompt]()
     writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs else UnitsWriter(folder)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:

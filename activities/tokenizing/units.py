@@ -7,15 +7,16 @@ Legend: R rows of a block, two a pair; T tokens of a block, one row behind the o
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.rows import listed
-from activities.tokenizing.shown import HiddenThoughts
+from activities.formats.columns import Unread
+from activities.tokenizing.shown import REASONING, HiddenThoughts
+from activities.tokenizing.template_process import TemplateSource
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
@@ -32,10 +33,13 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 class Tally:
     """Counts rows as they come."""
 
-    def __init__(self, kind: Format, max_tokens: int, unread: Collection[str] = ()) -> None:
-        """`unread`: names of columns that are not read, which may grow until the report is made."""
+    def __init__(
+        self, kind: Format, max_tokens: int, unread: Unread | None = None, template: TemplateSource | None = None
+    ) -> None:
+        """`unread`: what is not read of the rows; it may grow until the report is made."""
         self._kind = kind
-        self._unread = unread
+        self._unread = unread or Unread()
+        self._template = f"{template.source} {template.tool_source}" if template else ""
         self._hidden = HiddenThoughts()
         self._max_tokens = max_tokens
         self._counts: Counter[str] = Counter()
@@ -114,8 +118,7 @@ class Tally:
                 f"text, as transformers does; first: {place}"
             )
         yield from self._hidden.warnings()
-        if self._unread:
-            yield f"nobody reads the columns {listed(sorted(self._unread))}"
+        yield from self._unread.warnings(f"{self._template} {' '.join(REASONING)}")
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
         """Raises InvalidInput when no row is left, or more rows are lost than the run allows."""
