@@ -37,7 +37,7 @@ from shared.errors import InvalidInput, WorkerLost
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, reference_uri
 from shared.jobs.leases import ProcessKey, WorkerKey
-from shared.runs.requests import RLRun
+from shared.runs.requests import RLRun, dtype_of
 from shared.runs.serving import ServedSampler
 from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RLStart
@@ -80,7 +80,7 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
         if run.rollouts is not None and run.rollouts.held_out is not None:
             yield StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=loop.evaluate())
         worker_key = WorkerKey(
-            model=state.model, layout=run.layout, dtype=run.dtype, threads_per_rank=start.threads_per_rank
+            model=state.model, layout=run.layout, dtype=dtype_of(run), threads_per_rank=start.threads_per_rank
         )
         with running(paths, worker_key, ranks_command) as worker:
             for number in range(1, state.rollouts.num_steps + 1):

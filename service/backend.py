@@ -70,7 +70,7 @@ class Backend:
         self.decoding = Decoding(settings)
         self.published = PublishedModels(store)
         self.names = NamedModels(self.published)
-        self.untrained = UntrainedModels(settings, temporal)
+        self.untrained = UntrainedModels(settings, temporal, store)
         self.art_models = ArtModels(store, self.published, self.untrained, self.quotas)
         self.inference = Inference(
             settings, self.store, self.published, self.art_models, self.untrained, temporal, questions

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
 ExperimentalTransport = Literal["nixl", "mooncake"]
 
 
@@ -118,7 +119,7 @@ class TinkerSettings(BaseModel):
         description="base models by the names that clients give, here and at /v1: folders, s3:// URIs or hub ids",
     )
     max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and activations")
+    dtype: DtypeChoice = Field(default="auto", description="of weights and activations")
     keep_states: int = Field(default=100, ge=1, le=1000, description="saved states of one model that stay, the newest")
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
@@ -257,6 +258,10 @@ class Settings(BaseSettings):
 
     shape: str = Field(
         default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"
+    )
+    dtype: DtypeChoice = Field(
+        default="auto",
+        description="of runs that name none; auto: bfloat16 where all GPU hosts of the shape have said that it is fast",
     )
     max_ranks: int = Field(
         default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"

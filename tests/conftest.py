@@ -40,6 +40,8 @@ for _name in [
     n for n in os.environ if n.startswith("LONGSHORE_") and not n.startswith(("LONGSHORE_SAMPLER_", "LONGSHORE_TEST_"))
 ]:
     del os.environ[_name]
+# Else the results of runs that name no precision would depend on this machine's processor.
+os.environ["LONGSHORE_DTYPE"] = "float32"
 
 # How long an example takes says something of the machine alone.
 hypothesis.settings.register_profile(

@@ -21,6 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.commands import CommandResult
     from shared.jobs.job import SessionPlan
     from shared.jobs.leases import LeaseGrant
+    from shared.runs.requests import dtype_of
     from shared.runs.sessions import Sent, SessionState
     from shared.runs.start import SessionStart
     from shared.runs.status import CheckpointRef, RunStatus
@@ -177,7 +178,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             model=state.model,
             engine=run.engine,
             layout=run.layout,
-            dtype=run.dtype,
+            dtype=dtype_of(run),
             threads_per_rank=self._start.threads_per_rank,
             trainable=run.trainable,
             initial_adapter=state.adapter,

@@ -19,7 +19,16 @@ from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
 from shared.errors import AVOIDED, UNFIT, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
-from shared.storage.host_states import MAX_LOST, HostState, LeasingRole, delete_state, read_states, write_state
+from shared.storage.host_states import (
+    MAX_LOST,
+    HostState,
+    LeasingRole,
+    delete_state,
+    is_bf16_fast,
+    read_states,
+    write_fast_bf16,
+    write_state,
+)
 from shared.storage.store import ObjectStore, open_store
 
 _QUARANTINE_S = 600.0
@@ -34,15 +43,26 @@ class Standing:
     Args:
         check: finds what the host lacks; it may take a minute.
         alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
+        fast_bf16: says whether the host's devices multiply bfloat16 fast.
 
     `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one.
     """
 
-    def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        state: HostState,
+        check: Check,
+        alone_s: float = 60.0,
+        *,
+        fast_bf16: Callable[[], bool] = is_bf16_fast,
+    ) -> None:
         self._store = store
         self._check = check
         self._alone_s = alone_s
         self._alone_since: float | None = None
+        self._fast_bf16 = fast_bf16
+        self._said: bool | None = None
         self._lock = threading.Lock()
         self.state = state
         self.leave: Callable[[], object] | None = None
@@ -58,9 +78,22 @@ class Standing:
 
     def beat(self) -> None:
         """Write the state into the store, and note whether there are others that take leases."""
-        others = self._look()
+        others, is_fast = self._look(), self._fast_bf16()
         is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(others)
-        self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
+        cleared = {"quarantined_until": 0.0} if is_cleared else {}
+        self._change(seen_at=time.time(), fast_bf16=is_fast, **cleared)
+        if self.state.role == "gpu":
+            self._say(is_fast and all(other.fast_bf16 is not False for other in others))
+
+    def _say(self, is_fast: bool) -> None:
+        """Write whether bfloat16 is fast on all GPU hosts of the shape: runs to come take their precision by that."""
+        if is_fast == self._said:
+            return
+        try:
+            write_fast_bf16(self._store, self.state.shape, is_fast)
+            self._said = is_fast
+        except (LongshoreError, OSError) as error:
+            _log.warning("what this host says of bfloat16 is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
         """Return the other hosts, and note since when none of them takes leases."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from activities.sources.http import shown
 from shared.jobs.job import Full, Lora
-from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
+from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
@@ -49,7 +49,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
             method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
         case Full():
             method = {"trained": "all weights"}
-    fixed = {"dtype": run.dtype, "seed": str(run.seed)}
+    fixed = {"dtype": dtype_of(run), "seed": str(run.seed)}
     if isinstance(run, SessionRun):  # its client sets the other hyperparameters at each step
         return {**method, **fixed}
     own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from shared.errors import LongshoreError
 from shared.settings import Settings
-from shared.storage.host_states import WORKER_PACKAGES
+from shared.storage.host_states import WORKER_PACKAGES, is_bf16_fast
 from shared.storage.store import open_store
 
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
@@ -108,6 +108,8 @@ def _hosts(api_url: str, api_key: str | None) -> Check:
     except Stop as stop:
         return Check("hosts", "warn", f"not known: {stop.message}")
     text = ", ".join(f"{each['num_polling']} {each['role']} ({each['queue']})" for each in found)
+    for precision in (each["precision"] for each in found if each["precision"]):
+        text += f"; runs that name no dtype take {precision['dtype']}: {precision['reason']}"
     lacking = [f"{each['role']} host {told}" for each in found for told in each["lacking"]]
     if lacking:
         advice = "mend it: hosts check themselves each minute, and `longshore doctor` there checks that machine"
@@ -164,22 +166,15 @@ def _tiny_pass() -> Check:
     lacks = done.stdout.splitlines() or done.stderr.splitlines()[-1:]
     if lacks:
         return Check("training", "warn", "; ".join(lacks), "a GPU host here takes no runs until that is mended")
-    return Check("training", "ok", "a tiny pass on every device gives what it should")
+    how = "fast" if is_bf16_fast() else "slow: runs here are to take float32"
+    return Check("training", "ok", f"a tiny pass on every device gives what it should; bfloat16 is {how}")
 
 
 def _cpu() -> Check:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS")
     text = f"{usable} threads usable" + (f", OMP_NUM_THREADS={limit}" if limit else "")
-    info = Path("/proc/cpuinfo")
-    if info.exists() and not has_fast_bf16(info.read_text()):
-        text += "; its bfloat16 products are slow: float32, the default, is the dtype to train with here"
     return Check("CPU", "ok", text)
-
-
-def has_fast_bf16(cpuinfo: str) -> bool:
-    """Return True for a CPU with instructions for products of bfloat16; without them torch takes 100 times as long."""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
 def _gpu() -> Check:

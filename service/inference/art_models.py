@@ -31,7 +31,7 @@ from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.field_rules import pattern
 from shared.jobs.job import Dtype
 from shared.runs.requests import Name, Tenant
-from shared.runs.start import ModelRequest, ResolvedModel
+from shared.runs.start import ModelRequest, ResolvedModel, precision_of
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage import paths
@@ -64,7 +64,10 @@ class ArtSettings(OwnSettings):
 
 
 class ArtModel(Frozen):
-    """The record of a model. `published_as`: the name of its adapters and of its runs."""
+    """The record of a model. `published_as`: the name of its adapters and of its runs.
+
+    `dtype`: where its settings have none, so that its jobs and its samples have the same one.
+    """
 
     model_id: ModelId
     tenant: Tenant
@@ -73,6 +76,7 @@ class ArtModel(Frozen):
     name: ArtWord
     base_model: str
     settings: ArtSettings = ArtSettings()
+    dtype: Dtype = "float32"
     published_as: Name
     created_at: float
 
@@ -104,10 +108,10 @@ class UntrainedModels:
     Some have names that the installation gives them (LONGSHORE_TINKER__MODELS), by which users ask them.
     """
 
-    def __init__(self, settings: Settings, temporal: Temporal) -> None:
-        self._queue = settings.control_queue
+    def __init__(self, settings: Settings, temporal: Temporal, store: ObjectStore) -> None:
+        self._settings = settings
         self._temporal = temporal
-        self._named, self._dtype = settings.tinker.models, settings.tinker.dtype
+        self._store = store
         self._known: dict[tuple[str, str], tuple[float, Artifact]] = {}
 
     async def resolve(self, tenant: str, uri: str) -> Artifact:
@@ -124,7 +128,7 @@ class UntrainedModels:
             UNTRAINED_MODEL_WORKFLOW,
             request,
             ResolvedModel,
-            workflow_id=f"untrained-model-{content_key(self._queue, request)}",
+            workflow_id=f"untrained-model-{content_key(self._settings.control_queue, request)}",
             tenant=tenant,
             within=_PATIENCE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
@@ -132,17 +136,22 @@ class UntrainedModels:
         self._known[tenant, uri] = time.monotonic(), found.model
         return found.model
 
-    async def target(self, tenant: str, uri: str, dtype: Dtype | None = None) -> Target:
-        """Return the weights of a base model, to be asked. Raises as `resolve` does."""
-        return Target(await self.resolve(tenant, uri), None, dtype or self._dtype, uri, None, 0)
+    async def target(self, tenant: str, uri: str) -> Target:
+        """Return the weights of a base model, to be asked in the precision of sessions that would begin now.
+
+        Raises as `resolve` does.
+        """
+        asked = self._settings.tinker.dtype
+        precision = await asyncio.to_thread(precision_of, asked, self._settings, self._store)
+        return Target(await self.resolve(tenant, uri), None, precision.dtype, uri, None, 0)
 
     def uri_of(self, name: str) -> str | None:
         """Return where the base model of a name is; None for what the installation has not named."""
-        return self._named.get(name)
+        return self._settings.tinker.models.get(name)
 
     def served(self) -> list[ServedModel]:
         """Return the named ones as clients see them, in alphabetical order. They are nobody's: their version is 0."""
-        named = sorted(self._named)
+        named = sorted(self._settings.tinker.models)
         return [ServedModel(id=name, created=0, owned_by="installation", root=name, version=0) for name in named]
 
 
@@ -286,11 +295,11 @@ class ArtModels:
                 if name.step is not None:
                     raise NotFound(f"{name.title} has no checkpoint of step {name.step}") from None
         base = await self._untrained.resolve(tenant, model.base_model)
-        return Target(base, None, model.settings.dtype or "float32", model.base_model, model.published_as, 0)
+        return Target(base, None, model.settings.dtype or model.dtype, model.base_model, model.published_as, 0)
 
 
 def new_model(
-    tenant: str, entity: str, project: str, name: str | None, base_model: str, settings: ArtSettings
+    tenant: str, entity: str, project: str, name: str | None, base_model: str, settings: ArtSettings, dtype: Dtype
 ) -> ArtModel:
     """Make a model with an id that sorts by time; a model without a name has its id as its name."""
     now = time.time()
@@ -304,6 +313,7 @@ def new_model(
         name=name or model_id,
         base_model=base_model,
         settings=settings,
+        dtype=dtype,
         published_as=f"{slug or 'model'}-{model_id[-8:]}",
         created_at=now,
     )

@@ -18,7 +18,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest
-from shared.runs.requests import DatasetRun, RLRun, Run, SessionRun
+from shared.runs.requests import DatasetRun, Precision, RLRun, Run, SessionRun
 from shared.settings import PriceSettings
 
 _MEASURED_RUNS = 3
@@ -36,6 +36,7 @@ class Estimate(Frozen):
     """
 
     problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
+    precision: Precision | None = Field(default=None, description="that the run would have if it was submitted now")
     is_complete: bool = Field(description="every row was counted")
     rows: int
     examples: int

@@ -37,6 +37,7 @@ from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import (
     AnyStart,
     check_startable,
+    precision_of,
     result_sha256,
     threads_per_rank,
     workflow_of,
@@ -147,14 +148,16 @@ class Runs:
         with suppress(NotFound):
             return await self._states.record(run_id), False
         run, source = await self.sealed(tenant, run), await self.sealed(tenant, source)
+        precision = await asyncio.to_thread(precision_of, run.dtype, self._settings, self._store)
         record = RunRecord(
             run_id=run_id,
             tenant=tenant,
             owner=owner,
             source=source,
-            run=run,
+            run=run.model_copy(update={"dtype": precision.dtype}),
             created_at=time.time(),
             threads_per_rank=threads_per_rank(run, self._settings),
+            precision=precision,
         )
         took_place = await self._rows.admit(record, queued(record))
         data = record.model_dump_json(indent=1).encode()

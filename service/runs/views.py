@@ -23,7 +23,7 @@ from shared.jobs.events import (
     Succeeded,
 )
 from shared.runs.events import EventCursor, RunEvent, read_run_events
-from shared.runs.requests import FIRST_TENANT, Run, Source, Tenant
+from shared.runs.requests import FIRST_TENANT, Precision, Run, Source, Tenant
 from shared.runs.status import CheckpointRef, Phase, RunStatus, StepStatus
 from shared.settings import PriceSettings
 from shared.storage.artifacts import find
@@ -60,6 +60,7 @@ class RunView(RunStatus):
     owner: str | None = None
     source: Source = Source()
     run: Run
+    precision: Precision | None = None
     cost: Cost | None = None
 
 

@@ -11,6 +11,7 @@ from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipe
 from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
+from shared.settings import DtypeChoice
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -29,7 +30,7 @@ _PEAK = "the highest learning rate, after the warm-up"
 _DECAY = "AdamW's decoupled weight decay"
 _CLIP = "bound of the global gradient norm; 0 for none"
 _SEED = "seed of the data's order and of fresh adapter weights"
-_DTYPE = "precision of weights and activations"
+_DTYPE = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 _BUDGET = (
     "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
     "bin_tokens at most"
@@ -67,7 +68,7 @@ class _DatasetRun(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: Dtype = Field(default="float32", description=_DTYPE)
+    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
@@ -210,7 +211,7 @@ class RLRun(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: Dtype = Field(default="float32", description=_DTYPE)
+    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
@@ -293,7 +294,7 @@ class SessionRun(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: Dtype = Field(default="float32", description=_DTYPE)
+    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
@@ -316,6 +317,22 @@ class SessionRun(Frozen):
 
 Kind = Literal["sft", "dpo", "rl", "session"]
 Run = Annotated[SFTRun | DPORun | RLRun | SessionRun, Field(discriminator="kind")]
+
+
+def dtype_of(run: Run) -> Dtype:
+    """Return the precision of a run that was accepted. It is `auto` of none but those before there was a choice."""
+    return "float32" if run.dtype == "auto" else run.dtype
+
+
+class Precision(Frozen):
+    """The precision of a run, chosen once, where the run is accepted.
+
+    `reason`: why, where the request named none. `notice`: for a user who named one, where another is fast.
+    """
+
+    dtype: Dtype
+    reason: str | None = None
+    notice: str | None = None
 
 
 MAX_METADATA = 16
@@ -362,3 +379,4 @@ class RunRecord(Frozen):
     run: Run
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")
+    precision: Precision | None = Field(default=None, description="of its dtype, which is never `auto` here")

@@ -15,6 +15,7 @@ from shared.runs.requests import (
     FIRST_TENANT,
     DatasetRun,
     DPORun,
+    Precision,
     RLRun,
     Run,
     RunId,
@@ -26,7 +27,8 @@ from shared.runs.requests import (
 from shared.runs.rollouts import Rollouts
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
-from shared.settings import QuotaSettings, Settings
+from shared.settings import DtypeChoice, QuotaSettings, Settings
+from shared.storage.host_states import read_fast_bf16
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
@@ -205,6 +207,24 @@ def timing_of(settings: Settings) -> RunTiming:
 def threads_per_rank(run: Run, settings: Settings) -> int:
     """Return the CPU threads of each rank, which a run keeps for good: they are part of a bit-identical result."""
     return max(1, settings.cpu_threads // run.layout.world_size)
+
+
+def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> Precision:
+    """Return the precision of a run that is accepted now: what it asks for, else by what the GPU hosts have said."""
+    if asked == "auto" and settings.dtype != "auto":
+        return Precision(dtype=settings.dtype, reason="it is this installation's LONGSHORE_DTYPE")
+    is_fast = read_fast_bf16(store, settings.shape)
+    if asked == "auto" and is_fast is None:
+        return Precision(dtype="float32", reason="no GPU host has said yet whether bfloat16 is fast there")
+    if asked == "auto":
+        how = "fast" if is_fast else "slow"
+        return Precision(dtype="bfloat16" if is_fast else "float32", reason=f"bfloat16 is {how} on the GPU hosts")
+    notice = None
+    if asked == "bfloat16" and is_fast is False:
+        notice = "bfloat16 is slow on the GPU hosts, on a CPU up to 100 times as slow as float32, the default here"
+    if asked == "float32" and is_fast:
+        notice = "bfloat16 is fast on the GPU hosts, and takes half of the memory for weights: float32 was asked for"
+    return Precision(dtype=asked, notice=notice)
 
 
 class ModelRequest(Frozen):

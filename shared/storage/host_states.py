@@ -1,16 +1,21 @@
 """What GPU and sampler hosts tell of themselves in the store: what they lack, and the workers that they have lost."""
 
+import os
 import re
+import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from shared.contract import Frozen
 from shared.errors import NotFound
-from shared.storage.paths import HOST_STATES, host_state
+from shared.storage.paths import HOST_STATES, fast_bf16, host_state
 from shared.storage.store import ObjectStore
 
 WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
@@ -22,13 +27,16 @@ _FORGOTTEN_S = 86_400.0  # then its state is deleted
 MAX_LOST = 3
 """Runs whose workers a host may lose at their start, in a row, before it is quarantined."""
 _KEPT_RUNS = 20
+_BF16_CAPABILITY = 8.0
+_ASKED_S = 20.0
+_BOOL = TypeAdapter(bool)
 
 
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
-    `num_lost`: workers that it has lost since it began.
+    `num_lost`: workers that it has lost since it began. `fast_bf16`: of its devices; None: it has not said so yet.
     """
 
     role: LeasingRole
@@ -40,6 +48,7 @@ class HostState(Frozen):
     lost_runs: tuple[str, ...] = ()
     num_lost: int = 0
     quarantined_until: float = 0.0
+    fast_bf16: bool | None = None
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -93,4 +102,53 @@ def read_states(store: ObjectStore, shape: str, now: float | None = None) -> tup
 
 
 def _key(state: HostState) -> str:
-    return host_state(re.sub(r"[^A-Za-z0-9._-]", "_", f"{state.role}-{state.queue}"))
+    return host_state(_plain(f"{state.role}-{state.queue}"))
+
+
+def _plain(name: str) -> str:
+    """Return a name that is good for a key of the store."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def write_fast_bf16(store: ObjectStore, shape: str, is_fast: bool) -> None:
+    store.put_bytes(fast_bf16(_plain(shape)), _BOOL.dump_json(is_fast))
+
+
+def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
+    """Return whether bfloat16 is fast on all GPU hosts of a shape, as they said last; None if none ever said so."""
+    try:
+        return _BOOL.validate_json(store.get_bytes(fast_bf16(_plain(shape))))
+    except NotFound:
+        return None
+
+
+@cache
+def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
+    """Return True if workers on this machine multiply bfloat16 fast: on CUDA of a compute capability of 8 or more, else
+    on a CPU with instructions for it. Nothing is timed, so that a busy machine gives the same answer.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu() or not _has_gpus(proc):
+        info = proc / "cpuinfo"
+        return info.exists() and has_fast_bf16(info.read_text())
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_ASKED_S, check=True)
+        return all(float(capability) >= _BF16_CAPABILITY for capability in done.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):  # nobody knows: float32 is slower, and never wrong
+        return False
+
+
+def has_fast_bf16(cpuinfo: str) -> bool:
+    """Return True for a CPU with instructions for products of bfloat16; without them torch takes 100 times as long."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
+
+
+def _has_gpus(proc: Path) -> bool:
+    return any((proc / "driver" / "nvidia" / "gpus").glob("*"))
+
+
+def _is_torch_for_cpu() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False

@@ -106,6 +106,11 @@ def host_state(name: str) -> str:
     return f"{HOST_STATES}{name}.json"
 
 
+def fast_bf16(shape: str) -> str:
+    """What the GPU hosts of a shape have said of bfloat16; it stays when they leave."""
+    return f"shapes/{shape}/fast_bf16.json"
+
+
 def run_index(run_id: str = "") -> str:
     """An empty object a run, so that listing runs does not list their files. Ids sort by time of submission."""
     return f"index/runs/{run_id}"

@@ -9,7 +9,7 @@ CHOICE = {"finish_reason": "stop", "index": 0, "logprobs": {"content": []}, "mes
 
 
 def model(**settings: Any) -> ArtModel:
-    return new_model("acme", "dock", "Harbour", "Quay Clerk", "tiny/model", ArtSettings(**settings))
+    return new_model("acme", "dock", "Harbour", "Quay Clerk", "tiny/model", ArtSettings(**settings), "float32")
 
 
 def group(**changes: Any) -> dict[str, Any]:

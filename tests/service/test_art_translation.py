@@ -149,7 +149,7 @@ def test_other_names_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["Quay Clerk", "日本", "-._", "x" * 64])
 def test_every_model_is_published_under_a_name(name: str) -> None:
-    named = new_model("acme", "dock", "Harbour", name, "tiny/model", ArtSettings())
+    named = new_model("acme", "dock", "Harbour", name, "tiny/model", ArtSettings(), "float32")
     assert rl_run(named, ExperimentalConfig(), None).name == named.published_as
 
 

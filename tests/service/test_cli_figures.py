@@ -6,7 +6,6 @@ import time
 import pytest
 from rich.console import Console
 
-from service.cli.doctor import has_fast_bf16
 from service.cli.exits import Stop
 from service.cli.output.follow import Bar, Lines
 from service.cli.output.render import seconds_of, span
@@ -153,8 +152,3 @@ def test_resume_is_not_offered_where_it_would_fail_the_same_way(kind: str) -> No
     view = view_of(state="failed", problem={"kind": kind, "message": "train.jsonl:3: no assistant turn"})
     assert "longshore resume" not in summary(view) and "resume would fail the same way" in summary(view)
     assert "longshore resume sft-1" in summary(view.model_copy(update={"problem": None}))
-
-
-def test_a_cpu_says_whether_its_bfloat16_is_fast() -> None:
-    assert has_fast_bf16("flags : fpu avx2 avx512f avx512_bf16\n") and has_fast_bf16("Features : fp asimd bf16\n")
-    assert not has_fast_bf16("flags : fpu avx2 fma avx512f\n")

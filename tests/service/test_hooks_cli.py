@@ -73,7 +73,7 @@ def test_a_night_on_the_command_line(
     assert cli("watch", run_id).code == 0
     record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(run_id).record))
     assert (record.tenant, record.source.schedule) == ("default", "nightly") and record.owner
-    assert record.run.model_dump(mode="json") == scheduled["run"]
+    assert record.run.model_dump(mode="json") == scheduled["run"] | {"dtype": "float32"}
     assert run_id in cli("ls").stdout
 
     def told() -> list[dict] | None:

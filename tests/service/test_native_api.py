@@ -18,12 +18,12 @@ def test_a_run_is_accepted_runs_and_succeeds(api, service: Service) -> None:
     done = ended(api, view.run_id)
     assert (done.state, done.step, done.metrics) == ("succeeded", 4, {"loss": 1.5})
     record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(view.run_id).record))
-    assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour"))
+    assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour", dtype="float32"))
     assert record.threads_per_rank == service.settings.cpu_threads
 
 
 def test_a_preference_run_is_accepted_with_its_kind(api) -> None:
-    body = sft(seed=SUCCEEDS, beta=0.3, reference="file:///adapters/before")
+    body = sft(seed=SUCCEEDS, dtype="float32", beta=0.3, reference="file:///adapters/before")
     answer = api.post("/runs/dpo", json=body)
     assert answer.status_code == 201, answer.text
     done = ended(api, answer.json()["run_id"])

@@ -267,7 +267,7 @@ class LosesAnswers(LocalStore):
 
 
 async def test_a_run_is_accepted_exactly_if_its_record_stands_whatever_the_store_answered(tmp_path: Path) -> None:
-    run = SFTRun.model_validate(sft(seed=SUCCEEDS))
+    run = SFTRun.model_validate(sft(seed=SUCCEEDS, dtype="float32"))
     for writes in (True, False):
         root = tmp_path / str(writes)
         settings = Settings(root=root)

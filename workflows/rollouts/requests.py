@@ -15,7 +15,7 @@ from shared.jobs.job import Dtype, Full, Lora
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
-from shared.runs.requests import RLRun
+from shared.runs.requests import RLRun, dtype_of
 from shared.runs.rollouts import Rollouts
 from shared.runs.serving import SamplerPlace
 from shared.runs.sources import DatasetSource
@@ -71,7 +71,7 @@ def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
         model=model,
         sampler=rollouts.sampler,
         max_lora_rank=rank if rollouts.sampler == "vllm" else 0,
-        dtype=run.dtype,
+        dtype=dtype_of(run),
         threads=start.threads_per_rank * run.layout.world_size,
         slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
         max_model_len=run.max_tokens,
@@ -123,7 +123,7 @@ def _samples(
     return SampleRequest(
         run_id=start.run_id,
         model=model,
-        dtype=run.dtype,
+        dtype=dtype_of(run),
         prompts=prompts,
         rows=rows,
         group_size=group_size,
@@ -197,7 +197,7 @@ def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
     if plan.backend == "store" or rollouts.colocate:
         return None
     widest = max(shape.hidden_size, shape.expert_ffn_size if shape.num_experts else shape.ffn_size)
-    row_bytes = widest * _ITEM_BYTES[run.dtype]
+    row_bytes = widest * _ITEM_BYTES[dtype_of(run)]
     if row_bytes <= plan.bucket_bytes:
         return None
     return f"rollouts.weight_sync.bucket_bytes: rows of this model have {row_bytes} bytes: a bucket holds one at least"
@@ -247,7 +247,7 @@ def proof(
         run_id=start.run_id,
         probe=data.probe,
         logprobs=tuple(logprobs),
-        bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[start.run.dtype],
+        bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[dtype_of(start.run)],
         place=place,
         **dict(_weights_of(start.run, policies, policy)),
     )

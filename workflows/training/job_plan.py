@@ -17,7 +17,7 @@ from shared.jobs.job import (
     with_reference,
 )
 from shared.jobs.weight_sync import SyncTarget
-from shared.runs.requests import DPORun, SFTRun
+from shared.runs.requests import DPORun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -44,7 +44,7 @@ def dataset_job(
         model=model,
         engine=run.engine,
         layout=run.layout,
-        dtype=run.dtype,
+        dtype=dtype_of(run),
         threads_per_rank=start.threads_per_rank,
         trainable=run.trainable,
         initial_adapter=adapter,
@@ -102,7 +102,7 @@ def rl_job(
         model=state.model,
         engine=run.engine,
         layout=run.layout,
-        dtype=run.dtype,
+        dtype=dtype_of(run),
         threads_per_rank=start.threads_per_rank,
         trainable=run.trainable,
         initial_adapter=state.adapter if state.checkpoint is None else None,

@@ -122,7 +122,7 @@ def source_of(model: ArtModel, request: dict[str, Any]) -> Source:
 
 
 def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"max_tokens": _MAX_TOKENS}
+    fields: dict[str, Any] = {"max_tokens": _MAX_TOKENS, "dtype": model.dtype}
     fields |= model.settings.model_dump(exclude=_LORA | _RL_ALONE, exclude_none=True)
     return fields | {
         "name": model.published_as,

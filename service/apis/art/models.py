@@ -16,6 +16,7 @@ from service.backend import Backed
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.runs.start import precision_of
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
@@ -78,7 +79,8 @@ class DeletedCheckpoints(BaseModel):
 async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) -> ModelObject:
     """Register a model, or find the one of this name. 409 when the name is another model's."""
     entity, project = body.entity or asking.tenant, body.project or _PROJECT
-    model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore)
+    precision = await asyncio.to_thread(precision_of, "auto", backend.settings, backend.store)
+    model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore, precision.dtype)
     run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is refused here
     try:
         await backend.runs.check_run(asking.tenant, run, "longshore.")

@@ -15,6 +15,8 @@ from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.runs.requests import Precision
+from shared.runs.start import precision_of
 from shared.storage.artifacts import FileEntry
 from shared.storage.host_states import read_states
 
@@ -26,13 +28,14 @@ class QueueHosts(Frozen):
     """The hosts of a role that ask for work now; those that are busy with all they take do not ask.
 
     `lacking`: what hosts of it lack, or that they are quarantined: those do not take runs. Their names are told to an
-    operator's key alone.
+    operator's key alone. `precision`: on GPU hosts, of runs that name none.
     """
 
     role: Literal["control", "gpu", "sampler"]
     queue: str
     num_polling: int
     lacking: tuple[str, ...] = ()
+    precision: Precision | None = None
 
 
 class DeletedVersions(Frozen):
@@ -47,6 +50,7 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
     """How many hosts of each role poll their queue, and what those lack that do not take runs."""
     settings, now = backend.settings, time.time()
     states = await asyncio.to_thread(read_states, backend.store, settings.shape)
+    precision = await asyncio.to_thread(precision_of, "auto", settings, backend.store)
     queues: tuple[tuple[Literal["control", "gpu", "sampler"], str], ...] = (
         ("control", settings.control_queue),
         ("gpu", settings.lease_queue),
@@ -59,6 +63,7 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
             queue=queue,
             num_polling=count,
             lacking=tuple(told for each in states if each.role == role for told in each.told(now, asking.is_operator)),
+            precision=precision if role == "gpu" else None,
         )
         for (role, queue), count in zip(queues, counts, strict=True)
     )

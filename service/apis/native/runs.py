@@ -21,6 +21,7 @@ from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, l
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
 from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
+from shared.runs.start import precision_of
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
@@ -144,7 +145,9 @@ async def estimate_run(run: JsonBody[Asked], backend: Backed, asking: Asking) ->
     """What a run would be: steps and tokens, counted; time and cost, where earlier runs of its model tell. Starts
     nothing."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run.root)
-    return await backend.estimates.of(asking.tenant, named)
+    precision = await asyncio.to_thread(precision_of, named.dtype, backend.settings, backend.store)
+    found = await backend.estimates.of(asking.tenant, named.model_copy(update={"dtype": precision.dtype}))
+    return found.model_copy(update={"precision": precision})
 
 
 class StepSubmission(Frozen):

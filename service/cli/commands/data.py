@@ -11,6 +11,7 @@ from service.cli.command import Answer, answering, command
 from service.cli.commands.submit import checked, model_uri, naming_options, run_of, uploaded
 from service.cli.exits import DONE, FAILED, USAGE, Stop
 from service.cli.output.render import console, plain, print_table, say, span
+from service.cli.output.runs import in_words
 from service.cli.run_options import fields_of, given, options_of, run_command, run_model
 
 if TYPE_CHECKING:
@@ -209,9 +210,13 @@ def _print_estimate(run: "Run", found: "Estimate") -> None:
         rows.append(("a step", f"{span(found.seconds_per_step)}{on}"))
     if found.seconds is not None:
         rows.append(("training", f"about {span(found.seconds)}"))
+    if (precision := in_words(found.precision)) is not None:
+        rows.append(("precision", precision))
     if found.cost is not None:
         rows.append(("cost", f"about {found.cost:,.2f} {found.currency}"))
     print_table(("", ""), [(name, plain(text)) for name, text in rows])
+    if found.precision is not None and found.precision.notice is not None:
+        say(f"notice: {found.precision.notice}")
     if found.same_layout is False:
         say("those runs had another layout, engine or precision: the time may be far off")
     if not found.is_complete:

@@ -174,6 +174,8 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
 
     def started() -> None:
         print(view.run_id)
+        for notice in view.notices:
+            say(f"notice: {notice}")
         say(f"started; follow it with: longshore watch {view.run_id}")
 
     if not wait:

@@ -9,6 +9,7 @@ from service.cli.output.render import ago, plain, print_table, span
 
 if TYPE_CHECKING:
     from service.runs.views import RunView
+    from shared.runs.requests import Precision
 
 _RESUME = "go on: longshore resume {0}"
 # What may be done about a run that has not come to a good end; of failed ones by their problem's kind, or _LOOK.
@@ -81,6 +82,7 @@ def print_details(view: "RunView") -> None:
         ("model", run.model),
         ("name", run.name),
         ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
+        ("precision", in_words(view.precision)),
         ("submitted", f"{ago(view.created_at)}{owner}"),
         ("tokens", f"{view.planned_tokens:,} in all steps" if view.planned_tokens else None),
         ("took", took(view)),
@@ -94,6 +96,11 @@ def print_details(view: "RunView") -> None:
         end = view.ended_at or time.time()
         spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
         print_table(("phase", "took", "began"), spans)
+
+
+def in_words(precision: "Precision | None") -> str | None:
+    """Return a precision with the reason why it was chosen; None where the request named it."""
+    return None if precision is None or precision.reason is None else f"{precision.dtype}: {precision.reason}"
 
 
 def cost_in_words(view: "RunView") -> str | None:

@@ -7,7 +7,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.hosts.standing import Standing
 from shared.errors import AVOIDED, UNFIT, HostLeft, InvalidInput, LeaseLost, WorkerLost
-from shared.storage.host_states import MAX_LOST, HostState, read_states
+from shared.storage.host_states import MAX_LOST, HostState, LeasingRole, read_fast_bf16, read_states
 from shared.storage.store import LocalStore
 
 DIED = WorkerLost("the worker process ended with exit code 1")
@@ -19,9 +19,11 @@ class Yard:
     def __init__(self, root: Path) -> None:
         self.store = LocalStore(root)
 
-    def host(self, name: str, *lacks: str, alone_s: float = 0.0, shape: str = "cpu") -> Standing:
-        state = HostState(role="gpu", shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",))
-        standing = Standing(self.store, state, lambda: lacks, alone_s)
+    def host(
+        self, name: str, *lacks: str, alone_s: float = 0.0, shape: str = "cpu", role: LeasingRole = "gpu", bf16=True
+    ) -> Standing:
+        state = HostState(role=role, shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",))
+        standing = Standing(self.store, state, lambda: lacks, alone_s, fast_bf16=lambda: bf16)
         standing.examine()
         standing.beat()
         return standing
@@ -127,3 +129,21 @@ def test_a_loss_names_its_host_to_the_run_and_has_the_host_checked(yard: Yard) -
     with pytest.raises(InvalidInput), host.offered("b", ()):
         raise InvalidInput("of the run alone")
     assert left == [True]
+
+
+def test_bfloat16_is_fast_in_a_shape_where_it_is_so_on_all_its_gpu_hosts(yard: Yard) -> None:
+    yard.host("sampler", role="sampler", bf16=False)
+    assert read_fast_bf16(yard.store, "cpu") is None, "runs train on GPU hosts"
+    fast = yard.host("fast")
+    assert read_fast_bf16(yard.store, "cpu") is True
+    slow = yard.host("slow", bf16=False)
+    assert read_fast_bf16(yard.store, "cpu") is False
+    fast.beat()
+    yard.host("another")
+    yard.host("elsewhere", shape="other")
+    assert (read_fast_bf16(yard.store, "cpu"), read_fast_bf16(yard.store, "other")) == (False, True)
+    slow.retire()
+    fast.beat()
+    assert read_fast_bf16(yard.store, "cpu") is True
+    fast.retire()
+    assert read_fast_bf16(yard.store, "cpu") is True, "what comes when no host is up is trained on such a one"

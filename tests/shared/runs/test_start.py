@@ -1,13 +1,17 @@
 """What is refused before a run starts, with the place and the rule."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from shared.errors import InvalidInput
 from shared.jobs.job import Full
-from shared.runs.requests import RLRun
-from shared.runs.start import check_startable
+from shared.runs.requests import RLRun, dtype_of
+from shared.runs.start import check_startable, precision_of
 from shared.settings import SamplingSettings, Settings
+from shared.storage.host_states import write_fast_bf16
+from shared.storage.store import LocalStore
 
 GRADER = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
 ROLLOUTS = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 1}
@@ -116,3 +120,30 @@ def test_a_backend_that_there_is_not_is_refused_with_those_that_there_are(backen
 def test_a_profile_stays_in_its_folder(path):
     with pytest.raises(ValidationError):
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": {"profile_path": path}}})
+
+
+def test_the_precision_follows_what_gpu_hosts_say(tmp_path: Path) -> None:
+    store, auto = LocalStore(tmp_path), Settings(dtype="auto")
+
+    def told(asked: str, settings: Settings = auto) -> tuple[str, bool, bool]:
+        found = precision_of(asked, settings, store)
+        return found.dtype, found.reason is not None, found.notice is not None
+
+    pinned = Settings(dtype="bfloat16")
+    assert "no GPU host has said" in precision_of("auto", auto, store).reason
+    assert told("auto") == ("float32", True, False) and told("float32") == ("float32", False, False)
+    write_fast_bf16(store, auto.shape, True)
+    assert told("auto") == ("bfloat16", True, False) and told("bfloat16") == ("bfloat16", False, False)
+    assert told("float32") == ("float32", False, True), "another would be faster"
+    write_fast_bf16(store, auto.shape, False)
+    assert told("auto") == ("float32", True, False) and told("float32") == ("float32", False, False)
+    assert told("bfloat16") == ("bfloat16", False, True)
+    assert (
+        told("auto", pinned) == ("bfloat16", True, False)
+        and "LONGSHORE_DTYPE" in precision_of("auto", pinned, store).reason
+    )
+
+
+def test_a_run_from_before_there_was_a_choice_is_of_float32() -> None:
+    old = RLRun.model_validate({"kind": "rl", "model": "/model"})
+    assert dtype_of(old) == "float32" and dtype_of(old.model_copy(update={"dtype": "bfloat16"})) == "bfloat16"

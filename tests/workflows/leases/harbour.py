@@ -52,7 +52,7 @@ class Harbour:
     def inference(self, **changes: Any) -> Inference:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
-        untrained = UntrainedModels(settings, temporal)
+        untrained = UntrainedModels(settings, temporal, self.store)
         models = ArtModels(
             self.store, published, untrained, Quotas(settings.quotas, self.store, open_database(settings))
         )

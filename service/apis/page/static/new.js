@@ -73,12 +73,14 @@ function estimated(found) {
     ...(found.samples === null ? [] : [["Samples", number(found.samples)]]),
     ["Tokens", tokens],
     ["Training", found.seconds === null ? "not measured yet" : `about ${duration(found.seconds)}`],
+    ["Precision", found.precision.reason ? `${found.precision.dtype}: ${found.precision.reason}` : found.precision.dtype],
     ...(found.cost === null ? [] : [["Cost", `about ${money({ amount: found.cost, currency: found.currency })}`]]),
   ];
   return [
     make("h2", {}, "Estimate"),
     make("dl.facts", { id: "estimate" }, parts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
     found.problem && make("p.problem", { role: "alert" }, `A run would refuse this dataset: ${found.problem}`),
+    found.precision.notice && make("p.notice", {}, found.precision.notice),
     found.measured_on.length > 0 && make("p.muted.small", {}, `Measured on ${found.measured_on.join(", ")}${found.same_layout ? "" : ", of another layout, engine or precision: it may be far off"}. Waiting, loading and evaluation are not in it.`),
     found.not_measured !== null && make("p.muted.small", {}, `How long it takes is not known, because ${found.not_measured}: the run says so itself from its second step on.`),
     !found.is_complete && make("p.muted.small", {}, `Only the first ${number(found.rows)} rows were counted: there are more.`),

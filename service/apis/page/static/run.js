@@ -62,6 +62,7 @@ function summary(state) {
     ["Owner", owners[run.owner] ?? run.owner ?? "–"],
     ["Source", name ? `schedule ${name}` : SOURCES[api]],
     ["Model", make("span", { title: run.run.model }, modelName(run.run.model))],
+    ...(run.precision?.reason ? [["Precision", [run.precision.dtype, make("span.muted.small.under", {}, run.precision.reason)]]] : []),
     ...(run.version ? [["Published", `${run.name} v${run.version}`]] : []),
     ...Object.entries(metadata),
   ];

@@ -56,7 +56,7 @@ async def test_new_data_is_trained_on_from_the_last_version_and_old_data_is_not(
     first = await stack.trigger("nightly", 1)
     record = stack.record(first.run_id)
     assert (record.tenant, record.owner, record.source.schedule) == (TENANT, "key-1", "nightly")
-    assert record.run == view.scheduled.run
+    assert record.run == view.scheduled.run.model_copy(update={"dtype": "float32"})
     assert stack.store.head(f"index/runs/{first.run_id}") is not None
     assert (await stack.result(first.run_id)).state == "succeeded"
     await stack.settled("nightly")
