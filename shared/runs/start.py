@@ -216,9 +216,10 @@ def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> 
     is_fast = read_fast_bf16(store, settings.shape)
     if asked == "auto" and is_fast is None:
         return Precision(dtype="float32", reason="no GPU host has said yet whether bfloat16 is fast there")
+    if asked == "auto" and is_fast:
+        return Precision(dtype="bfloat16", reason="it is fast on the GPU hosts")
     if asked == "auto":
-        how = "fast" if is_fast else "slow"
-        return Precision(dtype="bfloat16" if is_fast else "float32", reason=f"bfloat16 is {how} on the GPU hosts")
+        return Precision(dtype="float32", reason="bfloat16 is slow on the GPU hosts")
     notice = None
     if asked == "bfloat16" and is_fast is False:
         notice = "bfloat16 is slow on the GPU hosts, on a CPU up to 100 times as slow as float32, the default here"

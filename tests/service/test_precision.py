@@ -43,7 +43,7 @@ def test_a_run_takes_what_the_hosts_compute_fast_and_keeps_it(service: Service, 
     say(service, FAST)
     first = run(api, key="the same", **sft())
     assert (first["run"]["dtype"], first["notices"]) == ("bfloat16", [])
-    assert first["precision"]["reason"] == "bfloat16 is fast on the GPU hosts"
+    assert first["precision"]["reason"] == "it is fast on the GPU hosts"
     assert json.loads(service.store.get_bytes(RunKeys(first["run_id"]).record))["run"]["dtype"] == "bfloat16"
     say(service, SLOW)
     assert run(api, key="the same", **sft())["run_id"] == first["run_id"]
@@ -70,14 +70,14 @@ def test_estimate_get_and_doctor_tell_it(service: Service, cli, tiny_model: Path
     (tmp_path / "rows.jsonl").write_text('{"text": "The harbour opens at dawn."}\n')
     sized = ("-m", str(tiny_model), "-d", str(tmp_path / "rows.jsonl"), "--steps", "1")
     told = cli("estimate", "sft", *sized)
-    assert "bfloat16: bfloat16 is fast on the GPU hosts" in told.stdout, told
+    assert "bfloat16: it is fast on the GPU hosts" in told.stdout, told
     told = cli("estimate", "sft", *sized, "--dtype", "float32")
     assert "notice: bfloat16 is fast" in told.stderr and "precision" not in told.stdout, told
     run_id = cli("submit", "sft", *sized).stdout.strip()
-    assert "bfloat16: bfloat16 is fast on the GPU hosts" in cli("get", run_id).stdout
+    assert "bfloat16: it is fast on the GPU hosts" in cli("get", run_id).stdout
     found = cli("doctor", "--json").json
     [hosts] = [check["text"] for check in found if check["name"] == "hosts"]
-    assert "runs that name no dtype take bfloat16: bfloat16 is fast on the GPU hosts" in hosts
+    assert "runs that name no dtype take bfloat16: it is fast on the GPU hosts" in hosts
 
 
 def test_every_door_has_the_same_one(service: Service, api: httpx.Client, tiny_model: Path) -> None:
