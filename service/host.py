@@ -313,7 +313,7 @@ async def serve(
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
-                standing = standing_of(role, settings, record.queue, check)
+                standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
                 jobs = gpu_workers(client, settings, threads, pool, record.queue, standing)
                 await stack.enter_async_context(polling(*jobs))
             case "sampler":
@@ -321,7 +321,7 @@ async def serve(
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
                 questions = stack.enter_context(closing(Questions(host, Samplers(settings, pool))))
                 at = stack.enter_context(answering(settings, record.queue, questions.answer))
-                standing = standing_of(role, settings, record.queue, check)
+                standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
                 workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing)
                 await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)

@@ -43,26 +43,15 @@ class Standing:
     Args:
         check: finds what the host lacks; it may take a minute.
         alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
-        fast_bf16: says whether the host's devices multiply bfloat16 fast.
 
     `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        state: HostState,
-        check: Check,
-        alone_s: float = 60.0,
-        *,
-        fast_bf16: Callable[[], bool] = is_bf16_fast,
-    ) -> None:
+    def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
         self._store = store
         self._check = check
         self._alone_s = alone_s
         self._alone_since: float | None = None
-        self._fast_bf16 = fast_bf16
-        self._said: bool | None = None
         self._lock = threading.Lock()
         self.state = state
         self.leave: Callable[[], object] | None = None
@@ -78,20 +67,16 @@ class Standing:
 
     def beat(self) -> None:
         """Write the state into the store, and note whether there are others that take leases."""
-        others, is_fast = self._look(), self._fast_bf16()
+        others = self._look()
         is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(others)
-        cleared = {"quarantined_until": 0.0} if is_cleared else {}
-        self._change(seen_at=time.time(), fast_bf16=is_fast, **cleared)
+        self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
         if self.state.role == "gpu":
-            self._say(is_fast and all(other.fast_bf16 is not False for other in others))
+            self._say(all(host.fast_bf16 for host in (self.state, *others)))
 
     def _say(self, is_fast: bool) -> None:
         """Write whether bfloat16 is fast on all GPU hosts of the shape: runs to come take their precision by that."""
-        if is_fast == self._said:
-            return
         try:
             write_fast_bf16(self._store, self.state.shape, is_fast)
-            self._said = is_fast
         except (LongshoreError, OSError) as error:
             _log.warning("what this host says of bfloat16 is not written: %s", error)
 
@@ -204,7 +189,14 @@ class Standing:
 
 def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check | None = None) -> Standing:
     """Return the standing of this host, whose own queue is given. Until it has had a check, it lacks that."""
-    name, lacks = socket.gethostname(), ("its first check has not ended",)
-    state = HostState(role=role, shape=settings.shape, name=name, queue=queue, seen_at=time.time(), lacks=lacks)
+    state = HostState(
+        role=role,
+        shape=settings.shape,
+        name=socket.gethostname(),
+        queue=queue,
+        seen_at=time.time(),
+        lacks=("its first check has not ended",),
+        fast_bf16=is_bf16_fast(),
+    )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
     return Standing(open_store(settings.store, settings.s3), state, check)

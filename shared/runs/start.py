@@ -214,15 +214,14 @@ def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> 
     if asked == "auto" and settings.dtype != "auto":
         return Precision(dtype=settings.dtype, reason="it is this installation's LONGSHORE_DTYPE")
     is_fast = read_fast_bf16(store, settings.shape)
-    if asked == "auto" and is_fast is None:
-        return Precision(dtype="float32", reason="no GPU host has said yet whether bfloat16 is fast there")
     if asked == "auto" and is_fast:
         return Precision(dtype="bfloat16", reason="it is fast on the GPU hosts")
     if asked == "auto":
-        return Precision(dtype="float32", reason="bfloat16 is slow on the GPU hosts")
+        slow, unknown = "bfloat16 is slow on the GPU hosts", "no GPU host has said yet whether bfloat16 is fast there"
+        return Precision(dtype="float32", reason=unknown if is_fast is None else slow)
     notice = None
     if asked == "bfloat16" and is_fast is False:
-        notice = "bfloat16 is slow on the GPU hosts, on a CPU up to 100 times as slow as float32, the default here"
+        notice = "bfloat16 is slow on the GPU hosts: on CPUs it takes up to 100 times as long as float32"
     if asked == "float32" and is_fast:
         notice = "bfloat16 is fast on the GPU hosts, and takes half of the memory for weights: float32 was asked for"
     return Precision(dtype=asked, notice=notice)

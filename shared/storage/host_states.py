@@ -6,12 +6,11 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from shared.contract import Frozen
 from shared.errors import NotFound
@@ -29,14 +28,13 @@ MAX_LOST = 3
 _KEPT_RUNS = 20
 _BF16_CAPABILITY = 8.0
 _ASKED_S = 20.0
-_BOOL = TypeAdapter(bool)
 
 
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
-    `num_lost`: workers that it has lost since it began. `fast_bf16`: of its devices; None: it has not said so yet.
+    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast.
     """
 
     role: LeasingRole
@@ -48,7 +46,7 @@ class HostState(Frozen):
     lost_runs: tuple[str, ...] = ()
     num_lost: int = 0
     quarantined_until: float = 0.0
-    fast_bf16: bool | None = None
+    fast_bf16: bool = False
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -111,29 +109,28 @@ def _plain(name: str) -> str:
 
 
 def write_fast_bf16(store: ObjectStore, shape: str, is_fast: bool) -> None:
-    store.put_bytes(fast_bf16(_plain(shape)), _BOOL.dump_json(is_fast))
+    store.put_bytes(fast_bf16(_plain(shape)), b"true" if is_fast else b"false")
 
 
 def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
     """Return whether bfloat16 is fast on all GPU hosts of a shape, as they said last; None if none ever said so."""
-    try:
-        return _BOOL.validate_json(store.get_bytes(fast_bf16(_plain(shape))))
-    except NotFound:
-        return None
+    with suppress(NotFound):
+        return store.get_bytes(fast_bf16(_plain(shape))) == b"true"
+    return None
 
 
-@cache
 def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
     """Return True if workers on this machine multiply bfloat16 fast: on CUDA of a compute capability of 8 or more, else
     on a CPU with instructions for it. Nothing is timed, so that a busy machine gives the same answer.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu() or not _has_gpus(proc):
+    has_gpus = any((proc / "driver" / "nvidia" / "gpus").glob("*"))
+    if not has_gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu():
         info = proc / "cpuinfo"
         return info.exists() and has_fast_bf16(info.read_text())
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_ASKED_S, check=True)
-        return all(float(capability) >= _BF16_CAPABILITY for capability in done.stdout.split())
+        return min(map(float, done.stdout.split())) >= _BF16_CAPABILITY
     except (OSError, subprocess.SubprocessError, ValueError):  # nobody knows: float32 is slower, and never wrong
         return False
 
@@ -143,12 +140,7 @@ def has_fast_bf16(cpuinfo: str) -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
-def _has_gpus(proc: Path) -> bool:
-    return any((proc / "driver" / "nvidia" / "gpus").glob("*"))
-
-
 def _is_torch_for_cpu() -> bool:
-    try:
+    with suppress(PackageNotFoundError):
         return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
+    return False

@@ -22,8 +22,10 @@ class Yard:
     def host(
         self, name: str, *lacks: str, alone_s: float = 0.0, shape: str = "cpu", role: LeasingRole = "gpu", bf16=True
     ) -> Standing:
-        state = HostState(role=role, shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",))
-        standing = Standing(self.store, state, lambda: lacks, alone_s, fast_bf16=lambda: bf16)
+        state = HostState(
+            role=role, shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",), fast_bf16=bf16
+        )
+        standing = Standing(self.store, state, lambda: lacks, alone_s)
         standing.examine()
         standing.beat()
         return standing

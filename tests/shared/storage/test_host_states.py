@@ -42,6 +42,7 @@ def test_a_cpu_says_whether_its_bfloat16_is_fast(tmp_path: Path) -> None:
         ("echo 9.0; echo 8.0", True),
         ("echo 9.0; echo 7.5", False),
         ("echo '[N/A]'", False),
+        ("true", False),
         ("echo Failed to initialize NVML; exit 9", False),
     ],
 )

@@ -16,7 +16,7 @@ from activities.hosts import standing
 from activities.hosts.fitness import Fitness
 from activities.hosts.lease import LeaseRecord
 from shared.runs.start import RunTiming
-from shared.storage.host_states import MAX_LOST, read_states
+from shared.storage.host_states import MAX_LOST, is_bf16_fast, read_fast_bf16, read_states
 from shared.storage.paths import RunKeys
 from tests.workflows.stack import Stack, eventually, failure_of, started
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
@@ -42,6 +42,7 @@ async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
             status = await handle.result()
             assert status.state == "succeeded"
             assert hosts_of(stack, handle.id) in ([broken, good], [good]), "never twice"
+        assert read_fast_bf16(stack.store, stack.settings.shape) is is_bf16_fast(), "as they said when they came"
 
 
 async def test_a_run_on_a_host_alone_fails_with_what_the_host_lacks(
