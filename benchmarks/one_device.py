@@ -64,8 +64,8 @@ class Device:
         for ready in samplers(self._root):
             with suppress(httpx.TransportError):
                 key = {"Authorization": f"Bearer {ready.api_key}"}
-                answer = httpx.get(f"{ready.url}/v1/memory", headers=key, trust_env=False)
-                return SamplerMemory.model_validate_json(answer.content)
+                with httpx.Client(transport=httpx.HTTPTransport(uds=ready.socket), headers=key) as client:
+                    return SamplerMemory.model_validate_json(client.get(f"{ready.url}/v1/memory").content)
         return None
 
 

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from pydantic import SecretStr
-
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.host_context import HostContext
 from activities.hosts.progress import job_metrics
 from activities.hosts.uploader import LogReader
-from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerProcess, ranks_command
 from activities.models.resolve import AdapterRequest, Resolve
 from activities.publishing.publish import Publish, PublishRequest
 from activities.sampling.lease_sampler import SamplerCommand
@@ -31,25 +30,23 @@ from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from shared.chat.completions import SamplerReady
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, WorkerLost
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, reference_uri
-from shared.jobs.leases import ProcessKey, WorkerKey
+from shared.jobs.leases import LeaseMark, ProcessKey, WorkerKey
 from shared.runs.requests import RLRun, dtype_of
-from shared.runs.serving import ServedSampler
+from shared.runs.serving import LeasedSampler
 from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
-from shared.settings import DownloadSettings, SamplingSettings, Settings
+from shared.settings import DownloadSettings, Settings
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths
 from workflows.rollouts import requests as rollout_requests
 from workflows.training.job_plan import rl_job
 
 _FENCE = Fence(epoch=1)
-_PLACE = ServedSampler()  # the sampler that the settings name
 _POLL_S = 0.02
 
 
@@ -73,16 +70,17 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
     if run.rollouts is not None and run.rollouts.sampler != "own":
         raise InvalidInput("this loop starts Longshore's own sampler alone", "rollouts.sampler")
     key = rollout_requests.sampler_key(start, state.model)
-    with running(paths, key, SamplerCommand(HostContext(settings))) as sampler:
-        ready = SamplerReady.model_validate_json(sampler.paths.ready.read_bytes())
-        own = SamplingSettings(url=ready.url, api_key=SecretStr(ready.api_key))
-        loop = Loop(start, state, settings.model_copy(update={"sampling": own}))
+    mark = LeaseMark(run_id=start.run_id, fence=_FENCE)
+    samplers = WorkerPool(paths, SamplerCommand(HostContext(settings)), {}, idle_limit_s=0)
+    with running(samplers, key, mark) as sampler:
+        place = LeasedSampler(run_id=start.run_id, fence=_FENCE, worker_id=sampler.worker_id)
+        loop = Loop(start, state, settings, Samplers(settings, samplers), place)
         if run.rollouts is not None and run.rollouts.held_out is not None:
             yield StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=loop.evaluate())
         worker_key = WorkerKey(
             model=state.model, layout=run.layout, dtype=dtype_of(run), threads_per_rank=start.threads_per_rank
         )
-        with running(paths, worker_key, ranks_command) as worker:
+        with running(WorkerPool(paths, ranks_command, {}, idle_limit_s=0), worker_key, mark) as worker:
             for number in range(1, state.rollouts.num_steps + 1):
                 yield loop.step(number, worker)
 
@@ -122,17 +120,19 @@ def prepare(start: RLStart, settings: Settings) -> RLState:
 class Loop:
     """The steps of one run, and what they leave: the state that a workflow keeps, and the policies sampled from."""
 
-    def __init__(self, start: RLStart, state: RLState, settings: Settings) -> None:
+    def __init__(
+        self, start: RLStart, state: RLState, settings: Settings, samplers: Samplers, place: LeasedSampler
+    ) -> None:
         assert state.rollouts is not None
         self._start, self._state, self._data, self._settings = start, state, state.rollouts, settings
-        self._samplers = Samplers(settings)
+        self._samplers, self._place = samplers, place
         self._policies = [Policy(after_step=0, version=0, adapter=state.adapter)]
 
     def step(self, number: int, worker: WorkerProcess) -> StepStatus:
         """Sample, grade, group and train; then look at held-out prompts, where that is due."""
         run, data = self._start.run, self._data
         samples = rollout_requests.step_samples(
-            self._start, self._state.model, data.prompts, self._policies, number, _PLACE
+            self._start, self._state.model, data.prompts, self._policies, number, self._place
         )
         sampled, graded = self._graded(samples)
         wanted = rollout_requests.groups_request(run, sampled.completions, graded.grades, number)
@@ -148,7 +148,7 @@ class Loop:
         policies, prompts = self._policies, self._data.held_out
         assert prompts is not None
         samples = rollout_requests.held_out_samples(
-            self._start, self._state.model, prompts, policies, policies[-1], _PLACE
+            self._start, self._state.model, prompts, policies, policies[-1], self._place
         )
         sampled, graded = self._graded(samples)
         return rollout_requests.held_out_metrics(sampled, graded.summary)
@@ -194,7 +194,7 @@ class Loop:
         left = {"policy_version": state.policy_version + 1, "optimizer_step": checkpoint.step, "checkpoint": checkpoint}
         adapter = Artifact(uri=published.uri, sha256=published.sha256)
         policy = Policy(after_step=step.step, version=state.policy_version + 1, adapter=adapter)
-        proof = rollout_requests.proof(start, self._data, self._policies, policy, probed, _PLACE)
+        proof = rollout_requests.proof(start, self._data, self._policies, policy, probed, self._place)
         proved = SamplerActivities(HostContext(self._settings), self._samplers).prove_adapter(proof)
         self._add(policy)
         self._state = state.model_copy(update=left)
@@ -237,18 +237,17 @@ def checkpoint_of(saved: Saved) -> CheckpointRef:
 
 
 @contextmanager
-def running(paths: HostPaths, key: ProcessKey, command: WorkerCommand) -> Iterator[WorkerProcess]:
+def running(pool: WorkerPool, key: ProcessKey, mark: LeaseMark) -> Iterator[WorkerProcess]:
     """A worker or sampler of our own, which is ready, until the block ends."""
-    process = launch(paths, key, command, {})
     try:
+        process = pool.acquire(key, mark)
         while not process.is_ready():
             if not process.is_alive():
                 raise WorkerLost(process.death_report())
             time.sleep(_POLL_S)
         yield process
     finally:
-        process.end(polite=True)
-        process.remove()
+        pool.close()
 
 
 if __name__ == "__main__":

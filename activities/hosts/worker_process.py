@@ -19,7 +19,7 @@ import psutil
 from shared.child_environment import child_environment
 from shared.jobs.layout import MAX_WORLD_SIZE, check_ranks
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
-from shared.storage.files import write_atomically
+from shared.storage.files import private_folder, write_atomically
 from shared.storage.paths import HostPaths, WorkerPaths
 
 _TERM_GRACE_S = 1.0
@@ -197,6 +197,7 @@ def launch(
     worker_id = uuid.uuid4().hex
     worker = paths.worker(worker_id)
     arguments = command(worker.root, key)
+    private_folder(worker.root)
     host = psutil.Process()
     record = WorkerRecord(
         worker_id=worker_id,

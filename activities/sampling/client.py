@@ -108,6 +108,7 @@ class Sampler:
         transport = httpx.HTTPTransport(limits=limits, trust_env=False, uds=socket_path)
         self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
         self._url = url.rstrip("/")
+        self._socket_path = socket_path
         self._attempts = attempts
         self._confined = confinement
         self._sockets: list[socket.socket] = []
@@ -220,8 +221,9 @@ class Sampler:
         return logprobs, answer.drawn_by[0] if answer.drawn_by else DrawnBy()
 
     @property
-    def url(self) -> str:
-        return self._url
+    def place(self) -> str:
+        """Where the server listens: the path of its Unix socket, or its URL."""
+        return self._socket_path or self._url
 
     def models(self) -> dict[str, ModelCard]:
         """List what requests may name: the model and its adapters."""

@@ -72,7 +72,8 @@ class SamplerCommand:
         if key.sampler == "vllm":
             program[-1] += ".vllm"
             return [*program, *common, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
-        own = ["--weights-socket", str(paths.weights_socket), "--logprobs-mode", "processed_logprobs"]
+        sockets = ["--socket", str(paths.sampler_socket), "--weights-socket", str(paths.weights_socket)]
+        own = [*sockets, "--logprobs-mode", "processed_logprobs"]
         return [*program, *common, *own, *self._for_other_machines(paths)]
 
     def _for_other_machines(self, paths: WorkerPaths) -> list[str]:

@@ -275,7 +275,7 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
     except SamplerMismatch as mismatch:
         if served.reload is None:
             raise
-        _log.warning("sampler %s: %s; loading the policy from the store", sampler.url, mismatch)
+        _log.warning("sampler %s: %s; loading the policy from the store", sampler.place, mismatch)
         served.reload()
         try:
             return Proved(max_difference=difference() or 0.0, was_reloaded=True)

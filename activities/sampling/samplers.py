@@ -165,7 +165,7 @@ class Samplers:
                 yield opened, use_adapter(opened, run_id, policy, host)
                 return
             name, client = adapter_name(run_id, policy.weights), opened.client
-            with self._weights_in_use.hold(client.url, name), client.holding_weights():
+            with self._weights_in_use.hold(client.place, name), client.holding_weights():
                 load, reload = partial(client.load_weights, name), partial(client.load_weights, name, again=True)
                 yield opened, _serve(client, name, policy, client.models(), load, reload, host)
 

@@ -2,9 +2,9 @@
 
     python -m megatron_worker.sampler --model FOLDER --port 0 --ready-file FILE
 
-It answers on loopback, to who has the key, and writes where and which key into the ready file (mode 600) as soon as it
-does. It leaves on SIGTERM, and when its parent (or the host of `--host-record`) is gone. Exit status 2: the model
-cannot be used.
+It answers on loopback, or with `--socket` at a Unix socket in its place, to who has the key, and writes where and which
+key into the ready file (mode 600) as soon as it does. It leaves on SIGTERM, and when its parent (or the host of
+`--host-record`) is gone. Exit status 2: the model cannot be used.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +24,7 @@ from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
 from shared.log_lines import escape_output
 from shared.models.end_tokens import read_end_ids
-from shared.storage.files import write_atomically
+from shared.storage.files import reachable, write_atomically
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
         from megatron_worker.sampler.models import Models
-        from megatron_worker.sampler.server import Server
+        from megatron_worker.sampler.server import Server, listening
         from megatron_worker.sampler.sleep import Sleep
         from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 
@@ -68,7 +69,8 @@ def serve(options: argparse.Namespace) -> None:
     models = Models(name, options.model, decoder, generator, limits.max_model_len)
     end_ids = frozenset([*read_end_ids(options.model), *options.end_ids])
     answers = Answers(models, decoder, tokenizer, end_ids, generator, limits)
-    server = Server(answers, Sleep(decoder, models, generator), _key(options.key_file), options.port)
+    listener = listening(options.port if options.socket is None else options.socket)
+    server = Server(answers, Sleep(decoder, models, generator), _key(options.key_file), listener)
     on_signals(generator.stop)
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     if options.weights_socket is not None:
@@ -77,9 +79,17 @@ def serve(options: argparse.Namespace) -> None:
     if options.weights_address is not None:
         key = bytes.fromhex(_key(options.weights_key_file))
         address = accept_remotely(options.weights_address, key, models.receive)
-    ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name, weights_address=address)
-    write_atomically(options.ready_file, ready.model_dump_json().encode())
-    generator.run()
+    with nullcontext() if options.socket is None else reachable(options.socket) as path:
+        ready = SamplerReady(
+            url=server.url,
+            socket=path,
+            api_key=server.api_key,
+            pid=os.getpid(),
+            model=name,
+            weights_address=address,
+        )
+        write_atomically(options.ready_file, ready.model_dump_json().encode())
+        generator.run()
     options.ready_file.unlink(missing_ok=True)
 
 
@@ -101,7 +111,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--ready-file", type=Path, required=True, help="where the address and the key are written")
     parser.add_argument("--served-model-name", help="what requests call the model; its folder unless given")
-    parser.add_argument("--port", type=int, default=0, help="on loopback; 0: a free one")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--socket", type=Path, help="the path at which it answers; no port is opened then")
+    place.add_argument("--port", type=int, default=0, help="on loopback; 0: a free one")
     parser.add_argument("--key-file", type=Path, help="the bearer key; made up unless given")
     parser.add_argument("--host-record", type=Path, help="a worker.json: leave when that host is gone")
     parser.add_argument("--weights-socket", type=Path, help="a path at which trainers of this machine send weights")

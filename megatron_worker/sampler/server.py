@@ -1,4 +1,4 @@
-"""The sampler's HTTP: loopback, a bearer key, JSON in and out. Threads wait; one thread computes."""
+"""The sampler's HTTP: a Unix socket or loopback, a bearer key, JSON in and out. Threads wait; one thread computes."""
 
 import hmac
 import secrets
@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -18,9 +19,12 @@ from megatron_worker.sampler.answers import Answers
 from megatron_worker.sampler.models import Refused
 from megatron_worker.sampler.sleep import Sleep
 from shared.chat.completions import ErrorDetail, ErrorResponse
+from shared.storage.files import listen_privately
 
 _MAX_BODY_BYTES = 32 << 20
 _HOLD_PERIOD_S = 0.05
+# Clients that wait to be let in: of a Unix socket, one more is refused at once.
+_BACKLOG = 1024
 _POST = (
     *("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/load_weights", "/v1/name_weights", "/v1/update_weights", "/v1/hold_weights", "/v1/sleep", "/v1/wake"),
@@ -29,16 +33,17 @@ _GET = ("/health", "/v1/models", "/v1/memory")
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server that listens on loopback once made; `port` 0 takes a free one."""
+    """An HTTP server for who connects to `listener`."""
 
     daemon_threads = True
-    request_queue_size = 256
 
-    def __init__(self, answers: Answers, sleep: Sleep, api_key: str, port: int) -> None:
+    def __init__(self, answers: Answers, sleep: Sleep, api_key: str, listener: socket.socket) -> None:
         self.answers = answers
         self.sleep = sleep
         self.api_key = api_key
-        super().__init__(("127.0.0.1", port), _Exchange)
+        super().__init__(("", 0), _Exchange, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that hung up."""
@@ -47,7 +52,19 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        """The address; of a Unix socket a name, which stands for none."""
+        if self.socket.family == socket.AF_UNIX:
+            return "http://sampler"
+        return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+
+def listening(place: Path | int) -> socket.socket:
+    """Listen at a Unix socket that only this user can open, or at a port of loopback; 0: a free one."""
+    if isinstance(place, Path):
+        return listen_privately(place, _BACKLOG)
+    listener = socket.create_server(("127.0.0.1", place), backlog=_BACKLOG)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections too, which a Unix socket's refuse
+    return listener
 
 
 class _Exchange(BaseHTTPRequestHandler):
@@ -55,7 +72,6 @@ class _Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = 120  # seconds after which a silent connection is closed, not counting the time in which an answer is made
-    disable_nagle_algorithm = True
     wbufsize = -1
     server: Server
     _body_is_unread = False

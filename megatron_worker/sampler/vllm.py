@@ -31,7 +31,7 @@ from shared.child_environment import child_environment
 from shared.jobs.job import Dtype
 from shared.log_lines import escape_output
 from shared.models.end_tokens import GENERATION
-from shared.storage.files import write_atomically
+from shared.storage.files import reachable, write_atomically
 
 _SOCKET = "vllm.sock"
 _INSIDE = Path(__file__).parent / "inside_vllm"
@@ -49,26 +49,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     os.umask(0o077)
     parent = os.getppid()
-    # A name of the folder that is good for this user's processes while this one lives: its path may be longer than the
-    # 107 bytes of a socket's address.
-    folder = f"/proc/{os.getpid()}/fd/{os.open(options.ready_file.parent, os.O_PATH | os.O_DIRECTORY)}"
-    ready = SamplerReady(
-        url="http://vllm",
-        socket=f"{folder}/{_SOCKET}",
-        api_key=secrets.token_urlsafe(24),
-        pid=os.getpid(),
-        model=str(options.model),
-    )
     if options.end_ids:  # of such a file vLLM takes the end tokens; of "vllm", those that the model's own file names
         config = json.dumps({"eos_token_id": options.end_ids})
         write_atomically(options.ready_file.with_name(GENERATION), config.encode())
-    server = subprocess.Popen(command_of(options, folder), env=environment_of(options, folder, ready.api_key))
-    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-    try:
-        why = _watch(server, ready, parent, options)
-    finally:
-        options.ready_file.unlink(missing_ok=True)
-        _end(server)
+    with reachable(options.ready_file.with_name(_SOCKET)) as socket:
+        folder = str(Path(socket).parent)
+        ready = SamplerReady(
+            url="http://vllm",
+            socket=socket,
+            api_key=secrets.token_urlsafe(24),
+            pid=os.getpid(),
+            model=str(options.model),
+        )
+        server = subprocess.Popen(command_of(options, folder), env=environment_of(options, folder, ready.api_key))
+        signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+        try:
+            why = _watch(server, ready, parent, options)
+        finally:
+            options.ready_file.unlink(missing_ok=True)
+            _end(server)
     # Last, behind what vLLM writes as it ends: this line is what the host tells.
     print(why, file=sys.stderr, flush=True)
     return 1

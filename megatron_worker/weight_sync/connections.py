@@ -12,15 +12,14 @@ messages are not encrypted; no weights are in them.
 """
 
 import hmac
-import os
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +29,7 @@ from megatron_worker.weight_sync.messages import Announcement, SyncBroken
 from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
 from shared.jobs.weight_sync import secret_of_run
+from shared.storage.files import listen_privately, reachable
 
 PATIENCE_S = 120.0  # for the other end's next message; it lives but is stuck
 _LINK_S = 30  # for the other machine to answer the kernel; a link was cut without a word
@@ -160,16 +160,8 @@ Serve = Callable[[Connection, Announcement], None]
 
 
 def accept_locally(path: Path, serve: Serve) -> None:
-    """Serve trainers at a Unix socket, in threads. Only this user can connect.
-
-    A socket that an earlier process left is replaced.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with reachable(path) as short:
-        path.unlink(missing_ok=True)
-        listener.bind(short)
-        path.chmod(0o600)
-    listener.listen(8)
+    """Serve trainers at a Unix socket, in threads. Only this user can connect."""
+    listener = listen_privately(path, backlog=_MAX_HANDSHAKES)
     threading.Thread(target=_accept, args=(listener, None, serve), name="weights", daemon=True).start()
 
 
@@ -272,16 +264,6 @@ def _key(secret: bytes, nonce: bytes, hello: Hello) -> bytes:
 
 
 # Bytes.
-
-
-@contextmanager
-def reachable(path: Path) -> Iterator[str]:
-    """A name of a socket for a `with` block: addresses have at most 107 bytes, and paths may have more."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> bytes:

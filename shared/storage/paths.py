@@ -355,6 +355,7 @@ class WorkerPaths:
         self.stop = root / "stop"
         self.ready = root / "ready"
         self.offloaded = root / "offloaded"
+        self.sampler_socket = root / "sampler.sock"
         self.weights_socket = root / "weights.sock"
         self.output = root / "output.log"
 

@@ -295,7 +295,8 @@ def _samplers(stack: Stack) -> Iterator[list[tuple[Sampler, str]]]:
         for path in stack.host_paths.workers.glob("*/ready"):
             if b"api_key" in (said := path.read_bytes()):
                 ready = SamplerReady.model_validate_json(said)
-                samplers.append((clients.enter_context(Sampler(ready.url, ready.api_key)), ready.model))
+                sampler = Sampler(ready.url, ready.api_key, socket_path=ready.socket)
+                samplers.append((clients.enter_context(sampler), ready.model))
         yield samplers
 
 

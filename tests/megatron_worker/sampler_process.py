@@ -83,5 +83,10 @@ def write_adapter(folder: Path, model: Path, seed: int, targets: tuple[str, ...]
 
 
 def post(ready: SamplerReady, path: str, body: dict[str, Any]) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {ready.api_key}"}
-    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
+    with http(ready) as client:
+        return client.post(path, json=body)
+
+
+def http(ready: SamplerReady) -> httpx.Client:
+    headers, transport = {"Authorization": f"Bearer {ready.api_key}"}, httpx.HTTPTransport(uds=ready.socket)
+    return httpx.Client(transport=transport, base_url=ready.url, headers=headers, timeout=300)

@@ -23,7 +23,7 @@ from shared.errors import InvalidInput
 from shared.jobs.job import LINEARS, Reinforce
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
-from tests.megatron_worker.sampler_process import NAME, post, running, write_adapter
+from tests.megatron_worker.sampler_process import NAME, http, post, running, write_adapter
 
 # Of a sampler's logprob and the trainer's, both float32, over prompts and completions of up to 320 tokens.
 AGREEMENT = 1e-5
@@ -390,8 +390,7 @@ def test_the_models_own_end_token_ends_a_sample(sampler):
 
 
 def test_paths_methods_and_bodies_that_are_wrong(ours):
-    headers = {"Authorization": f"Bearer {ours.api_key}"}
-    with httpx.Client(base_url=ours.url, headers=headers, trust_env=False) as client:
+    with http(ours) as client:
         assert client.get("/v1/nothing").status_code == 404
         assert client.get("/v1/completions").status_code == 405
         assert client.delete("/v1/models").json()["error"]["type"] == "invalid_request_error"
@@ -399,6 +398,15 @@ def test_paths_methods_and_bodies_that_are_wrong(ours):
         assert client.get("/v1/models").headers["x-request-id"]
     assert httpx.get(f"{ours.url}/health", trust_env=False).status_code == 200
     assert httpx.get(f"{ours.url}/v1/models", trust_env=False).json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("given", ["", "Authorization: Bearer guessed\r\n"])
+def test_a_stranger_is_refused_before_the_body_is_read(ours, given):
+    """None of its 30 MB is sent: whoever waits for them answers after the client's patience, if ever."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{given}Content-Length: 30000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(ours.url.rsplit(":", 1)[1])), timeout=60) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
 def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):

@@ -57,8 +57,8 @@ def subject(request, tmp_path_factory):
         with running_vllm(distinct_model(folder / "model", head_dim=32), folder) as ready:
             yield Subject(ready.url, ready.api_key, ready.model, ready.socket)
         return
-    with running(distinct_model(folder / "model"), folder) as ready:
-        yield Subject(ready.url, ready.api_key, NAME)
+    with running(distinct_model(folder / "model"), folder, "--socket", str(folder / "sampler.sock")) as ready:
+        yield Subject(ready.url, ready.api_key, NAME, ready.socket)
 
 
 @pytest.fixture

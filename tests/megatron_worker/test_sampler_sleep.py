@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -18,7 +17,7 @@ from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from tests.conftest import CORPUS
 from tests.megatron_worker.engines import start as start_engine
-from tests.megatron_worker.sampler_process import NAME, started, write_adapter
+from tests.megatron_worker.sampler_process import NAME, http, started, write_adapter
 from tests.megatron_worker.weight_sync.samplers import listening
 from tests.megatron_worker.weight_sync.test_sync import sync
 
@@ -35,7 +34,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampler(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SamplerReady]:
-    with started(large, tmp_path_factory.mktemp("sampler"), "--slots", "4") as ready:
+    folder = tmp_path_factory.mktemp("sampler")
+    with started(large, folder, "--slots", "4", "--socket", str(folder / "sampler.sock")) as ready:
         yield ready
 
 
@@ -45,15 +45,15 @@ def adapter(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory(sampler: SamplerReady) -> SamplerMemory:
-    key = {"Authorization": f"Bearer {sampler.api_key}"}
-    return SamplerMemory.model_validate_json(httpx.get(f"{sampler.url}/v1/memory", headers=key).content)
+    with http(sampler) as client:
+        return SamplerMemory.model_validate_json(client.get("/v1/memory").content)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_gives_its_memory_back_and_draws_the_same_bits_again(sampler: SamplerReady, adapter: Path, level) -> None:
     """On the CPU the host's memory is the device: both levels drop what the folders have."""
     process = psutil.Process(sampler.pid)
-    with Sampler(sampler.url, sampler.api_key, attempts=1) as client:
+    with Sampler(sampler.url, sampler.api_key, attempts=1, socket_path=sampler.socket) as client:
         name = f"adapter-{level}"
         client.load_adapter(name, str(adapter))
         before = [client.sample(model, PROMPT, HOW, n=6, seed=5) for model in (NAME, name)]
@@ -82,7 +82,7 @@ def test_it_gives_its_memory_back_and_draws_the_same_bits_again(sampler: Sampler
 def test_sequences_under_way_end_first(sampler: SamplerReady) -> None:
     long = Sampling(temperature=1.0, max_tokens=150, ignore_eos=True)
     drawn = []
-    with Sampler(sampler.url, sampler.api_key, attempts=1) as client:
+    with Sampler(sampler.url, sampler.api_key, attempts=1, socket_path=sampler.socket) as client:
         asking = threading.Thread(target=lambda: drawn.append(client.sample(NAME, PROMPT, long, n=2, seed=1)))
         asking.start()
         while not memory(sampler).caches.device:

@@ -126,7 +126,7 @@ async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
             assert [folder.name for folder in paths.workers.iterdir()] == [grant.worker_id]
             ready = SamplerReady.model_validate_json(paths.worker(grant.worker_id).ready.read_bytes())
             told = [event.SerializeToString() async for event in second.fetch_history_events()]
-            assert not any(ready.api_key.encode() in event or ready.url.encode() in event for event in told)
+            assert not any(ready.api_key.encode() in event or str(ready.socket).encode() in event for event in told)
             await second.signal(Leasing.release)
             await second.result()
             assert psutil.pid_exists(ready.pid)  # warm

@@ -31,6 +31,7 @@ from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.activities.test_end_tokens import TURN_END, make_base
 from tests.conftest import S3Server, free_port
+from tests.megatron_worker.sampler_process import running
 from tests.workflows.stand_in import wait_until
 
 PROMPT = (10, 20, 30)
@@ -45,7 +46,8 @@ def sealed(model: Path, folder: Path, without: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Settings:
-    return Settings(root=tmp_path_factory.mktemp("samplers") / "host", s3=s3_server.settings)
+    """The root's path is longer than the address of a socket may be."""
+    return Settings(root=tmp_path_factory.mktemp("samplers" * 13) / "host", s3=s3_server.settings)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +91,20 @@ def test_a_lease_brings_the_model_and_starts_its_sampler(host: Host, settings: S
         assert Path(ready.model).is_relative_to(host.paths.cache)
         told = lease.notebook.said
         assert [name for name, _ in told] == ["sampler_leased"]
-        assert ready.api_key not in str(told) and ready.url not in str(told)
+        assert ready.api_key not in str(told) and str(ready.socket) not in str(told)
     assert lease.error is None
     assert list(host.store.list("")) == []  # no record of it
+
+
+def test_it_listens_at_a_socket_that_its_user_alone_can_open(host: Host, settings: Settings, key: SamplerKey) -> None:
+    with HeldSampler(host, settings, key, epoch=1) as lease:
+        paths, ready = host.paths.worker(lease.grant.worker_id), ready_of(host, lease.grant)
+        assert ready.socket is not None and Path(ready.socket).samefile(paths.sampler_socket)
+        assert stat.filemode(paths.sampler_socket.stat().st_mode) == "srw-------"
+        assert stat.filemode(paths.root.stat().st_mode) == "drwx------"
+        processes = processes_of(lease.grant.worker_id)
+        assert ready.pid in [process.pid for process in processes]
+        assert [process.net_connections("inet") for process in processes] == [[]] * len(processes)
 
 
 def test_a_leased_sampler_draws_and_scores(host: Host, settings: Settings, key: SamplerKey) -> None:
@@ -158,11 +171,10 @@ def test_a_warm_sampler_serves_the_next_lease_without_the_adapters_of_the_last(
 
 
 def test_a_served_sampler_is_asked_with_the_key_of_the_installation_only_at_its_own_url(
-    host: Host, settings: Settings, key: SamplerKey
+    settings: Settings, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Our own process stands for the server."""
-    with HeldSampler(host, settings, key, epoch=1) as lease:
-        ready = ready_of(host, lease.grant)
+    with running(tiny_model, tmp_path) as ready:
         told = {"url": f"{ready.url}/v1/", "api_key": ready.api_key}
         installed = Settings(root=settings.root, sampling=told)
         assert ready.api_key not in repr(installed)

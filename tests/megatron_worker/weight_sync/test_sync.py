@@ -16,7 +16,7 @@ from megatron_worker.sampler.decoder import Decoder, load_adapter
 from megatron_worker.sampler.models import Refused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import shapes_sha256
-from megatron_worker.weight_sync.connections import connect_locally, reachable
+from megatron_worker.weight_sync.connections import connect_locally
 from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.messages import Announcement, Connect, Message, Reply, SyncBroken
 from megatron_worker.weight_sync.sender import send
@@ -26,6 +26,7 @@ from shared.errors import InvalidInput
 from shared.jobs.weight_sync import SyncAccess, SyncTarget
 from shared.models import peft
 from shared.storage.artifacts import sha256_file
+from shared.storage.files import reachable
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows

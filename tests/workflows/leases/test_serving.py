@@ -95,7 +95,7 @@ async def test_of_many_adapters_the_one_asked_longest_ago_makes_room(harbour: Ha
     )
 
     def load() -> None:
-        with Sampler(ready.url, ready.api_key) as client:
+        with Sampler(ready.url, ready.api_key, socket_path=ready.socket) as client:
             opened = OpenSampler(client, ready.model)
             for name in set(client.models()) - {ready.model}:
                 client.unload_adapter(name)
