@@ -1,6 +1,7 @@
 """Tinker's door, asked by hand: who may ask, what is refused and how, and that no refusal costs what follows."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,32 @@ def test_keys_scopes_and_tenants_hold_here(service: Service, acme: str, model: d
     with httpx.Client(base_url=service.url, trust_env=False) as other:
         assert other.get("/api/v1/runs", headers={"x-api-key": f"tml-{KEY}"}).status_code == 401
         assert other.get("/tinker/files/none.none/adapter_model.safetensors").status_code == 403
+
+
+def test_get_info_tells_no_path_of_the_operator(service: Service, tiny_model: Path) -> None:
+    """What the operator named keeps that name, wherever it lies; of a hub id the client loads the tokenizer."""
+
+    @contextmanager
+    def naming(place: str) -> Iterator[httpx.Client]:
+        tinker = service.settings.tinker.model_copy(update={"models": {"ship": place}})
+        with serving(service.settings.model_copy(update={"tinker": tinker})) as one, asking(one, KEY) as door:
+            yield door
+
+    with naming(str(tiny_model)) as door:
+        session = said(door.post("/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}))
+        body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "ship"}
+        made = said(door.post("/create_model", json=body | {"lora_config": {"rank": 4}}))
+    places = {str(tiny_model): "ship", tiny_model.as_uri(): "ship", "s3://vault/ship": "ship", "org/ship": "org/ship"}
+    for place, tokenizer in places.items():
+        with naming(place) as door:
+            assert said(door.post("/get_info", json={"model_id": made["model_id"]})) == {
+                "type": "get_info",
+                "model_id": made["model_id"],
+                "model_data": {"model_name": "ship", "tokenizer_id": tokenizer},
+                "is_lora": True,
+                "lora_rank": 4,
+                "model_name": "ship",
+            }
 
 
 def test_quotas_the_audit_log_and_rates_hold_here(service: Service, acme: str, tiny_model: Path) -> None:
