@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from activities.tokenizing.shown import REASONING, CallForm, Marks, hidden_thoughts, says_a_tools_name
-from activities.tokenizing.template_environment import Refused, template_environment, tracking_generation
+from activities.tokenizing.template_environment import Raised, Refused, template_environment, tracking_generation
 
 Message = dict[str, Any]
 
@@ -45,13 +45,15 @@ class Span:
 class Rendered:
     """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins.
 
-    `hidden_thoughts`: messages whose thoughts the template leaves out.
+    `hidden_thoughts`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises,
+    in the place of a text.
     """
 
     text: str
     spans: list[Span]
     prompt: str | None = None
     hidden_thoughts: int = 0
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,14 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # whatever a stranger's code does
-            raise Refused(f"the chat template refuses the conversation: {error}") from error
+            raise Raised(f"the chat template refuses the conversation: {error}") from error
 
     def spans(self, messages: list[Message], tools: list[Any] | None, weights: list[float]) -> Rendered:
         """The text and its trained spans; `weights[i]` is message i's.
 
         Raises:
-            Refused: the template refuses the row, leaves a part of it out, or the spans cannot be known for certain.
+            Raised: the template refuses the row.
+            Refused: it leaves a part of the row out, or the spans cannot be known for certain.
         """
         if tools and self._of_tools:
             return self._of_tools.spans(messages, tools, weights)

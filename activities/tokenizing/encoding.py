@@ -25,6 +25,8 @@ _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
 RowT = TypeVar("RowT")
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_ROWS = Block([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
 
 
 class Prompt(Frozen):
@@ -44,13 +46,15 @@ class EncodedBatch:
     """A block of tokens, and prompts if they were asked for.
 
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
-    `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out.
+    `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
+    places of rows that the template refuses, which are not in the block, with its errors.
     """
 
     block: Block
     prompts: list[Prompt] = field(default_factory=list)
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
     hidden_thoughts: list[tuple[str, int]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator[EncodedBatch, None, None]:
@@ -141,7 +145,7 @@ def _conversations(batches: Iterable[list[Example]], tokenizer: ModelTokenizer) 
         pending: deque[Future[EncodedBatch]] = deque()
         for k, batch in enumerate(batches):
             chats = [_as_chat(example) for example in batch]
-            rendered = renderer.submit(process.spans, chats, prompts=k == 0)
+            rendered = renderer.submit(process.spans, chats, prompts=k == 0, tells_refusals=True)
             end_ids = tokenizer.end_ids(process.terminators)
             pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer, end_ids))
             if len(pending) > _BATCHES_AHEAD:
@@ -165,6 +169,13 @@ def _encode_chats(
     chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer, end_ids: tuple[int, ...]
 ) -> EncodedBatch:
     rendered = future.result()
+    refused = {
+        chat.place: row.refusal for chat, row in zip(chats, rendered, strict=True) if row.refusal is not None
+    }  # with both answers of a pair
+    kept = [each for each in zip(chats, rendered, strict=True) if each[0].place not in refused]
+    if not kept:
+        return EncodedBatch(_NO_ROWS, refused=refused)
+    chats, rendered = [chat for chat, _ in kept], [row for _, row in kept]
     sign_longest([row.text for row in rendered], [chat.place for chat in chats])
     codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
     places = [chat.place for chat in chats]
@@ -179,7 +190,8 @@ def _encode_chats(
         if row.prompt is not None and is_first
     ]
     hidden = dict(zip(places, (row.hidden_thoughts for row in rendered), strict=True))  # a pair's answers are one row
-    return EncodedBatch(_block(places, codes), prompts, _with_control_tokens(chats, tokenizer), list(hidden.items()))
+    quoting = _with_control_tokens(chats, tokenizer)
+    return EncodedBatch(_block(places, codes), prompts, quoting, list(hidden.items()), refused)
 
 
 def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:

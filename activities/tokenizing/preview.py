@@ -74,6 +74,7 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     shown, tokens_U = list[PreviewRow](), array("q")
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
+            tally.add_refused(batch.refused)
             tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             num_left = request.num_rows - len(shown)
             if opened.format.has_pairs:
@@ -103,7 +104,7 @@ def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: Previ
     opened = open_prompts(dataset, request.source)
     questions = _Counted(iter(opened), request)
     tally, shown, tokens_U = PromptTally(opened, request.max_tokens), list[PreviewRow](), array("q")
-    for question, token_ids in rendered(questions.first(), tokenizer):
+    for question, token_ids in rendered(questions.first(), tokenizer, tally.add_refused):
         if is_kept := tally.count(question, token_ids):
             tokens_U.append(len(token_ids))
         if len(shown) < request.num_rows:
@@ -121,6 +122,7 @@ def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: Previ
         num_truncated=0,
         num_too_long=counted.num_too_long,
         num_fully_masked=0,
+        num_refused=counted.num_refused,
         lengths=(),
         lost=counted.lost,
         warnings=counted.warnings,

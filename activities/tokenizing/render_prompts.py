@@ -5,11 +5,11 @@ Prompts are stored as lines of JSON, with the offset of each line, so that singl
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,7 @@ class PromptsReport(Frozen):
     num_rows: int
     num_prompts: int
     num_too_long: int
+    num_refused: int = 0
     num_answers: int
     max_prompt_tokens: int
     longest_tokens: int
@@ -124,13 +125,13 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
 
     Raises:
-        InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long.
+        InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
     """
     opened = open_prompts(dataset, request.source)
     tally = PromptTally(opened, request.max_prompt_tokens)
     usable = (
         PromptRow(question.place, tuple(token_ids), question.item)
-        for question, token_ids in rendered(opened, tokenizer)
+        for question, token_ids in rendered(opened, tokenizer, tally.add_refused)
         if tally.count(question, token_ids)
     )
     write_rows(usable, folder)
@@ -140,14 +141,24 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     return report
 
 
-def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterator[tuple[Question, list[int]]]:
+def _raise(place: str, reason: str) -> NoReturn:
+    raise InvalidInput(reason, place)
+
+
+def rendered(
+    questions: Iterable[Question], tokenizer: ModelTokenizer, refused: Callable[[str, str], None] = _raise
+) -> Iterator[tuple[Question, list[int]]]:
     """Render and tokenize questions: ids equal to what training on the same row has before the answer.
 
     A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
     begins texts.
 
+    Args:
+        refused: called with the place of each row at which the template raises an error, and that error. By default it
+            raises InvalidInput.
+
     Raises:
-        InvalidInput: the template refuses a conversation, or there is none for it.
+        InvalidInput: the template leaves a part of a conversation out, or there is none for it.
     """
     with ExitStack() as stack:
         process = None
@@ -155,7 +166,17 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
         begin = tokenizer.decode(tokenizer.prefix_ids)
         for batch in batches_of(questions, _characters_of):
-            prompts = process.asked(batch) if process else [Rendered(_plain(question, begin), []) for question in batch]
+            if process:
+                prompts = process.asked(batch, tells_refusals=True)
+            else:
+                prompts = [Rendered(_plain(question, begin), []) for question in batch]
+            for question, prompt in zip(batch, prompts, strict=True):
+                if prompt.refusal is not None:
+                    refused(question.place, prompt.refusal)
+            kept = [each for each in zip(batch, prompts, strict=True) if each[1].refusal is None]
+            if not kept:
+                continue
+            batch, prompts = [question for question, _ in kept], [prompt for _, prompt in kept]
             texts = [prompt.text for prompt in prompts]
             sign_longest(texts, [question.place for question in batch])
             prefix = [] if process else tokenizer.prefix_ids
@@ -210,6 +231,7 @@ class PromptTally:
     num_rows: int = 0
     num_answers: int = 0
     num_too_long: int = 0
+    num_refused: int = 0
     num_tokens: int = 0
     longest: int = 0
     shortest: int = 1 << 62
@@ -231,17 +253,26 @@ class PromptTally:
             self.probe = self.probe or _probe_of(token_ids)
             return True
         self.num_too_long += 1
-        if len(self.lost) < _MAX_LISTED:
-            reason = f"{num_tokens} tokens are more than max_prompt_tokens {self.max_tokens}"
-            self.lost.append(LostRow(place=question.place, reason=reason))
+        self._lose(question.place, f"{num_tokens} tokens are more than max_prompt_tokens {self.max_tokens}")
         return False
+
+    def add_refused(self, place: str, reason: str) -> None:
+        """Count a row that the chat template refuses."""
+        self.num_rows += 1
+        self.num_refused += 1
+        self._lose(place, reason)
+
+    def _lose(self, place: str, reason: str) -> None:
+        if len(self.lost) < _MAX_LISTED:
+            self.lost.append(LostRow(place=place, reason=reason))
 
     def report(self) -> PromptsReport:
         return PromptsReport(
             format=self.dataset.format.name,
             num_rows=self.num_rows,
-            num_prompts=self.num_rows - self.num_too_long,
+            num_prompts=self.num_rows - self.num_too_long - self.num_refused,
             num_too_long=self.num_too_long,
+            num_refused=self.num_refused,
             num_answers=self.num_answers,
             max_prompt_tokens=self.max_tokens,
             longest_tokens=self.longest,
@@ -260,10 +291,13 @@ class PromptTally:
                 f"{self.max_tokens} leave room for an answer",
                 place,
             )
-        if self.num_too_long > max_lost_fraction * self.num_rows:
+        num_lost = self.num_too_long + self.num_refused
+        if num_lost == self.num_rows or num_lost > max_lost_fraction * self.num_rows:
             first = "; ".join(f"{row.place} ({row.reason})" for row in self.lost[:_MAX_NAMED])
+            reasons = {"too long to be answered": self.num_too_long, "refused by the chat template": self.num_refused}
+            why = " or ".join(reason for reason, num in reasons.items() if num)
             raise InvalidInput(
-                f"{self.num_too_long} of {self.num_rows} prompts are too long to be answered, more than "
+                f"{num_lost} of {self.num_rows} prompts are {why}, more than "
                 f"max_lost_fraction {max_lost_fraction:g}; first: {first}",
                 place,
             )

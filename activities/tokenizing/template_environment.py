@@ -20,6 +20,10 @@ class Refused(Exception):
     """A row or a template cannot be rendered with exact spans; the text says why."""
 
 
+class Raised(Refused):
+    """The template raises an error at a row: its own refusal, as of roles that do not alternate, or a fault."""
+
+
 class _GenerationBlocks(Extension):
     """The tag `{% generation %}` around an assistant's words. Renders its body, between marks if those are wanted."""
 

@@ -24,7 +24,7 @@ from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
 from activities.isolation.frames import FramedProcess, frames_of, write_frame
 from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, one_of
-from activities.tokenizing.template_environment import load_everything
+from activities.tokenizing.template_environment import Raised, load_everything
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
@@ -93,33 +93,50 @@ class TemplateProcess:
             child.end()
         return FramedProcess([sys.executable, *_PROGRAM, self._folder], environment, _SOURCES)
 
-    def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False) -> list[Rendered]:
+    def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False, tells_refusals: bool = False) -> list[Rendered]:
         """The text and trained spans of each conversation; with `prompts` also the text that asks for the last answer.
+
+        Args:
+            tells_refusals: of a row at which the template raises an error that error is returned, and not raised.
 
         Raises:
             InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
-        answers = self._answers([rows, prompts], [chat.place for chat in chats])
-        return [Rendered(text, [Span(*span) for span in spans], *others) for text, spans, *others in answers]
+        answers = self._answers([rows, prompts], [chat.place for chat in chats], tells_refusals)
+        return [
+            Rendered("", [], refusal=answer["refusal"])
+            if isinstance(answer, dict)
+            else Rendered(answer[0], [Span(*span) for span in answer[1]], *answer[2:])
+            for answer in answers
+        ]
 
-    def asked(self, questions: "Sequence[Question]") -> list[Rendered]:
+    def asked(self, questions: "Sequence[Question]", *, tells_refusals: bool = False) -> list[Rendered]:
         """Return the text of each prompt: its messages, and the header of the turn that answers.
+
+        `tells_refusals`: as in `spans`.
 
         Raises:
             InvalidInput: the template refuses a question or leaves a part out, or takes too long, or too much memory.
         """
         rows = [[question.messages, question.tools, None] for question in questions]
-        answers = self._answers([rows, True], [question.place for question in questions])
-        return [Rendered(text, [], hidden_thoughts=hidden) for text, hidden in answers]
+        answers = self._answers([rows, True], [question.place for question in questions], tells_refusals)
+        return [
+            Rendered("", [], refusal=answer["refusal"])
+            if isinstance(answer, dict)
+            else Rendered(answer[0], [], hidden_thoughts=answer[1])
+            for answer in answers
+        ]
 
-    def _answers(self, batch: list[Any], places: list[str]) -> list[list[Any]]:
+    def _answers(self, batch: list[Any], places: list[str], tells_refusals: bool) -> list[Any]:
         # The child itself stops a slow row and reports it; this limit is for a row that cannot be interrupted.
         limit_s = _START_S + 2 * self._row_limit_s + len(places) * 0.1
         answers: list[Any] = self._ask(batch, limit_s)["rows"]
         for place, answer in zip(places, answers, strict=False):
             if isinstance(answer, str):
                 raise InvalidInput(answer, place)
+            if isinstance(answer, dict) and not tells_refusals:
+                raise InvalidInput(answer["refusal"], place)
         return answers
 
     def kill(self) -> None:
@@ -204,15 +221,20 @@ def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | 
 def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
     """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused.
 
-    A row without weights is a question: its answer is the prompt.
+    A row without weights is a question: its answer is the prompt. Of a row at which the template raises an error, it is
+    that error.
     """
     for messages, tools, weights in rows:
 
-        def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any]:
+        def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any] | dict[str, str]:
+            try:
+                rendered = (
+                    template.asked(messages, tools) if weights is None else template.spans(messages, tools, weights)
+                )
+            except Raised as error:
+                return {"refusal": str(error)}
             if weights is None:
-                asked = template.asked(messages, tools)
-                return [asked.text, asked.hidden_thoughts]
-            rendered = template.spans(messages, tools, weights)
+                return [rendered.text, rendered.hidden_thoughts]
             prompt = _prompt_or_none(template, messages, tools) if prompts else None
             spans = [[s.start, s.end, s.weight] for s in rendered.spans]
             return [rendered.text, spans, prompt, rendered.hidden_thoughts]

@@ -112,6 +112,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
                 kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
             kept.count(tally)
             kept.write(writer)
+            tally.add_refused(batch.refused)
             tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             prompts += batch.prompts
     writer.close()

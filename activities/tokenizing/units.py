@@ -7,7 +7,7 @@ Legend: R rows of a block, two a pair; T tokens of a block, one row behind the o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,6 +77,12 @@ class Tally:
         """Count a row that cannot be trained, for the reason given, with the fully masked ones."""
         self._lose("masked", place, reason)
 
+    def add_refused(self, refused: Mapping[str, str]) -> None:
+        """Count rows that the chat template refuses, by place, for these reasons."""
+        self._counts["rows"] += len(refused)
+        for place, reason in refused.items():
+            self._lose("refused", place, reason)
+
     def add_warnings_of(self, quoted: Sequence[tuple[str, str]], hidden: Sequence[tuple[str, int]] = ()) -> None:
         """Count rows that quote control tokens (place and token), or whose thoughts are hidden (place and messages)."""
         self._counts["control_tokens"] += len(quoted)
@@ -103,6 +109,7 @@ class Tally:
             num_truncated=counts["truncated"],
             num_too_long=counts["too_long"],
             num_fully_masked=counts["masked"],
+            num_refused=counts["refused"],
             lengths=tuple(LengthCount(up_to_tokens=k, num_rows=n) for k, n in sorted(self._lengths.items())),
             lost=tuple(self._lost),
             num_control_tokens=counts["control_tokens"],
@@ -133,6 +140,8 @@ class Tally:
             )
         if report.num_fully_masked == report.num_rows:
             raise InvalidInput(f"none of the {report.num_rows} rows has a token to train on{_first(report)}", place)
+        if report.num_refused == report.num_rows:
+            raise InvalidInput(f"the chat template refuses all {report.num_rows} rows{_first(report)}", place)
         if not report.num_kept:
             raise InvalidInput(f"no row is left to train on: {_losses(report)}", place)
         if report.num_lost > max_lost_fraction * report.num_rows:
@@ -144,7 +153,9 @@ class Tally:
 
 
 def _losses(report: Report) -> str:
-    return f"{report.num_too_long} too long, {report.num_fully_masked} with nothing to train on{_first(report)}"
+    refused = f", {report.num_refused} that the chat template refuses" if report.num_refused else ""
+    lost = f"{report.num_too_long} too long, {report.num_fully_masked} with nothing to train on"
+    return f"{lost}{refused}{_first(report)}"
 
 
 def _first(report: Report) -> str:

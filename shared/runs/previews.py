@@ -39,6 +39,7 @@ class Report(Frozen):
     num_truncated: int
     num_too_long: int
     num_fully_masked: int
+    num_refused: int = Field(default=0, description="rows at which the chat template raises an error")
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
@@ -46,7 +47,7 @@ class Report(Frozen):
 
     @property
     def num_lost(self) -> int:
-        return self.num_too_long + self.num_fully_masked
+        return self.num_too_long + self.num_fully_masked + self.num_refused
 
 
 class PreviewRequest(Frozen):

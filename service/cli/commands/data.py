@@ -146,6 +146,7 @@ def _counts(found: "Preview") -> list[tuple[str, str]]:
         ("truncated", str(report.num_truncated)),
         ("too long", str(report.num_too_long)),
         ("nothing to train on", str(report.num_fully_masked)),
+        *([("refused by the chat template", str(report.num_refused))] if report.num_refused else ()),
         ("tokens", str(report.num_tokens)),
         ("trained", f"{report.num_targets} ({report.trained_fraction:.1%})"),
         ("longest", f"{report.longest_tokens} tokens of at most {report.max_tokens}"),

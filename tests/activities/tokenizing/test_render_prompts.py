@@ -231,7 +231,9 @@ def test_conversations_need_a_template_and_prompts_a_token(models: dict[str, Mod
         prompts(tmp_path, models["none"], {"messages": turns((USER, "a"))})
     with pytest.raises(InvalidInput, match=r"rows.jsonl:1: the prompt is empty"):
         prompts(tmp_path, models["none"], {"prompt": ""})
-    with pytest.raises(InvalidInput, match=r"rows.jsonl:2: .*roles must alternate"):
+    with pytest.raises(
+        InvalidInput, match=r"1 of 2 prompts are refused by .*; first: rows.jsonl:2 .*roles must alternate"
+    ):
         rows = [turns((USER, "a")), turns((USER, "a"), (USER, "b"))]
         prompts(tmp_path, models["mistral"], *({"messages": row} for row in rows))
     (tmp_path / "rows" / "rows.jsonl").write_text('{"prompt": "a", "n": 1e999}\n')

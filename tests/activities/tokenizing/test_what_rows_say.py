@@ -19,13 +19,16 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
 from activities.tokenizing.chat_template import ChatTemplate, Refused
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.render_prompts import PromptTally, rendered
+from activities.tokenizing.preview import preview_of
+from activities.tokenizing.render_prompts import PromptsRequest, PromptTally, rendered, write_prompts
+from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from shared.chat.trajectories import ChatTrajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
+from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import seal
@@ -353,6 +356,50 @@ def test_keys_of_messages_that_nobody_reads_are_named_with_the_rows_that_have_th
     assert [w for w in tally.report().warnings if "keys" in w] == [
         f"nobody reads the keys 'bar', 'foo' of messages (in rows: {rows})"
     ]
+
+
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TURNS
+
+
+@pytest.mark.parametrize("kind", ["chat", "pairs", "prompts"])
+def test_rows_at_which_a_template_raises_are_lost_rows(tmp_path: Path, kind: str) -> None:
+    """Wherever they stand, so that whole batches may be lost. They are counted and named, up to max_lost_fraction."""
+    system = {"role": "system", "content": "Be brief."}
+
+    def row(number: int) -> dict[str, Any]:
+        asked = [system, ASK] if number < 20 or number == 40 else [ASK]
+        return (
+            {"prompt": asked, "chosen": [ANSWER], "rejected": [CALLED | {"content": "?", "tool_calls": None}]}
+            if (kind == "pairs")
+            else {"messages": [*asked, ANSWER]}
+        )
+
+    folder = folder_of(tmp_path, *map(row, range(100)))
+    fields = {
+        "dataset": Artifact(uri="file:///d", sha256="0" * 64),
+        "model": Artifact(uri="file:///m", sha256="0" * 64),
+    }
+    source, model = DatasetSource(uri="file:///rows"), model_of(REFUSES)
+
+    def report(most: float) -> Any:
+        (place := tmp_path / f"{most}").mkdir()
+        if kind == "prompts":
+            asked = PromptsRequest(**fields, source=source, max_prompt_tokens=99, max_lost_fraction=most)
+            return write_prompts(folder, model, asked, place)
+        asked = TokenizeRequest(**fields, source=source, max_tokens=99, max_lost_fraction=most, pairs=kind == "pairs")
+        return write_units(folder, model, asked, place)
+
+    found = report(0.21)
+    assert (found.num_rows, found.num_refused) == (100, 21)
+    assert (found.num_prompts if kind == "prompts" else found.num_kept) == 79
+    assert [lost.place for lost in found.lost] == [f"rows.jsonl:{number}" for number in range(1, 21)]
+    assert all("no system turns" in lost.reason for lost in found.lost)
+    with pytest.raises(InvalidInput, match=r"21 of 100 .*template.*first: rows.jsonl:1 .*no system turns"):
+        report(0.2)
+    shown = PreviewRequest(source=source, model_uri="m", max_lost_fraction=0.2, are_prompts=kind == "prompts")
+    preview = preview_of(folder, model, shown)
+    assert preview.report.num_refused == preview.report.num_lost == 21
+    assert "no system turns" in str(preview.problem)
 
 
 def test_thoughts_that_a_template_cuts_are_counted(tmp_path: Path) -> None:

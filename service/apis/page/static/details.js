@@ -27,7 +27,7 @@ export function report(found) {
   const lost = found.lost.map((one) => make("li", {}, make("code", {}, one.place), ` ${one.reason}`));
   const described = found.lengths.map((one) => `${one.num_rows} of up to ${one.up_to_tokens}`).join(", ");
   return [
-    facts([["Format", found.format], ["Rows", number(found.num_rows)], ["Kept", number(found.num_kept)], ["Tokens", number(found.num_tokens)], ["Trained tokens", `${number(found.num_targets)} (${percent(found.trained_fraction)})`], ["Longest", `${number(found.longest_tokens)} of ${number(found.max_tokens)}`], ["Truncated", number(found.num_truncated)], ["Too long", number(found.num_too_long)], ["Nothing to train", number(found.num_fully_masked)]]),
+    facts([["Format", found.format], ["Rows", number(found.num_rows)], ["Kept", number(found.num_kept)], ["Tokens", number(found.num_tokens)], ["Trained tokens", `${number(found.num_targets)} (${percent(found.trained_fraction)})`], ["Longest", `${number(found.longest_tokens)} of ${number(found.max_tokens)}`], ["Truncated", number(found.num_truncated)], ["Too long", number(found.num_too_long)], ["Nothing to train", number(found.num_fully_masked)], ["Refused by the template", number(found.num_refused || 0)]]),
     make("h3", {}, "Lengths of rows, in tokens"),
     make("div.histogram", { role: "img", "aria-label": `Rows by tokens: ${described}` }, columns),
     ...(found.warnings ?? []).map((text) => make("p.problem", {}, `Warning: ${text}.`)),
