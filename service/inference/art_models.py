@@ -22,6 +22,7 @@ from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
+from service.inference.named_models import one_form
 from service.inference.published_models import Published, PublishedModels, Target
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
@@ -120,6 +121,7 @@ class UntrainedModels:
         Raises:
             InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
+        uri = one_form(uri)
         since, known = self._known.get((tenant, uri), (0.0, None))
         if known is not None and time.monotonic() - since < _TRUSTED_S:
             return known
@@ -207,7 +209,7 @@ class ArtModels:
                 await asyncio.to_thread(self._store.delete, _record_key(model))
             elif not return_existing:
                 raise Conflict(f"{model.title} is registered: return_existing answers with it")
-            elif found.base_model != model.base_model:
+            elif one_form(found.base_model) != one_form(model.base_model):
                 raise Conflict(f"{model.title} is registered with the base model {found.base_model}")
             elif model.settings not in (ArtSettings(), found.settings):
                 raise Conflict(f"{model.title} is registered with other settings, which hold for all of its jobs")

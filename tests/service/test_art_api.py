@@ -60,6 +60,7 @@ def test_a_name_has_one_model(art: httpx.Client, tiny_model: Path) -> None:
     first = register(art, "one", longshore={"rank": 4}).json()
     assert (first["entity"], first["longshore"]["rank"]) == ("default", 4)
     assert register(art, "one", return_existing=True).json() == first == art.get(f"/models/{first['id']}").json()
+    assert register(art, "one", return_existing=True, base_model=f"{tiny_model}/").json() == first, "its path"
     assert register(art, "one").status_code == 409
     assert register(art, "one", return_existing=True, base_model=other.as_uri()).status_code == 409
     assert register(art, "one", return_existing=True, longshore={"rank": 8}).status_code == 409
@@ -160,3 +161,11 @@ def test_another_tenant_finds_nothing(art: httpx.Client, their_art: httpx.Client
     answer = httpx.post(f"{service.url}/v1/chat/completions", json=asked, headers=their_art.headers, trust_env=False)
     assert answer.status_code == 404
     assert register(their_art, "mine").json()["id"] != mine["id"], "names are each tenant's own"
+
+
+def test_a_job_s_run_names_its_model_as_every_run_does(art: httpx.Client, service: Service, tiny_model: Path) -> None:
+    model = register(art, "by-its-path", base_model=f"{tiny_model}/").json()
+    assert model["base_model"] == f"{tiny_model}/", "the client's own word"
+    job = sft_job(art, model["id"]).json()
+    with service.http() as api:
+        assert api.get(f"/runs/{job['run_id']}").json()["run"]["model"] == tiny_model.as_uri()

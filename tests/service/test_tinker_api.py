@@ -223,3 +223,24 @@ def test_a_checkpoint_that_fails_can_be_named_and_is_not_loaded(door: httpx.Clie
     load = {"session_id": model["model_id"].split(":")[0], "model_seq_id": 9, "optimizer": True}
     refused(door.post("/load_weights", json=load | {"path": f"tinker://{model['model_id']}/weights/none"}), 404)
     refused(door.post("/load_weights", json=load | {"path": "tinker://x/weights/../a", "model_id": "y"}), 422)
+
+
+def test_a_model_s_run_names_its_base_as_every_run_does(door: httpx.Client, service: Service, tiny_model: Path) -> None:
+    """And a checkpoint is of the base that its client names, by whichever of its names."""
+    session = said(door.post("/create_session", json={"user_metadata": {}}))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": f"{tiny_model}/", "lora_config": {"rank": 4}}
+    model_id = said(door.post("/create_model", json=body))["model_id"]
+    with service.http() as api:
+        runs = api.get("/runs", params={"kind": "session"}).json()["runs"]
+        [run] = [run for run in runs if run["name"] == f"{session}-0"]
+        assert api.get(f"/runs/{run['run_id']}").json()["run"]["model"] == tiny_model.as_uri()
+    told = said(door.post("/get_info", json={"model_id": model_id}))
+    assert told["model_data"]["model_name"] == f"{tiny_model}/", "the client's own word"
+    said(door.post("/save_weights_for_sampler", json={"model_id": model_id, "seq_id": 1, "path": "named"}))
+    asked = {"session_id": session, "model_path": f"tinker://{model_id}/sampler_weights/named"}
+    for number, base in enumerate((None, str(tiny_model), tiny_model.as_uri(), f"{tiny_model}/")):
+        said(
+            door.post("/create_sampling_session", json=asked | {"sampling_session_seq_id": number, "base_model": base})
+        )
+    other = asked | {"sampling_session_seq_id": 9, "base_model": "/models/other"}
+    refused(door.post("/create_sampling_session", json=other), 422, "the checkpoint is of")

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError
 from service.apis.art.job_config import ExperimentalConfig, Sent, SftConfig
 from service.apis.errors import describe
 from service.inference.art_models import ArtModel, ModelId
+from service.inference.named_models import one_form
 from shared.errors import InvalidInput
 from shared.runs.requests import RLRun, SFTRun, Source
 
@@ -126,7 +127,7 @@ def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
     fields |= model.settings.model_dump(exclude=_LORA | _RL_ALONE, exclude_none=True)
     return fields | {
         "name": model.published_as,
-        "model": model.base_model,
+        "model": one_form(model.base_model),
         "trainable": model.settings.model_dump(include=_LORA, exclude_none=True) | {"kind": "lora"},
         "initial_adapter": adapter,
     }

@@ -18,6 +18,7 @@ from service.accounts.principals import Asking, Principal
 from service.apis.tinker.records import CheckpointRecord, ModelRecord, TinkerRecords
 from service.backend import Backed, Backend
 from service.errors import Conflict, QueueFull
+from service.inference.named_models import one_form
 from service.runs.sessions import CommandView, StoredCommand
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
@@ -119,8 +120,13 @@ class Door:
         return await self.read(self.records.model, model_id)
 
     def uri_of(self, base_model: str) -> str:
-        """Return where a base model is, by the name that clients give it."""
-        return self.settings.models.get(base_model, base_model)
+        """Return where a base model is, by the name that clients give it, in the form that runs have it in."""
+        return one_form(self.settings.models.get(base_model, base_model))
+
+    def check_same(self, base_model: str | None, of_checkpoint: str) -> None:
+        """Raise InvalidInput for a base model that is another one than a checkpoint's."""
+        if base_model is not None and self.uri_of(base_model) != self.uri_of(of_checkpoint):
+            raise InvalidInput(f"the checkpoint is of {of_checkpoint}", "base_model")
 
     def check_uri(self, uri: str) -> None:
         """Raise InvalidInput if the tenant may not read a model's URI. Blocking."""

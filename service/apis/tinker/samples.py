@@ -353,10 +353,8 @@ async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[st
     base_model = body.base_model
     if body.model_path is not None:
         checkpoint = await door.read(door.records.checkpoint, body.model_path)
-        of_path = (await door.model(checkpoint.model_id)).base_model
-        if base_model not in (None, of_path):
-            raise InvalidInput(f"the checkpoint is of {of_path}", "base_model")
-        base_model = of_path
+        base_model = (await door.model(checkpoint.model_id)).base_model
+        door.check_same(body.base_model, base_model)
     if base_model is None:
         raise InvalidInput("give model_path or base_model", "model_path")
     sampler = SamplerRecord(

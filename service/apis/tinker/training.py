@@ -250,8 +250,7 @@ async def load_weights(body: JsonBody[LoadWeights], door: AtDoor) -> Future:
     if body.session_id is None or body.model_seq_id is None or body.model_id is not None:
         raise InvalidInput("give model_id and seq_id, or session_id and model_seq_id", "model_id")
     source, state = await door.state_of(body.path)
-    if body.base_model not in (None, source.base_model):
-        raise InvalidInput(f"the checkpoint is of {source.base_model}", "base_model")
+    door.check_same(body.base_model, source.base_model)
     lora = LoraConfig(rank=source.rank, train_mlp=source.train_mlp, train_attn=source.train_attn)
     model = await opened(door, body, source.base_model, lora, before=1)
     load = commands.LoadState(state=state, optimizer=body.optimizer)
