@@ -114,8 +114,8 @@ class Client:
     def run(self, run_id: str) -> RunView:
         return self.get(f"/runs/{run_id}", RunView)
 
-    def runs(self, limit: int, state: str | None, **query: str | None) -> RunPage:
-        """List runs, newest first. `query`: after, kind, words."""
+    def runs(self, limit: int, state: str | None, **query: str | bool | None) -> RunPage:
+        """List runs, newest first. `query`: after, kind, words, idle."""
         return self.get("/runs", RunPage, limit=limit, state=state, **query)
 
     def change(self, run_id: str, verb: str) -> RunView:

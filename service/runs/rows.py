@@ -134,6 +134,11 @@ class RunRows:
         rows = await self._database.reading(lambda session: session.scalars(query).all())
         return tuple(_indexed(row) for row in rows)
 
+    async def num_sessions_idle_since(self, tenant: str, since: float) -> int:
+        """Count a tenant's open sessions that have waited for a command since then, or for longer."""
+        query = select(func.count()).where(RunRow.tenant == tenant, _is_idle(since))
+        return await self._database.reading(lambda session: session.scalars(query).one())
+
     async def page(
         self,
         tenant: str,
@@ -150,8 +155,7 @@ class RunRows:
             found = (column.icontains(words, autoescape=True) for column in (RunRow.run_id, RunRow.name, RunRow.model))
             query = query.where(or_(*found))
         if (since := wanted.get("no_session_idle_since")) is not None:
-            is_idle = and_(RunRow.phase == "waiting_for_commands", RunRow.updated_at < since)
-            query = query.where(~and_(RunRow.kind == "session", RunRow.state == "running", is_idle))
+            query = query.where(~_is_idle(since))
         for name, value in (wanted.get("metadata") or {}).items():
             query = query.where(self._has_label(name, value))
 
@@ -266,6 +270,12 @@ def _put_notice(session: Session, record: RunRecord, status: RunStatus, before: 
                 created_at=notice.created_at,
             )
         )
+
+
+def _is_idle(since: float) -> ColumnElement[bool]:
+    """Open sessions that have waited for a command since then, or for longer."""
+    is_waiting = and_(RunRow.phase == "waiting_for_commands", RunRow.updated_at < since)
+    return and_(RunRow.kind == "session", RunRow.state == "running", is_waiting)
 
 
 def _indexed(row: RunRow) -> IndexedRun:

@@ -241,7 +241,11 @@ class Runs:
         found = await self._rows.page(tenant, limit + 1, after, **wanted)
         runs = tuple(with_cost(run.view, self._settings.prices) for run in found[:limit])
         has_more = len(found) > limit
-        return RunPage(runs=runs, has_more=has_more, next=runs[-1].run_id if has_more else None)
+        since = wanted.get("no_session_idle_since")
+        num_hidden = 0 if since is None else await self._rows.num_sessions_idle_since(tenant, since)
+        return RunPage(
+            runs=runs, has_more=has_more, next=runs[-1].run_id if has_more else None, num_hidden_sessions=num_hidden
+        )
 
     # Ending and going on.
 

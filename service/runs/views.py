@@ -94,11 +94,15 @@ def seconds_left(view: RunStatus, now: float) -> float | None:
 
 
 class RunPage(Frozen):
-    """Runs, newest first. `next` is the `after` of the following page."""
+    """Runs, newest first. `next` is the `after` of the following page.
+
+    `num_hidden_sessions`: idle ones that no page has, as they were not asked for.
+    """
 
     runs: tuple[RunView, ...]
     has_more: bool
     next: str | None = None
+    num_hidden_sessions: int = 0
 
 
 class EventPage(Frozen):

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,12 @@ import typer
 
 from service.cli.help_groups import HEADINGS
 from service.cli.main import app
+from service.database.engine import open_database
+from service.runs.rows import run_row
+from service.runs.states import queued
 from shared.contract import Fence
 from shared.jobs.events import Cancelled, Evaluated, Event, Step
+from shared.runs.requests import RunRecord, SessionRun
 from shared.runs.status import StepStatus
 from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started, wait_until
@@ -138,6 +143,25 @@ def test_a_setting_says_where_it_comes_from_and_no_secret(
     assert re.search(r"^control_queue +projects +\./longshore.toml$", table.stdout, re.MULTILINE)
     assert "./longshore.toml" not in cli("config", "show").stdout
     assert "canary" not in answer.stdout + table.stdout
+
+
+def test_a_list_says_how_many_idle_sessions_it_hides(service: Service, cli: Cli) -> None:
+    """As the index has sessions whose clients are gone for a day."""
+    with service.http() as api:
+        made = api.post("/tenants", json={"tenant": "gone"}).json()["key"]["key"]
+    assert "hidden" not in cli("--api-key", made, "ls").stderr
+    run, now = SessionRun(model="org/tiny"), time.time()
+    records = [RunRecord(run_id=f"session-gone{n}", tenant="gone", run=run, created_at=now) for n in range(2)]
+    rows = [run_row(one, queued(one)) for one in records]
+    for row in rows:
+        row.phase, row.updated_at = "waiting_for_commands", now - 86_400 - 60
+    database = open_database(service.settings)
+    database.write(lambda session: session.add_all(rows))
+    database.close()
+    listed = cli("--api-key", made, "ls")
+    assert "2 idle sessions are hidden: --all" in listed.stderr.splitlines()[-1] and "session-gone" not in listed.stdout
+    whole = cli("--api-key", made, "ls", "--all")
+    assert "session-gone0" in whole.stdout and "hidden" not in whole.stderr
 
 
 def test_keys_are_made_used_and_ended(cli: Cli) -> None:

@@ -208,6 +208,8 @@ async def test_sessions_whose_clients_are_gone_can_be_left_out(database: Databas
     for since, gone in ((None, set()), (50.0, set()), (200.0, {record(0).run_id})):
         seen = {run.run_id for run in await rows.page("acme", 50, no_session_idle_since=since)}
         assert {record(n).run_id for n in range(4)} - seen == gone
+        assert await rows.num_sessions_idle_since("acme", since or 0.0) == len(gone)
+    assert await rows.num_sessions_idle_since("strangers", 200.0) == 0
 
 
 def test_a_page_is_read_from_an_index(database: Database) -> None:

@@ -204,12 +204,14 @@ async def list_runs(
     state: State | None = None,
     kind: Kind | None = None,
     words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
+    idle: Annotated[bool, Query(description="with sessions that have waited for a command for a day")] = False,
 ) -> RunPage:
     """Runs, newest first, as they stood a second ago at most.
 
-    Sessions that have waited for a command for a day are only listed where `kind`, `state` or `words` ask for them.
+    Sessions that have waited for a command for a day are only listed where `idle`, `kind`, `state` or `words` ask for
+    them.
     """
-    is_asked_for = kind or state or words
+    is_asked_for = idle or kind or state or words
     since = None if is_asked_for else time.time() - _CLIENT_IS_GONE_S
     return await backend.runs.page(
         asking.tenant, limit=limit, after=after, state=state, kind=kind, words=words, no_session_idle_since=since

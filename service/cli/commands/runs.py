@@ -43,11 +43,18 @@ def ls(
     kind: Annotated[Literal["sft", "dpo", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+    idle: Annotated[bool, typer.Option("--all", help="With sessions that have waited for a day.")] = False,
 ) -> Answer:
     """List runs, newest first."""
-    page = client.runs(limit, state, kind=kind, words=words)
-    if not page.runs:
-        return Answer([], partial(say, "there is none; longshore submit starts one"))
+    page = client.runs(limit, state, kind=kind, words=words, idle=idle or None)
+
+    def say_hidden() -> None:
+        if num := page.num_hidden_sessions:
+            say(f"{num} idle session{'s are' if num > 1 else ' is'} hidden: --all")
+
+    def show_none() -> None:
+        say("there is none; longshore submit starts one")
+        say_hidden()
 
     def show() -> None:
         places = client.places() if any(map(_waits, page.runs)) else {}
@@ -55,8 +62,9 @@ def ls(
         print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
         if page.has_more:
             say(f"there are more: --limit shows up to 200, {limit} now")
+        say_hidden()
 
-    return Answer([outcome(view) for view in page.runs], show)
+    return Answer([outcome(view) for view in page.runs], show if page.runs else show_none)
 
 
 @command(app)

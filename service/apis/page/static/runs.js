@@ -82,7 +82,8 @@ function draw(page, overview) {
   byId("empty").hidden = page.runs.length > 0;
   show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("a", { href: "/new" }, "Start one here"), ", or as ", make("code", {}, "longshore submit sft --help"), " says."));
   const total = Object.values(overview.counts).reduce((sum, count) => sum + count, 0);
-  byId("summary").textContent = `${total.toLocaleString("en")} in total`;
+  const hidden = page.num_hidden_sessions;
+  byId("summary").textContent = `${total.toLocaleString("en")} in total${hidden ? `, of which ${hidden.toLocaleString("en")} idle ${hidden > 1 ? "sessions are" : "session is"} not shown` : ""}`;
   showIfNew(byId("states"), [overview.counts, query.get("state")], () => chips(overview.counts, total));
 }
 
