@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from shared.contract import Fence
-from shared.jobs.events import Step
+from shared.jobs.events import Evaluated, Evaluating, Step
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from tests.page import measured
@@ -182,6 +182,15 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
         service.store.put_bytes(part, event.model_dump_json().encode() + b"\n")
         expect(page.locator("figure.chart .latest")).to_have_text(str(loss))
     expect(page.locator("#log-lines")).to_contain_text("step 2: loss 1.25")
+    told = "evaluation: 40 % of the held-out rows"
+    for event in (
+        Evaluating(seq=3, time=3.0, step=2, fraction=0.4),
+        Evaluated(seq=4, time=4.0, step=2, metrics={"loss": 1.0}),
+    ):
+        part = RunKeys(run_id).log_part("000001", Fence(epoch=1), event.seq)
+        service.store.put_bytes(part, event.model_dump_json().encode() + b"\n")
+        progress = expect(page.locator("#progress"))
+        progress.to_contain_text(told) if event.seq == 3 else progress.not_to_contain_text(told)
     api.post(f"/runs/{run_id}/cancel")
     expect(page.get_by_label("Summary")).to_contain_text("cancelled")
 

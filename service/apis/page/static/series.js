@@ -6,7 +6,7 @@ import { bytes, duration, get, make, number, show } from "./page.js";
 /** A run's events and train steps so far. `read` asks for those that are new, and says whether there were any. */
 export class RunMetrics {
   constructor(runId, kind) {
-    Object.assign(this, { runId, kind, cursor: null, after: null });
+    Object.assign(this, { runId, kind, cursor: null, after: null, evaluating: null });
     this.steps = new Map();
     this.evaluations = new Map();
     this.trainSteps = new Map();
@@ -39,6 +39,7 @@ export class RunMetrics {
     if (event.event === "evaluated") this.evaluations.set(event.step, event);
     if (event.event === "started" && event.first_step > 0 && this.kind !== "rl") this.starts.push({ step: event.first_step });
     if (event.event === "saved") this.saved += 1;
+    this.evaluating = event.event === "evaluating" ? event.fraction : null;  // any other event comes after its end
   }
 
   /** Points [step, value] of a metric of optimizer steps. */
