@@ -187,7 +187,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with asyncio.timeout(_LAST_ANSWERS_S):
             while app.state.in_hand:  # noqa: ASYNC110 - a set tells nobody
                 await asyncio.sleep(0.02)
-    await backend.inference.close()
+    await backend.hosts.close()
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)

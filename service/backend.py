@@ -17,11 +17,13 @@ from service.database.engine import Database
 from service.decoding import Decoding
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
+from service.host_http.clients import HostClients
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
 from service.inference.named_models import NamedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
+from service.runs.bells import SessionBells
 from service.runs.checks import Checks
 from service.runs.estimates import Estimates
 from service.runs.files import RunFiles
@@ -57,8 +59,10 @@ class Backend:
         self.watch = Watch(rows, states, temporal)
         self.spending = SpendingLimits(self.runs, rows)
         self.steps = TrainSteps(self.runs, store, temporal)
+        self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
+        bells = SessionBells(store, self.hosts)
         self.training_sessions = TrainingSessions(
-            self.runs, rows, store, temporal, self.quotas, settings.session_results_days
+            self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days
         )
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
@@ -73,7 +77,7 @@ class Backend:
         self.untrained = UntrainedModels(settings, temporal, store)
         self.art_models = ArtModels(store, self.published, self.untrained, self.quotas)
         self.inference = Inference(
-            settings, self.store, self.published, self.art_models, self.untrained, temporal, questions
+            settings, self.store, self.published, self.art_models, self.untrained, temporal, questions, self.hosts
         )
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,6 +24,7 @@ from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
 from activities.confined import calls as confined
 from activities.host_context import HostContext
+from activities.hosts.bells import Bells
 from activities.hosts.fitness import Check
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
@@ -37,15 +38,17 @@ from activities.hosts.worker_process import WorkerCommand, ranks_command, room_f
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
-from service.answering import announced, answering
+from service.host_http.answers import announced, answering
+from service.host_http.bells import bell_routes
+from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
 from service.temporal import connect
 from shared.log_lines import escape_output, start_logging
-from shared.runs.serving import AnswersAt
 from shared.settings import Settings
 from shared.storage.files import private_folder
+from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
@@ -195,7 +198,9 @@ def gpu_workers(
     threads: ThreadPoolExecutor,
     pool: WorkerPool,
     host_queue: str,
-    standing: Standing | None = None,
+    standing: Standing | None,
+    bells: Bells,
+    at: HostAddress,
 ) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a gpu host: one lease at a time on the shape's queue, jobs and joining leases on its own."""
     store = open_store(settings.store, settings.s3)
@@ -218,7 +223,8 @@ def gpu_workers(
     leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]))
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
     stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
-    jobs = RunJob(pool, store, stager, signals, syncs, standing).run_job, ApplyCommands(pool, store).apply_commands
+    run_job = RunJob(pool, store, stager, signals, syncs, standing).run_job
+    jobs = run_job, ApplyCommands(pool, store, bells, at).apply_commands
     return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 
 
@@ -227,17 +233,17 @@ def sampler_workers(
     settings: Settings,
     threads: ThreadPoolExecutor,
     pool: WorkerPool,
-    answers_at: AnswersAt,
+    at: HostAddress,
     host_queue: str,
     standing: Standing | None = None,
 ) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
     host = HostContext(settings)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    lease = LeaseSampler(pool, host, signals, host_queue, answers_at, standing).lease_sampler
+    lease = LeaseSampler(pool, host, signals, host_queue, at, standing).lease_sampler
     leases = _leases(standing, lambda: _worker(client, settings.sampler_queue, threads, 1, [lease]))
-    sampling = sampling_activities(host, Samplers(settings, pool))
-    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, sampling)
+    own = sampling_activities(host, Samplers(settings, pool))
+    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, own)
 
 
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
@@ -304,8 +310,8 @@ async def serve(
                 stack.push_async_callback(track.close)
                 activities = control_activities(host, track)
                 if settings.sampling.url is not None:
-                    questions = stack.enter_context(closing(Questions(host, Samplers(settings))))
-                    at = stack.enter_context(answering(settings, record.queue, questions.answer))
+                    routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
+                    at = stack.enter_context(serving(settings, record.queue, routes))
                     await stack.enter_async_context(announced(host.store, record.queue, at))
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
@@ -314,13 +320,14 @@ async def serve(
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
                 standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
-                jobs = gpu_workers(client, settings, threads, pool, record.queue, standing)
+                at = stack.enter_context(serving(settings, record.queue, bell_routes(bells := Bells())))
+                jobs = gpu_workers(client, settings, threads, pool, record.queue, standing, bells, at)
                 await stack.enter_async_context(polling(*jobs))
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
-                questions = stack.enter_context(closing(Questions(host, Samplers(settings, pool))))
-                at = stack.enter_context(answering(settings, record.queue, questions.answer))
+                routes = stack.enter_context(answering(Questions(host, Samplers(settings, pool))))
+                at = stack.enter_context(serving(settings, record.queue, routes))
                 standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
                 workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing)
                 await stack.enter_async_context(polling(*workers))
@@ -331,12 +338,11 @@ async def serve(
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
     """Make the pool of this host's processes, all ended when the host leaves, and idle ones before."""
-    paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
+    ranks, sharing = room_for_ranks(settings.max_ranks), Sharing(settings.runs_per_worker, settings.sharing_window_s)
     # In a thread, as it may start a sampler in place of one that a killed host left, and fetch its model.
-    sharing = Sharing(settings.runs_per_worker, settings.sharing_window_s)
     pool = await asyncio.to_thread(
         WorkerPool,
-        paths,
+        HostPaths(settings.root_path),
         command,
         worker_environment(settings),
         settings.worker_idle_s,

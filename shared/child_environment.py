@@ -88,7 +88,7 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "sampling__vllm_command": ("sampler",),
     "tinker__max_tokens": _SERVICES,  # no secret, though it is named like one
     "sampling__weights_address": ("sampler",),
-    "sampling__answers_address": ("sampler", "control"),
+    "host_address": ("control", "gpu", "sampler"),
 }
 """Settings that hold secrets, and the kinds of process that get them; other settings go to all that read settings."""
 

@@ -5,9 +5,9 @@ Read once, at an entry point, and passed on; nothing else reads the environment.
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
@@ -62,6 +62,16 @@ class ConfinedSettings(BaseModel):
     )
 
 
+def _one_address(address: IPvAnyAddress) -> IPvAnyAddress:
+    if address.is_unspecified:
+        raise ValueError("the address of one interface, and not of all")
+    return address
+
+
+OwnAddress = Annotated[IPvAnyAddress, AfterValidator(_one_address)]
+"""An IP address of this machine."""
+
+
 class SamplingSettings(BaseModel):
     """The installation's own sampler, where it is a server that speaks vLLM's protocol; and vLLM on sampler hosts."""
 
@@ -72,24 +82,11 @@ class SamplingSettings(BaseModel):
         description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and what else `vllm serve` is "
         "to be told, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
-    weights_address: IPvAnyAddress | None = Field(
+    weights_address: OwnAddress | None = Field(
         default=None,
         description="of a sampler host: this machine's IP address at which trainers of other machines send weights to "
         "its samplers, on a network that is trusted to carry them in the clear; if absent, they do not",
     )
-
-    answers_address: IPvAnyAddress | None = Field(
-        default=None,
-        description="of a sampler host, and of a control host where `url` is set: this machine's IP address at which "
-        "the web service on another machine asks it, by mutual TLS; if absent, only one of this machine can",
-    )
-
-    @field_validator("weights_address", "answers_address")
-    @classmethod
-    def _is_one_address(cls, address: IPvAnyAddress | None) -> IPvAnyAddress | None:
-        if address is not None and address.is_unspecified:
-            raise ValueError("the address of one interface, and not of all")
-        return address
 
 
 class ServingSettings(BaseModel):
@@ -288,6 +285,11 @@ class Settings(BaseSettings):
         default=(),
         description="of GPU and sampler hosts: ways of weight sync by other projects' engines, whose ports let whoever "
         "reaches them read and change memory; a run may name one only where its hosts list it",
+    )
+    host_address: OwnAddress | None = Field(
+        default=None,
+        description="of a host: this machine's IP address at which the web service of another machine reaches it, by "
+        "mutual TLS; if absent, only one of this machine does",
     )
     heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")

@@ -1,5 +1,6 @@
 """Passes a session's commands from the store to a leased worker, and their results from the worker into the store."""
 
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
+from activities.hosts.bells import Bells
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import newest_first
@@ -23,12 +25,13 @@ from shared.runs.session_results import SessionResults
 from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
 from shared.storage.files import write_atomically
+from shared.storage.host_states import HostAddress
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
-_LONGEST_POLL_S = 0.05  # of the store, while no command comes
-_CLOSED_POLL_S = 0.1
+# Between looks into the store for a command, and for the session's end, of which nobody has told.
+_LOOK_EACH_S, _CLOSED_EACH_S = 2.0, 4.0
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
 _SKIP, _DROP = (Skip(drops=drops).model_dump_json().encode() for drops in (False, True))
@@ -67,11 +70,18 @@ class Applied(Frozen):
 
 
 class ApplyCommands:
-    """Gives sessions' commands to the workers of this host. Retrying the activity does not repeat commands."""
+    """Gives sessions' commands to the workers of this host. Retrying the activity does not repeat commands.
 
-    def __init__(self, pool: WorkerPool, store: ObjectStore) -> None:
+    Args:
+        bells: by which the web service is told of results, and tells of commands.
+        at: where the web service reaches this host.
+    """
+
+    def __init__(self, pool: WorkerPool, store: ObjectStore, bells: Bells, at: HostAddress) -> None:
         self._pool = pool
         self._store = store
+        self._bells = bells
+        self._at = at
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
     def apply_commands(self, request: ApplyRequest) -> Applied:
@@ -83,8 +93,10 @@ class ApplyCommands:
             CorruptArtifact: an object in the store is no command, or a command that is needed is missing.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
-        with self._pool.using(request.worker_id, lease) as worker, beating():
-            return _Applying(worker, request, self._store).run()
+        attended = self._bells.attended(request.run_id, request.next)
+        with self._pool.using(request.worker_id, lease) as worker, beating(), attended as rung:
+            self._store.put_bytes(RunKeys(request.run_id).host, self._at.model_dump_json().encode())
+            return _Applying(worker, request, self._store, self._bells, rung).run()
 
 
 class _ResultHead(Frozen):
@@ -102,8 +114,12 @@ class _Applying:
     those up to `_through`.
     """
 
-    def __init__(self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore) -> None:
+    def __init__(
+        self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore, bells: Bells, rung: threading.Event
+    ) -> None:
         self._worker = worker
+        self._bells = bells
+        self._rung = rung
         self._request = request
         self._store = store
         self._keys = RunKeys(request.run_id)
@@ -116,19 +132,21 @@ class _Applying:
         self._through = request.next - 1
         self._publishes = False
         self._to_publish: CheckpointRef | None = None
-        self._look_at, self._look_pause_s = 0.0, _POLL_S
+        self._look_at, self._ask_at = 0.0, 0.0  # when the store is asked for a command, and for the session's end
 
     def run(self) -> Applied:
         began_after = self._wait_for_start()
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._path(self._through).exists():  # the first call on this lease's worker
             self._begin_behind(began_after)
-        behind, idle_since, asked_at = self._request.next + self._request.most, time.monotonic(), 0.0
+        behind, idle_since = self._request.next + self._request.most, time.monotonic()
         while self._to_publish is None and self._next < behind:
             if self._carry() or self._give():
                 idle_since = time.monotonic()
-            elif self._next > self._through and (now := time.monotonic()) > asked_at + _CLOSED_POLL_S:
-                asked_at = now
+            elif self._next > self._through and (now := time.monotonic()) > min(
+                self._ask_at, idle_since + self._request.idle_s
+            ):
+                self._ask_at = now + _CLOSED_EACH_S
                 if self._store.head(self._keys.is_closed) is not None and self._command(self._next) is None:
                     break
                 if now > idle_since + self._request.idle_s:
@@ -217,14 +235,17 @@ class _Applying:
         Returns False if there was nothing to give.
         """
         now, number = time.monotonic(), self._through + 1
-        if self._publishes or number >= self._next + _MOST_AHEAD or now < self._look_at:
+        if self._publishes or number >= self._next + _MOST_AHEAD:
+            return False
+        if self._rung.is_set():
+            self._rung.clear()  # before the store is asked, so that nothing is missed
+            self._look_at = self._ask_at = 0.0
+        if now < self._look_at:
             return False
         data = self._command(number)
         if data is None:
-            self._look_at = now + self._look_pause_s
-            self._look_pause_s = min(_LONGEST_POLL_S, 1.2 * self._look_pause_s)
+            self._look_at = now + _LOOK_EACH_S
             return False
-        self._look_pause_s = _POLL_S
         head = self._head(number, data)
         if head.kind == "gap":
             if number > self._next:  # commands before it are still being done
@@ -256,6 +277,7 @@ class _Applying:
                 return True
         self._results.put(self._next, data)
         self._next += 1
+        self._bells.stored(self._request.run_id, self._next)
         self._publishes = self._publishes and self._next <= self._through
         return True
 

@@ -24,8 +24,8 @@ from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend
 from shared.runs.requests import RunId
-from shared.runs.serving import AnswersAt
 from shared.storage.files import write_privately
+from shared.storage.host_states import HostAddress
 from shared.storage.paths import WorkerPaths
 
 # A timeout for requests that an idle sampler answers at once. It is short, as a lease cannot end during this wait.
@@ -105,7 +105,7 @@ class LeaseSampler:
         host: HostContext,
         signals: Signals,
         host_queue: str,
-        answers_at: AnswersAt,
+        answers_at: HostAddress,
         standing: Standing | None = None,
     ) -> None:
         self._answers_at = answers_at
@@ -153,8 +153,8 @@ class LeaseSampler:
                 reached = {
                     "weights_socket": str(worker.paths.weights_socket) if takes_weights else None,
                     "weights_address": _address_of(worker),
-                    "answers_socket": self._answers_at.socket,
-                    "answers_address": self._answers_at.address,
+                    "host_socket": self._answers_at.socket,
+                    "host_address": self._answers_at.address,
                 }
                 if self._lease.tell(worker, mark, reached=reached):
                     self._lease.hold(worker)

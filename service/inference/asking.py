@@ -1,23 +1,21 @@
-"""Asks hosts to have their samplers answer, and reads the replies (service/answering.py is the other end)."""
+"""Asks hosts to have their samplers answer, and reads the replies (service/host_http/answers.py is the other end)."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
 from service.accounts.limits import FairShare
-from service.trust import Trust
+from service.host_http.clients import HostClients, Unreachable
 from shared.chat.answer_records import new_answer_id
 from shared.errors import InvalidInput
-from shared.runs.serving import AnswerLine, AnswersAt, CompleteRequest, QuestionFailure
-from shared.settings import Settings
-from shared.storage.files import reachable
+from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
+from shared.storage.host_states import HostAddress
 
 T = TypeVar("T", bound=BaseModel)
 _CONNECT_S = 5.0
@@ -68,24 +66,13 @@ class AnswerSoFar:
 
 
 class AnsweringHosts:
-    """Connections to hosts that answer questions, kept for the next ones.
+    """Hosts that answer questions."""
 
-    Args:
-        silence_s: a host that sends nothing for so long is taken for lost.
-    """
-
-    def __init__(self, settings: Settings, silence_s: float) -> None:
-        self._settings = settings
-        self._timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
+    def __init__(self, clients: HostClients) -> None:
+        self._clients = clients
         self._large = FairShare("large answers", 1, 600.0)
-        self._clients: dict[str, httpx.AsyncClient] = {}
-        self._open = AsyncExitStack()
 
-    async def close(self) -> None:
-        self._clients.clear()
-        await self._open.aclose()
-
-    async def ask(self, at: AnswersAt, request: CompleteRequest, so_far: AnswerSoFar | None = None) -> bytes:
+    async def ask(self, at: HostAddress, request: CompleteRequest, so_far: AnswerSoFar | None = None) -> bytes:
         """Return an answer's JSON. A caller that is cancelled hangs up.
 
         Raises:
@@ -94,11 +81,13 @@ class AnsweringHosts:
         """
         content = request.model_dump_json().encode()
         try:
-            client = await self._client(at)
-            async with client.stream("POST", "/answers", content=content, timeout=self._timeout) as response:
+            client = await self._clients.to(at)
+            async with client.stream("POST", "/answers", content=content) as response:
                 if response.status_code != httpx.codes.OK:
                     raise QuestionLost(f"the sampler's host refuses: {response.status_code}")
                 return await self._read(response.aiter_raw(), request.tenant, so_far)
+        except Unreachable as error:
+            raise QuestionLost(f"the sampler's host cannot be asked: {error}") from error
         except (httpx.TransportError, OSError) as error:
             raise QuestionLost(f"the sampler's host does not answer: {error!r}") from error
 
@@ -123,26 +112,6 @@ class AnsweringHosts:
                     is_large = True
                     await held.enter_async_context(self._large.place(tenant))
             return bytes(found)
-
-    async def _client(self, at: AnswersAt) -> httpx.AsyncClient:
-        """Return a client of a host: by its socket where that is on this machine, else by its address."""
-        is_here = await asyncio.to_thread(Path(at.socket).is_socket)
-        place = at.socket if is_here else at.address
-        if place is None:
-            setting = "LONGSHORE_SAMPLING__ANSWERS_ADDRESS"
-            raise QuestionLost(f"the sampler's host is on another machine, and names no address: set {setting} there")
-        if place not in self._clients:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            if is_here:
-                uds = self._open.enter_context(reachable(Path(place)))
-                transport, url = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False), "http://host"
-            else:
-                verify = Trust.of(self._settings).client_context()
-                transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
-                url = f"https://{place}"
-            client = httpx.AsyncClient(transport=transport, base_url=url, headers={"accept-encoding": "identity"})
-            self._clients[place] = await self._open.enter_async_context(client)
-        return self._clients[place]
 
 
 def _refuse(failure: QuestionFailure) -> None:

@@ -19,6 +19,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts.limits import FairShare
+from service.host_http.clients import HostClients
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
 from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost, Reply
 from service.inference.published_models import PublishedModels, Target
@@ -29,19 +30,18 @@ from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import (
-    AnswersAt,
     CompleteRequest,
     LeasedSampler,
     SamplerPlace,
     ServedSampler,
     ServeRequest,
     ServingStart,
-    announced,
     sampler_of_questions,
     serving_id,
 )
 from shared.runs.start import timing_of
 from shared.settings import Settings
+from shared.storage.host_states import HostAddress, announced
 from shared.storage.store import ObjectStore
 
 logger = logging.getLogger("longshore.service")
@@ -175,21 +175,18 @@ class Inference:
         untrained: UntrainedModels,
         temporal: Temporal,
         questions: FairShare,
+        hosts: HostClients,
     ) -> None:
         self._settings = settings
         self._store = store
         self._temporal = temporal
         self.leases = SamplerLeases(settings, temporal)
-        self._hosts = AnsweringHosts(settings, settings.heartbeat_timeout_s)
-        self._announced: tuple[list[AnswersAt], float] = [], 0.0
+        self._hosts = AnsweringHosts(hosts)
+        self._announced: tuple[list[HostAddress], float] = [], 0.0
         self._published = published
         self._art_models = art_models
         self._untrained = untrained
         self._questions = questions
-
-    async def close(self) -> None:
-        """Close all connections to hosts."""
-        await self._hosts.close()
 
     async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> Reply[ChatCompletion]:
         """Ask a model to answer messages. `so_far` is told the answer's text while it is drawn, if `stream` is asked.
@@ -270,7 +267,7 @@ class Inference:
                     self.leases.forget(lease)
         raise SamplerUnavailable(problem)
 
-    async def _served_at(self, attempt: int) -> AnswersAt:
+    async def _served_at(self, attempt: int) -> HostAddress:
         """Return where a control host asks the installation's own sampler; at each attempt another one."""
         known, until = self._announced
         if attempt or time.monotonic() > until or not known:
@@ -281,10 +278,10 @@ class Inference:
         return known[attempt % len(known)]
 
 
-def _at(grant: LeaseGrant) -> AnswersAt:
-    if grant.answers_socket is None:
+def _at(grant: LeaseGrant) -> HostAddress:
+    if grant.host_socket is None:
         raise QuestionLost("the sampler's host is of an earlier version")
-    return AnswersAt(socket=grant.answers_socket, address=grant.answers_address)
+    return HostAddress(socket=grant.host_socket, address=grant.host_address)
 
 
 def _request(

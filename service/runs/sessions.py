@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull
+from service.runs.bells import SessionBells
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run
@@ -26,9 +27,8 @@ from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
-# Pauses between reads of the store for a result; and between checks whether the session still runs.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-_ASK_EACH_S = 1.0
+# Between looks into the store for a result of which no host has told, and at whether the session still runs.
+_LOOK_EACH_S, _ASK_EACH_S = 1.5, 3.0
 # If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
 _ATTENDED_S = 0.25
 _MOST_ANSWERED = 4096
@@ -61,9 +61,11 @@ class TrainingSessions:
         store: ObjectStore,
         temporal: Temporal,
         quotas: Quotas,
+        bells: SessionBells,
         results_days: float,
     ) -> None:
         self._runs = runs
+        self._bells = bells
         self._rows = rows
         self._results_days = results_days
         self._pruned_until = 0.0
@@ -87,6 +89,7 @@ class TrainingSessions:
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
         await self._put(record, number, data)
+        await self._bells.ring(run_id)
         soon_s = min(wait_s, _ATTENDED_S) if self._is_attended(run_id) else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
             return _view(result)  # a host has found it, so the workflow need not be told
@@ -101,6 +104,7 @@ class TrainingSessions:
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
         await self._put(record, number, data)
+        await self._bells.ring(run_id)
         if not self._is_attended(run_id):
             await self._tell(record, number, data)
 
@@ -130,6 +134,7 @@ class TrainingSessions:
         await update_run(self._runs, self._temporal, await self._record(tenant, run_id), "finish")
         # The host of the session's worker checks this when no command is left.
         await asyncio.to_thread(self._store.put_bytes, RunKeys(run_id).is_closed, b"")
+        await self._bells.ring(run_id)
         return await self._runs.view(tenant, run_id)
 
     async def prune(self) -> None:
@@ -228,10 +233,9 @@ class TrainingSessions:
 
     async def _result_within(self, record: RunRecord, number: int, wait_s: float) -> CommandResult | None:
         """Read a command's result, as soon as it is there."""
-        key, end, pause_s = RunKeys(record.run_id).command_result(number), time.monotonic() + wait_s, _FIRST_PAUSE_S
-        while (data := await asyncio.to_thread(self._read, key)) is None and time.monotonic() < end:
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
+        key, end = RunKeys(record.run_id).command_result(number), time.monotonic() + wait_s
+        while (data := await asyncio.to_thread(self._read, key)) is None and (now := time.monotonic()) < end:
+            await self._bells.wait(record.run_id, number, min(_LOOK_EACH_S, end - now))
         if data is None:
             return None
         if len(self._answered) >= _MOST_ANSWERED:

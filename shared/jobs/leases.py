@@ -79,8 +79,8 @@ class LeaseGrant(Frozen):
     """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue.
 
     `joined`: other runs trained on the worker already. `weights_socket`: of a sampler, the path at which trainers of
-    its machine send it weights; `weights_address`: `host:port`, at which those of other machines do. `answers_socket`
-    and `answers_address`: of a sampler's host, where the web service asks it, by mutual TLS at the latter.
+    its machine send it weights; `weights_address`: `host:port`, at which those of other machines do. `host_socket`
+    and `host_address`: of a sampler's host, where the web service asks it, by mutual TLS at the latter.
     """
 
     fence: Fence
@@ -89,5 +89,5 @@ class LeaseGrant(Frozen):
     joined: bool = False
     weights_socket: str | None = None
     weights_address: str | None = None
-    answers_socket: str | None = None
-    answers_address: str | None = None
+    host_socket: str | None = None
+    host_address: str | None = None

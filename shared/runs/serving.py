@@ -1,25 +1,18 @@
 """Types for questions to published models: the sampler that is asked, request, reply, and who serves it."""
 
-import time
-from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
 from shared.contract import Artifact, Fence, Frozen
-from shared.errors import NotFound
 from shared.jobs.job import Dtype
 from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
 from shared.settings import Settings
-from shared.storage.paths import ANSWERING_HOSTS, content_key
-from shared.storage.store import ObjectStore
-
-ANNOUNCE_S = 20.0
-_SILENT_S = 90.0
+from shared.storage.paths import content_key
 
 
 class LeasedSampler(Frozen):
@@ -66,23 +59,6 @@ class CompleteRequest(Frozen):
         return bool(self.asked.stream and not self.asked.return_token_ids)
 
 
-class AnswersAt(Frozen):
-    """Where a host answers questions.
-
-    `socket`: the path of a Unix socket on its own machine; `address`: `host:port` for other machines, by mutual TLS.
-    """
-
-    socket: str
-    address: str | None = None
-
-
-class AnsweringHost(Frozen):
-    """What a control host tells in the store while it answers questions by the installation's own sampler."""
-
-    at: AnswersAt
-    seen_at: float = Field(description="seconds since 1970; told every ANNOUNCE_S")
-
-
 class QuestionFailure(Frozen):
     """Why a host cannot answer. `lost`: its sampler, or itself, is going; another one may answer."""
 
@@ -100,28 +76,6 @@ class AnswerLine(Frozen):
     grown: tuple[str, ...] = ()
     failure: QuestionFailure | None = None
     ends: bool = False
-
-
-def announce(store: ObjectStore, queue: str, at: AnswersAt | None) -> None:
-    """Tell that the host with a task queue answers at a place; None: no longer."""
-    key = f"{ANSWERING_HOSTS}{queue}.json"
-    if at is None:
-        store.delete(key)
-    else:
-        store.put_bytes(key, AnsweringHost(at=at, seen_at=time.time()).model_dump_json().encode())
-
-
-def announced(store: ObjectStore) -> list[AnswersAt]:
-    """Return where control hosts answer questions, those that were seen last first."""
-    found = list[AnsweringHost]()
-    for info in store.list(ANSWERING_HOSTS):
-        with suppress(NotFound, ValidationError):  # it has just left, or is of another version
-            host = AnsweringHost.model_validate_json(store.get_bytes(info.key))
-            if time.time() - host.seen_at < _SILENT_S:
-                found.append(host)
-            else:
-                store.delete(info.key)
-    return [host.at for host in sorted(found, key=lambda host: -host.seen_at)]
 
 
 def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> SamplerKey:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from shared.contract import Frozen
 from shared.errors import NotFound
-from shared.storage.paths import HOST_STATES, fast_bf16, host_state
+from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state
 from shared.storage.store import ObjectStore
 
 WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
@@ -28,6 +28,24 @@ MAX_LOST = 3
 _KEPT_RUNS = 20
 _BF16_CAPABILITY = 8.0
 _ASKED_S = 20.0
+
+
+class HostAddress(Frozen):
+    """Where the web service reaches a host.
+
+    `socket`: the path of a Unix socket on the host's own machine; `address`: `host:port` for other machines, by mutual
+    TLS.
+    """
+
+    socket: str
+    address: str | None = None
+
+
+class AnsweringHost(Frozen):
+    """What a control host tells while it asks the installation's own sampler. `seen_at`: seconds since 1970."""
+
+    at: HostAddress
+    seen_at: float
 
 
 class HostState(Frozen):
@@ -97,6 +115,28 @@ def read_states(store: ObjectStore, shape: str, now: float | None = None) -> tup
             elif state.shape == shape and state.is_seen(now):
                 found.append(state)
     return tuple(found)
+
+
+def announce(store: ObjectStore, queue: str, at: HostAddress | None) -> None:
+    """Tell that the control host with a task queue answers at a place, as it does every BEAT_S; None: no longer."""
+    key = f"{ANSWERING_HOSTS}{queue}.json"
+    if at is None:
+        store.delete(key)
+    else:
+        store.put_bytes(key, AnsweringHost(at=at, seen_at=time.time()).model_dump_json().encode())
+
+
+def announced(store: ObjectStore) -> list[HostAddress]:
+    """Return where control hosts answer questions, those that were seen last first."""
+    found = list[AnsweringHost]()
+    for info in store.list(ANSWERING_HOSTS):
+        with suppress(NotFound, ValidationError):  # it has just left, or is of another version
+            host = AnsweringHost.model_validate_json(store.get_bytes(info.key))
+            if time.time() - host.seen_at < _SILENT_S:
+                found.append(host)
+            else:
+                store.delete(info.key)
+    return [host.at for host in sorted(found, key=lambda host: -host.seen_at)]
 
 
 def _key(state: HostState) -> str:

@@ -59,6 +59,11 @@ class RunKeys:
         return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}.json")
 
     @property
+    def host(self) -> str:
+        """Where the host of a session's worker is reached."""
+        return f"{self.prefix}/host.json"
+
+    @property
     def is_closed(self) -> str:
         """An object that exists once a session takes no more commands."""
         return f"{self.prefix}/closed"
@@ -334,9 +339,9 @@ class HostPaths:
         self.scratch = root / "scratch"
         self.profiles = root / "profiles"
 
-    def answers(self, queue: str) -> Path:
-        """The socket at which the host with this task queue answers questions."""
-        return self.root / "answers" / f"{queue}.sock"
+    def socket(self, queue: str) -> Path:
+        """The socket at which the web service reaches the host with this task queue."""
+        return self.root / "sockets" / f"{queue}.sock"
 
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)

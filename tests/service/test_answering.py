@@ -5,22 +5,26 @@ import socket
 import ssl
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pydantic import RootModel
 
 from activities.sampling.questions import Asking
-from service.answering import Answer, answering
+from service.host_http.answers import answering
+from service.host_http.clients import HostClients
+from service.host_http.server import serving
+from service.host_http.trust import Trust
 from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost
-from service.trust import Trust
 from shared.chat.completions import CompletionRequest
 from shared.contract import Artifact
 from shared.errors import InvalidInput, WorkerLost
-from shared.runs.serving import AnswersAt, CompleteRequest, ServedSampler
-from shared.settings import SamplingSettings, Settings
+from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.settings import Settings
+from shared.storage.host_states import HostAddress
 
 NOWHERE = Artifact(uri="file:///nowhere", sha256="0" * 64)
 SILENCE_S = 30.0
@@ -33,27 +37,38 @@ def question(prompt: str = "How many crates?", tenant: str = "default") -> Compl
     )
 
 
+@dataclass
+class Asked:
+    """Answers by a function."""
+
+    answer: Callable[[CompleteRequest, Asking], RootModel[str]]
+
+    def close(self) -> None:
+        pass
+
+
 @contextmanager
-def host(root: Path, answer: Answer, address: str | None = None) -> Iterator[tuple[Settings, AnswersAt]]:
-    sampling = SamplingSettings.model_validate({"answers_address": address})
-    settings = Settings(root=root, seal_key="k" * 32, sampling=sampling)
-    with answering(settings, "host-one", answer) as at:
+def host(
+    root: Path, answer: Callable[[CompleteRequest, Asking], RootModel[str]], address: str | None = None
+) -> Iterator[tuple[Settings, HostAddress]]:
+    settings = Settings.model_validate({"root": root, "seal_key": "k" * 32, "host_address": address})
+    with answering(Asked(answer)) as routes, serving(settings, "host-one", routes) as at:
         yield settings, at
 
 
-def elsewhere(at: AnswersAt) -> AnswersAt:
+def elsewhere(at: HostAddress) -> HostAddress:
     """As another machine sees it."""
     return at.model_copy(update={"socket": "/nowhere/host.sock"})
 
 
 async def asked(
-    settings: Settings, at: AnswersAt, request: CompleteRequest | None = None, so_far: AnswerSoFar | None = None
+    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, so_far: AnswerSoFar | None = None
 ) -> bytes:
-    hosts = AnsweringHosts(settings, SILENCE_S)
+    clients = HostClients(settings, SILENCE_S)
     try:
-        return await hosts.ask(at, request or question(), so_far)
+        return await AnsweringHosts(clients).ask(at, request or question(), so_far)
     finally:
-        await hosts.close()
+        await clients.close()
 
 
 def prompt_of(request: CompleteRequest) -> str:
@@ -72,7 +87,7 @@ async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_
         for path in (Path(at.socket), Path(at.socket).parent):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
         assert await asked(settings, at, question("twelve\ncrates")) == b'"twelve\\ncrates"'
-        with pytest.raises(QuestionLost, match="LONGSHORE_SAMPLING__ANSWERS_ADDRESS"):
+        with pytest.raises(QuestionLost, match="LONGSHORE_HOST_ADDRESS"):
             await asked(settings, elsewhere(at))
 
 
@@ -155,10 +170,10 @@ async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
         return RootModel("")
 
     with host(tmp_path, wait) as (settings, at):
-        hosts = AnsweringHosts(settings, 0.2)
+        clients = HostClients(settings, 0.2)
         with pytest.raises(QuestionLost, match="ReadTimeout"):  # the sign of life comes later
-            await hosts.ask(at, question())
-        await hosts.close()
+            await AnsweringHosts(clients).ask(at, question())
+        await clients.close()
         leave.set()
     with pytest.raises(QuestionLost):
         await asked(settings, at)
@@ -187,10 +202,11 @@ async def test_of_large_answers_a_tenant_has_one_at_a_time(tmp_path: Path) -> No
     """20 MB pass as they are; while one of a tenant's waits to be taken, another tenant's comes."""
     whole, whole_json = "1" * (20 << 20), b'"%b"' % (b"1" * (20 << 20))
     with host(tmp_path, lambda request, asking: RootModel(whole)) as (settings, at):
-        hosts = AnsweringHosts(settings, SILENCE_S)
+        clients = HostClients(settings, SILENCE_S)
+        hosts = AnsweringHosts(clients)
         async with hosts._large.place("default"):
             mine = asyncio.create_task(hosts.ask(at, question()))
             assert await hosts.ask(at, question(tenant="other")) == whole_json
             assert not mine.done()
         assert await mine == whole_json
-        await hosts.close()
+        await clients.close()

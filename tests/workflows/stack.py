@@ -22,6 +22,7 @@ from temporalio.client import (
 )
 
 from activities.host_context import HostContext
+from activities.hosts.bells import Bells
 from activities.hosts.fitness import Check
 from activities.hosts.standing import standing_of
 from activities.hosts.worker_pool import Sharing, WorkerPool
@@ -30,6 +31,8 @@ from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.host_http.bells import bell_routes
+from service.host_http.server import serving
 from service.lease_polling import polling
 from service.seals import seal_key
 from shared.runs.requests import SFTRun
@@ -92,7 +95,9 @@ class Stack:
         queue = f"host-{uuid.uuid4().hex}"
         standing = standing_of("gpu", given, queue, check) if check is not None else None
         client = self.client if standing is None else await connect(given)  # one polls a queue once
-        workers = gpu_workers(client, given, threads, pool, queue, standing)
+        bells = Bells()
+        at = self.exits.enter_context(serving(given, queue, bell_routes(bells)))
+        workers = gpu_workers(client, given, threads, pool, queue, standing, bells, at)
         await self.exits.enter_async_context(polling(*workers))
         return queue
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
+from activities.hosts.bells import Bells
 from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
 from shared.errors import WorkerLost
 from shared.jobs.commands import (
@@ -25,6 +26,7 @@ from shared.jobs.commands import (
 )
 from shared.jobs.job import Job
 from shared.storage.files import write_atomically
+from shared.storage.host_states import HostAddress
 from tests.activities.hosts.running_jobs import KEYS, plan_for
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.workflows.stand_in import wait_until
@@ -58,7 +60,8 @@ def applying(host: Host, tmp_path: Path, num_steps: int, next_command: int) -> I
             most=10,
             idle_s=0.1,
         )
-        future = thread.submit(environment.run, ApplyCommands(host.pool, host.store).apply_commands, request)
+        commands = ApplyCommands(host.pool, host.store, Bells(), HostAddress(socket="/nowhere"))
+        future = thread.submit(environment.run, commands.apply_commands, request)
         try:
             yield Applying(outputs / "commands", future)
             assert host.num_processes(worker_id), "the worker serves on"

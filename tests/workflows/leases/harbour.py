@@ -15,6 +15,7 @@ from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.database.engine import open_database
 from service.host import connect, serve
+from service.host_http.clients import HostClients
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
@@ -56,7 +57,8 @@ class Harbour:
         models = ArtModels(
             self.store, published, untrained, Quotas(settings.quotas, self.store, open_database(settings))
         )
-        return Inference(settings, self.store, published, models, untrained, temporal, FairShare("questions", 16, 10))
+        questions, hosts = FairShare("questions", 16, 10), HostClients(settings, settings.heartbeat_timeout_s)
+        return Inference(settings, self.store, published, models, untrained, temporal, questions, hosts)
 
     def samplers(self) -> list[str]:
         """The ids of sampler processes."""

@@ -1,73 +1,51 @@
-"""A host's HTTP server, at which the web service asks the samplers that the host reaches.
+"""Questions of the web service, which the samplers answer that a host reaches.
 
     POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
 
-It listens at a Unix socket that only this user can open and, where the operator names an address, there by mutual TLS
-(service/trust.py). An empty line is a sign of life. A client that hangs up stops its question at the sampler.
+An empty line is a sign of life. A client that hangs up stops its question at the sampler.
 """
 
 import asyncio
 import logging
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from typing import Protocol
 
-import uvicorn
 from pydantic import BaseModel, ValidationError
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from activities.sampling.questions import Asking
-from service.trust import Trust
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
-from shared.runs.serving import ANNOUNCE_S, AnswerLine, AnswersAt, CompleteRequest, QuestionFailure, announce
-from shared.settings import Settings
-from shared.storage.files import listen_privately, private_folder
-from shared.storage.paths import HostPaths
+from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
+from shared.storage.host_states import BEAT_S, HostAddress, announce
 from shared.storage.store import ObjectStore
 
-Answer = Callable[[CompleteRequest, Asking], BaseModel]
+
+class Answerer(Protocol):
+    """Answers questions, in several threads at once. What it raises is told to the asker."""
+
+    def answer(self, request: CompleteRequest, asking: Asking) -> BaseModel: ...
+    def close(self) -> None: ...
+
 
 _SIGN_OF_LIFE_S = 1.0
 _PAUSE_S = 0.02  # between two lines of one answer
 _AT_ONCE = 256  # questions; each waits for its sampler in a thread
-_GRACE_S = 10
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def answering(settings: Settings, queue: str, answer: Answer) -> Iterator[AnswersAt]:
-    """Answer questions for a `with` block; yields where.
-
-    Args:
-        queue: names the host among those of its root.
-        answer: called in threads; what it raises is told to the asker.
-
-    Raises:
-        OSError: the operator's address is not one of this machine.
-    """
-    path, address = HostPaths(settings.root_path).answers(queue), settings.sampling.answers_address
-    with ThreadPoolExecutor(_AT_ONCE, "question") as threads:
-        app = Starlette(routes=[Route("/answers", _Answers(answer, threads).ask, methods=["POST"])])
-        private_folder(path.parent)
-        with _served(app, listen_privately(path, _AT_ONCE)):
-            if address is None:
-                yield AnswersAt(socket=str(path))
-                return
-            is_v6 = address.version == 6
-            listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
-            with _served(app, listener, Trust.of(settings)):
-                named = f"[{address}]" if is_v6 else str(address)
-                yield AnswersAt(socket=str(path), address=f"{named}:{listener.getsockname()[1]}")
+def answering(questions: Answerer) -> Iterator[list[Route]]:
+    """Yield the routes of a host that answers questions, which are closed in the end."""
+    with closing(questions), ThreadPoolExecutor(_AT_ONCE, "question") as threads:
+        yield [Route("/answers", _Answers(questions, threads).ask, methods=["POST"])]
 
 
 @asynccontextmanager
-async def announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncIterator[None]:
+async def announced(store: ObjectStore, queue: str, at: HostAddress) -> AsyncIterator[None]:
     """Tell the web service in the store that this host asks the installation's own sampler."""
 
     async def again() -> None:
@@ -76,7 +54,7 @@ async def announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncItera
                 await asyncio.to_thread(announce, store, queue, at)
             except (StoreUnavailable, OSError) as error:
                 _log.warning("the web service is not told where this host answers: %s", error)
-            await asyncio.sleep(ANNOUNCE_S)
+            await asyncio.sleep(BEAT_S)
 
     telling = asyncio.create_task(again())
     try:
@@ -88,8 +66,8 @@ async def announced(store: ObjectStore, queue: str, at: AnswersAt) -> AsyncItera
 
 
 class _Answers:
-    def __init__(self, answer: Answer, threads: ThreadPoolExecutor) -> None:
-        self._answer = answer
+    def __init__(self, questions: Answerer, threads: ThreadPoolExecutor) -> None:
+        self._questions = questions
         self._threads = threads
 
     async def ask(self, request: Request) -> Response:
@@ -122,7 +100,7 @@ class _Answers:
             answering.add_done_callback(_forget)
 
     def _answered(self, asked: CompleteRequest, asking: Asking) -> bytes:
-        return self._answer(asked, asking).model_dump_json().encode()
+        return self._questions.answer(asked, asking).model_dump_json().encode()
 
 
 class _Drawn:
@@ -175,27 +153,3 @@ def _forget(answering: "asyncio.Future[bytes]") -> None:
     """Take the error of an answer that nobody waits for."""
     if not answering.cancelled():
         answering.exception()
-
-
-# Serving.
-
-
-@contextmanager
-def _served(app: Starlette, listener: socket.socket, trust: Trust | None = None) -> Iterator[None]:
-    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
-    config.load()
-    config.ssl = trust.server_context() if trust is not None else None
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="answers", daemon=True)
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        if not server.started:
-            raise OSError(f"no server of answers could be started at {listener.getsockname()}")
-        yield
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()

@@ -1,0 +1,1 @@
+"""HTTP between the web service and hosts."""

@@ -1,0 +1,48 @@
+"""The web service's news for sessions on a host, and the host's for it (activities/hosts/bells.py).
+
+POST /sessions/RUN/bell ──► 204, or 404 where the session is not attended to here
+GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without one
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from activities.hosts.bells import Bells
+
+SIGN_OF_LIFE_S = 1.0
+
+
+def bell_routes(bells: Bells) -> list[Route]:
+    async def ring(request: Request) -> Response:
+        return Response(status_code=204 if bells.ring(request.path_params["run_id"]) else 404)
+
+    async def results(request: Request) -> Response:
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+        end = bells.listen(request.path_params["run_id"], lambda next: loop.call_soon_threadsafe(news.put_nowait, next))
+        if end is None:
+            return Response(status_code=404)
+        return StreamingResponse(_lines(news, end), media_type="text/plain")
+
+    return [
+        Route("/sessions/{run_id}/bell", ring, methods=["POST"]),
+        Route("/sessions/{run_id}/results", results, methods=["GET"]),
+    ]
+
+
+async def _lines(news: "asyncio.Queue[int | None]", end: Callable[[], None]) -> AsyncIterator[str]:
+    try:
+        while True:
+            try:
+                next = await asyncio.wait_for(news.get(), SIGN_OF_LIFE_S)
+            except TimeoutError:
+                yield "\n"
+                continue
+            if next is None:
+                return
+            yield f"{next}\n"
+    finally:
+        end()

@@ -1,0 +1,60 @@
+"""The web service's connections to hosts."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+
+from service.host_http.trust import Trust
+from shared.settings import Settings
+from shared.storage.files import reachable
+from shared.storage.host_states import HostAddress
+
+_CONNECT_S = 5.0
+
+
+class Unreachable(Exception):
+    """A host cannot be reached from here."""
+
+
+class HostClients:
+    """Connections to hosts, kept for the next requests.
+
+    Args:
+        silence_s: a host that sends nothing for so long is taken for lost.
+    """
+
+    def __init__(self, settings: Settings, silence_s: float) -> None:
+        self._settings = settings
+        self._timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._open = AsyncExitStack()
+
+    async def close(self) -> None:
+        self._clients.clear()
+        await self._open.aclose()
+
+    async def to(self, at: HostAddress) -> httpx.AsyncClient:
+        """Return a client of a host: by its socket where that is on this machine, else by its address.
+
+        Raises:
+            Unreachable: it is on another machine, and names no address.
+        """
+        is_here = await asyncio.to_thread(Path(at.socket).is_socket)
+        place = at.socket if is_here else at.address
+        if place is None:
+            raise Unreachable("it is on another machine, and names no address: set LONGSHORE_HOST_ADDRESS there")
+        if place not in self._clients:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            if is_here:
+                uds = self._open.enter_context(reachable(Path(place)))
+                transport, url = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False), "http://host"
+            else:
+                verify = Trust.of(self._settings).client_context()
+                transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
+                url = f"https://{place}"
+            headers = {"accept-encoding": "identity"}
+            client = httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=self._timeout)
+            self._clients[place] = await self._open.enter_async_context(client)
+        return self._clients[place]

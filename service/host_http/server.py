@@ -1,0 +1,68 @@
+"""A host's HTTP server, by which the web service reaches it.
+
+It listens at a Unix socket that only this user can open and, where the operator names an address, there by mutual TLS
+(trust.py). Temporal carries no question, no answer, and no news of commands.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from service.host_http.trust import Trust
+from shared.settings import Settings
+from shared.storage.files import listen_privately, private_folder
+from shared.storage.host_states import HostAddress
+from shared.storage.paths import HostPaths
+
+_BACKLOG = 256
+_GRACE_S = 10
+
+
+@contextmanager
+def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator[HostAddress]:
+    """Serve for a `with` block; yields where.
+
+    Args:
+        queue: names the host among those of its root.
+
+    Raises:
+        OSError: the operator's address is not one of this machine.
+    """
+    path, address, app = HostPaths(settings.root_path).socket(queue), settings.host_address, Starlette(routes=routes)
+    private_folder(path.parent)
+    with _served(app, listen_privately(path, _BACKLOG)):
+        if address is None:
+            yield HostAddress(socket=str(path))
+            return
+        is_v6 = address.version == 6
+        listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
+        with _served(app, listener, Trust.of(settings)):
+            named = f"[{address}]" if is_v6 else str(address)
+            yield HostAddress(socket=str(path), address=f"{named}:{listener.getsockname()[1]}")
+
+
+@contextmanager
+def _served(app: Starlette, listener: socket.socket, trust: Trust | None = None) -> Iterator[None]:
+    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work."""
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    config.load()
+    config.ssl = trust.server_context() if trust is not None else None
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="answers", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        if not server.started:
+            raise OSError(f"no server of answers could be started at {listener.getsockname()}")
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

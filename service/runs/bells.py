@@ -1,0 +1,119 @@
+"""Rings at hosts for commands of sessions, and hears from them of results, instead of asking the store for them."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+import httpx
+from pydantic import ValidationError
+
+from service.host_http.clients import HostClients, Unreachable
+from shared.errors import NotFound
+from shared.storage.host_states import HostAddress
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
+
+# Between looks for the host of a session that has none, or has lost it: at first, and after some in vain.
+_LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
+_UNUSED_S = 30.0
+_MOST_KNOWN = 4096
+_LOST = (httpx.HTTPError, OSError, Unreachable)
+
+
+class _Listening:
+    """What a host tells of one session's results. All before `next` are in the store. `is_over`: it tells no more."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.is_over = False
+        self.used_at = time.monotonic()
+        self.changed = asyncio.Event()
+
+    def put(self, next: int | None) -> None:
+        self.next, self.is_over = next or self.next, next is None
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class SessionBells:
+    """Connections to the hosts of sessions that are being waited for."""
+
+    def __init__(self, store: ObjectStore, clients: HostClients) -> None:
+        self._store = store
+        self._clients = clients
+        self._hosts: dict[str, HostAddress] = {}
+        self._in_vain: dict[str, tuple[int, float]] = {}  # how often a host was looked for, and when it may be again
+        self._listening: dict[str, _Listening] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ring(self, run_id: str) -> None:
+        """Tell the host of a session's worker that there is something new in the store, if there is such a host."""
+        if (host := await self._host(run_id)) is None:
+            return
+        try:
+            client = await self._clients.to(host)
+            if (await client.post(f"/sessions/{run_id}/bell")).status_code != httpx.codes.NO_CONTENT:
+                self._forget(run_id)
+        except _LOST:
+            self._forget(run_id)
+
+    async def wait(self, run_id: str, number: int, wait_s: float) -> None:
+        """Wait until a command's result seems to be in the store, or it is time to look by oneself."""
+        heard = self._listening.get(run_id)
+        if heard is None:
+            heard = self._listening[run_id] = _Listening()
+            task = asyncio.create_task(self._listen(run_id, heard))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        heard.used_at = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while heard.next <= number:
+                    if heard.is_over:  # and it is not known yet where it goes on
+                        await asyncio.sleep(self._pause_s(run_id))
+                        return
+                    await heard.changed.wait()
+
+    async def _listen(self, run_id: str, heard: _Listening) -> None:
+        try:
+            if (host := await self._host(run_id)) is None:
+                return
+            client = await self._clients.to(host)
+            async with client.stream("GET", f"/sessions/{run_id}/results") as response:
+                if response.status_code != httpx.codes.OK:
+                    self._forget(run_id)
+                    return
+                async for line in response.aiter_lines():
+                    if line:
+                        self._in_vain.pop(run_id, None)
+                        heard.put(int(line))
+                    elif heard.used_at < time.monotonic() - _UNUSED_S:
+                        return
+        except _LOST:
+            self._forget(run_id)
+        finally:
+            del self._listening[run_id]
+            heard.put(None)
+
+    async def _host(self, run_id: str) -> HostAddress | None:
+        """Return where a session's host is, if that is known, or may be looked up again by now."""
+        if run_id not in self._hosts and time.monotonic() >= self._in_vain.get(run_id, (0, 0.0))[1]:
+            for known in (self._hosts, self._in_vain):
+                if len(known) >= _MOST_KNOWN:
+                    known.clear()
+            self._in_vain[run_id] = self._in_vain.get(run_id, (0, 0.0))[0] + 1, time.monotonic() + self._pause_s(run_id)
+            if (host := await asyncio.to_thread(self._read, run_id)) is not None:
+                self._hosts[run_id] = host
+        return self._hosts.get(run_id)
+
+    def _pause_s(self, run_id: str) -> float:
+        times, _ = self._in_vain.get(run_id, (0, 0.0))
+        return float(min(_LOOK_SLOWLY_S, _LOOK_AGAIN_S * 2 ** min(times, 10)))
+
+    def _forget(self, run_id: str) -> None:
+        self._hosts.pop(run_id, None)
+
+    def _read(self, run_id: str) -> HostAddress | None:
+        with suppress(NotFound, ValidationError):
+            return HostAddress.model_validate_json(self._store.get_bytes(RunKeys(run_id).host))
+        return None
