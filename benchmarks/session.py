@@ -1,24 +1,32 @@
 """What a command of a session costs beyond its computation, on a warm stack.
 
-    python -m benchmarks.session [--commands 100] [--tinker]
+    python -m benchmarks.session [--commands 100] [--tinker | --s3 MILLISECONDS]
 
 Starts `longshore dev` in a temporary folder, opens a session of a tiny model, and sends commands one by one, each when
 the one before has its result: forwards and steps. Beside them the time from the client's call to its result stands what
 the same call takes in-process: parse, pack, forward. The first commands warm the worker up and do not count. Then the
 time until an idle session, which has given its worker back, answers again; and commands sent without waiting. With
-`--tinker` the same of Tinker's own SDK at its door instead. Prints JSON.
+`--tinker` the same of Tinker's own SDK at its door. With `--s3` the store is an S3 server whose requests take so
+long each; how many a second the stack makes is counted while there is no session, while one rests with its worker,
+while its client waits for a result, and a command while it works. Prints JSON.
 """
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
@@ -39,12 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commands", type=int, default=100)
     parser.add_argument("--tinker", action="store_true", help="by Tinker's own SDK (requirements/clients.sh)")
+    parser.add_argument("--s3", type=float, metavar="MILLISECONDS", help="that each request to the store takes")
     arguments = parser.parse_args()
     num_commands = arguments.commands
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as after:
         root, model = Path(folder) / "stack", make_tiny_model(Path(folder) / "model", _CORPUS)
-        with stack(root) as connection:
-            if arguments.tinker:
+        s3 = after.enter_context(_s3(arguments.s3 / 1000)) if arguments.s3 is not None else None
+        with stack(root, **(s3.settings if s3 else {})) as connection:
+            if s3 is not None:
+                with Client(connection.api_url, connection.api_key) as client:
+                    figures = _requests(client, model, s3, num_commands)
+            elif arguments.tinker:
                 figures = _tinker(connection, model, num_commands)
             else:
                 with Client(connection.api_url, connection.api_key) as client:
@@ -83,6 +96,70 @@ def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object
         "forward_backward_and_step": steps,
         "forwards_a_second_without_waiting": round(num_commands / together_s, 1),
         "back_from_idle": back,
+    }
+
+
+class _S3:
+    """An S3 server in this process that counts requests, and holds each up for a while."""
+
+    def __init__(self, pause_s: float) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        self.count = 0
+        app = DomainDispatcherApplication(create_backend_app)
+
+        def counted(environ: dict[str, Any], start_response: Any) -> Any:
+            self.count += 1
+            time.sleep(pause_s)
+            return app(environ, start_response)
+
+        self.server = make_server("127.0.0.1", 0, counted, threaded=True)
+        self.settings = {
+            "LONGSHORE_STORE_URI": "s3://longshore/stack",
+            "LONGSHORE_S3__ENDPOINT_URL": f"http://127.0.0.1:{self.server.port}",
+            **{"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"},
+        }
+
+    def a_second(self, seconds: float = 20.0) -> float:
+        before, began = self.count, time.perf_counter()
+        time.sleep(seconds)
+        return round((self.count - before) / (time.perf_counter() - began), 2)
+
+
+@contextmanager
+def _s3(pause_s: float) -> Iterator[_S3]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    s3 = _S3(pause_s)
+    threading.Thread(target=s3.server.serve_forever, daemon=True).start()
+    httpx.put(f"{s3.settings['LONGSHORE_S3__ENDPOINT_URL']}/longshore").raise_for_status()
+    try:
+        yield s3
+    finally:
+        s3.server.shutdown()
+
+
+def _requests(client: Client, model: Path, s3: _S3, num_commands: int) -> dict[str, object]:
+    without = s3.a_second()
+    session = client.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=600))
+    data = [Datum(tokens=tuple(range(3, 3 + TOKENS)))]
+    for _ in range(_WARM_UP):
+        session.forward(data).result(600)
+    rests = s3.a_second()
+    early = client.send(session.id, _WARM_UP + 2, Forward(data=tuple(data)))  # which waits for the one before it
+    waits = s3.a_second()
+    client.send(session.id, _WARM_UP + 1, Forward(data=tuple(data))).result(600)
+    early.result(600)
+    session = client.attach(session.id)
+    before = s3.count
+    forwards = _times(num_commands, lambda: session.forward(data))
+    a_command = round((s3.count - before) / num_commands, 2)
+    session.close()
+    return {
+        "store": "S3",
+        "requests_a_second": {"no_session": without, "a_session_that_rests": rests, "one_whose_client_waits": waits},
+        "requests_a_command": a_command,
+        "forward": forwards,
     }
 
 

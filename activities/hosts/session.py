@@ -31,7 +31,7 @@ from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
 # Between looks into the store for a command, and for the session's end, of which nobody has told.
-_LOOK_EACH_S, _CLOSED_EACH_S = 2.0, 4.0
+_LOOK_EACH_S, _CLOSED_EACH_S = 3.0, 6.0
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
 _SKIP, _DROP = (Skip(drops=drops).model_dump_json().encode() for drops in (False, True))

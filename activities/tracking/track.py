@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore
 
 POLL_S = 1.0
+_LONGEST_POLL_S = 30.0
 _LOOKS_PER_S = 20.0  # reads of the store for all runs together: with more runs each is read less often
 _READERS = 4
 _EVENTS_A_PAGE = 1000
@@ -135,8 +137,10 @@ class Track:
 
     async def _follow(self, lines: "RunLines", mode: Mode, tries: "Tries") -> Tracked:
         """Follow a run in one attempt, from its first event on."""
+        began = time.monotonic()
         while mode == "offline" and not lines.asked_to_end.is_set() and not await self._read(lines.has_ended):
-            await self._pause(lines)
+            # Nobody looks at it before the end: a long run may be seen to end a little later.
+            await self._pause(lines, min(_LONGEST_POLL_S, (time.monotonic() - began) / 10))
         history: History | None = None
         folder: Path | None = None
         while True:
@@ -170,9 +174,9 @@ class Track:
         """Do work with the store or the disk on the threads that all runs share."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
-    async def _pause(self, lines: "RunLines") -> None:
+    async def _pause(self, lines: "RunLines", at_least_s: float = 0.0) -> None:
         """Wait until the run is looked at again."""
-        pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S)
+        pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S, at_least_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(lines.asked_to_end.wait(), pause_s)
 

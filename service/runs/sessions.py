@@ -28,7 +28,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 # Between looks into the store for a result of which no host has told, and at whether the session still runs.
-_LOOK_EACH_S, _ASK_EACH_S = 1.5, 3.0
+_LOOK_EACH_S, _ASK_EACH_S = 3.0, 3.0
 # If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
 _ATTENDED_S = 0.25
 _MOST_ANSWERED = 4096

@@ -1,0 +1,112 @@
+"""The service rings at a session's host for commands, and hears of results, and hardly asks the store meanwhile."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from activities.hosts.bells import Bells
+from service.host_http.bells import bell_routes
+from service.host_http.clients import HostClients
+from service.host_http.server import serving
+from service.runs.bells import SessionBells
+from shared.settings import Settings
+from shared.storage.paths import RunKeys
+from shared.storage.store import LocalStore, ObjectStore
+
+RUN = "session-0123456789abcde"
+
+
+class CountingStore(LocalStore):
+    """Counts reads."""
+
+    num_reads = 0
+
+    def get_bytes(self, key: str) -> bytes:
+        self.num_reads += 1
+        return super().get_bytes(key)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings.model_validate({"root": tmp_path, "seal_key": "k" * 32})
+
+
+@pytest.fixture
+async def service(settings: Settings, tmp_path: Path) -> AsyncIterator[tuple[SessionBells, CountingStore]]:
+    store, clients = CountingStore(tmp_path / "store"), HostClients(settings, 30.0)
+    yield SessionBells(store, clients), store
+    await clients.close()
+
+
+@contextmanager
+def host(settings: Settings, store: ObjectStore, queue: str) -> Iterator[Bells]:
+    """A host that has told that the session is on it."""
+    bells = Bells()
+    with serving(settings, queue, bell_routes(bells)) as at:
+        store.put_bytes(RunKeys(RUN).host, at.model_dump_json().encode())
+        yield bells
+
+
+async def test_a_command_is_rung_for_and_its_result_is_heard_of(
+    settings: Settings, service: tuple[SessionBells, CountingStore]
+) -> None:
+    bells, store = service
+    with host(settings, store, "one") as here, here.attended(RUN, 5) as rung:
+        await bells.ring(RUN)
+        assert rung.is_set()
+        await asyncio.wait_for(bells.wait(RUN, 4, 3600), 60)  # it is in the store already
+        waiting = asyncio.create_task(bells.wait(RUN, 5, 3600))
+        done, _ = await asyncio.wait([waiting], timeout=2.5)  # signs of life come
+        assert not done
+        here.stored(RUN, 6)
+        await asyncio.wait_for(waiting, 60)
+        assert store.num_reads == 1, "for the host alone"
+        other = asyncio.create_task(bells.wait(RUN, 6, 3600))
+        await asyncio.sleep(0)
+    await asyncio.wait_for(other, 60)  # the host attends to it no more: it is time to look
+
+
+async def test_a_session_that_has_gone_to_another_host_is_found(
+    settings: Settings, service: tuple[SessionBells, CountingStore]
+) -> None:
+    bells, store = service
+    with host(settings, store, "one") as first, first.attended(RUN, 1):
+        await bells.ring(RUN)
+    with host(settings, store, "two") as second, second.attended(RUN, 3) as rung:
+        until = time.monotonic() + 60
+        while not rung.is_set():
+            assert time.monotonic() < until
+            await bells.ring(RUN)
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(bells.wait(RUN, 2, 3600), 60)
+
+
+async def test_without_a_host_the_store_is_asked_once_a_second_and_less_often_than_waiters_wait(
+    service: tuple[SessionBells, CountingStore],
+) -> None:
+    bells, store = service
+    began = time.monotonic()
+    while time.monotonic() < began + 3:
+        await asyncio.gather(*(bells.wait(RUN, number, 0.5) for number in range(1, 20)))
+    took_s = time.monotonic() - began
+    assert store.num_reads <= 6 + took_s  # at first sooner
+
+
+def test_what_is_stored_while_nobody_listens_is_told_to_who_comes_later() -> None:
+    bells, heard = Bells(), list[int | None]()
+    assert bells.listen(RUN, heard.append) is None and not bells.ring(RUN)
+    with bells.attended(RUN, 1):
+        bells.stored(RUN, 8)
+        end = bells.listen(RUN, heard.append)
+        assert end is not None
+        thread = threading.Thread(target=bells.stored, args=(RUN, 9))
+        thread.start()
+        thread.join()
+        end()
+        bells.stored(RUN, 10)
+    assert heard == [8, 9]
