@@ -17,8 +17,8 @@ from shared.contract import Frozen
 from shared.jobs.job import JobPlan
 from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend
-from shared.runs.serving import AnswersAt
 from shared.settings import Settings
+from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore, ObjectStore
 from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_until
@@ -146,7 +146,7 @@ class HeldSampler(Held):
     ) -> None:
         self.patience_s = patience_s
         notebook = Notebook()
-        lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue", AnswersAt(socket="unasked"))
+        lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue", HostAddress(socket="unasked"))
         request = SamplerLeaseRequest(
             run_id="r1", epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
         )

@@ -210,13 +210,18 @@ def test_pods_are_spoken_to_by_nobody_but_the_service_by_its_clients() -> None:
     incoming = {app: rule for rule in policies if "Ingress" in rule["policyTypes"] for app in _selected(rule)}
     outgoing = {app for rule in policies if "Egress" in rule["policyTypes"] for app in _selected(rule)}
     assert incoming.keys() == outgoing == apps
-    clients, questions = {"ports": [{"protocol": "TCP", "port": 8484}]}, {"from": [_pods("longshore-service")]}
-    allowed = {"longshore-service": [clients], "longshore-sampler-host": [questions]}
+    hosts = ("longshore-gpu-host", "longshore-sampler-host")
+    clients, service = (
+        {"ports": [{"protocol": "TCP", "port": 8484}]},
+        {"podSelector": {"matchLabels": {"app": "longshore-service"}}},
+    )
+    allowed = {"longshore-service": [clients]} | {app: [{"from": [service]}] for app in hosts}
     assert {app: rule.get("ingress", []) for app, rule in incoming.items()} == {app: [] for app in apps} | allowed
     asked = [
         out["to"] for rule in policies if _selected(rule) == {"longshore-service"} for out in rule.get("egress", [])
     ]
-    assert [_pods("longshore-sampler-host")] in asked
+    reached = {"key": "app", "operator": "In", "values": list(hosts)}
+    assert [{"podSelector": {"matchExpressions": [reached]}}] in asked
     blocks = [
         to["ipBlock"]
         for rule in policies
@@ -236,10 +241,6 @@ def test_gpu_and_sampler_hosts_reach_names_temporal_and_the_store_alone(app: str
     assert anywhere == [53, 53]
     blocks = [to["ipBlock"]["cidr"] for out in rules for to in out.get("to", []) if "ipBlock" in to]
     assert blocks == ["192.0.2.1/32"], "the operator's S3 endpoint, to be filled in"
-
-
-def _pods(app: str) -> dict:
-    return {"podSelector": {"matchLabels": {"app": app}}}
 
 
 def _selected(rule: dict) -> set[str]:
