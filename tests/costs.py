@@ -6,19 +6,23 @@ recorded, by which they are shared out among processes.
 python -m tests.costs tell CACHE      the ten dearest files of the last run of tests/run.sh, whose cache is in that
                                       folder; exits with 1 where all files together are over their share of the budget
 python -m tests.costs record CACHE    the same, and writes durations.json
+python -m tests.costs reap ARGUMENTS  Python with these arguments, beside a parent of all orphans that it leaves
 """
 
+import ctypes
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-
-from tests.leftovers import MARK
+from execnet.xspec import XSpec
 
 BUDGET_CPU_S = 2 * 90 * 60
 """CI has two cores for 90 minutes, of which the suite takes at most a share: the rest is for a slower machine."""
@@ -33,9 +37,7 @@ class Meter:
     """In a process that runs tests: what each file has cost, told with the report of its last test's end."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, bool]] = {}
-        self._gone_s = 0.0
-        self._last_s = self._used_s()
+        self._last_s = _used_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(
@@ -47,28 +49,34 @@ class Meter:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         if self._is_last:
-            used_s = self._used_s()
+            used_s = _used_s()
             item.user_properties.append((_PROPERTY, round(max(0.0, used_s - self._last_s), 1)))
             self._last_s = used_s
 
-    def _used_s(self) -> float:
-        """Stacks are nobody's children: they are found by the mark in their environment."""
-        own = os.times()
-        living = dict(_marked())
-        # Whoever waits for a child has its seconds. Nobody has those of one that was nobody's child.
-        self._gone_s += sum(s for pid, (s, is_orphan) in self._seen.items() if is_orphan and pid not in living)
-        self._seen = living
-        return sum(own[:4]) + sum(s for s, _ in living.values()) + self._gone_s
+
+def _used_s() -> float:
+    """What the process below `reap` and all that it ever started have used."""
+    reaper = psutil.Process(os.getppid())
+    waited_for = reaper.cpu_times()
+    used_s = waited_for.children_user + waited_for.children_system
+    for process in reaper.children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            used_s += sum(process.cpu_times()[:4])
+    return float(used_s)
 
 
-def _marked() -> Generator[tuple[int, tuple[float, bool]], None, None]:
-    mark = os.environ.get(MARK)
-    for process in psutil.process_iter():
-        try:
-            if mark and process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                yield process.pid, (sum(process.cpu_times()[:4]), process.ppid() == 1)
-        except psutil.Error:
-            continue
+def reap(arguments: Sequence[str]) -> int:
+    """Run Python with these arguments. Who loses its parent meanwhile becomes a child of this process, which waits for
+    it: its seconds are kept, where those of a child of init are lost.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    die_with_us = lambda: libc.prctl(1, signal.SIGKILL)  # noqa: E731 (PR_SET_PDEATHSIG)
+    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=die_with_us)
+    while True:
+        pid, status = os.wait()
+        if pid == child.pid:
+            return os.waitstatus_to_exitcode(status)
 
 
 class Bill:
@@ -82,6 +90,11 @@ class Bill:
         if report.when == "teardown":
             cost_s = sum(value for name, value in report.user_properties if name == _PROPERTY)
             self._by_file[report.nodeid.partition("::")[0]] += cost_s
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, specs: Sequence[XSpec]) -> None:
+        for spec in specs:
+            spec.python = f"{sys.executable} -m tests.costs reap"
 
     def pytest_sessionfinish(self) -> None:
         self._config.cache.set(KEY, dict(self._by_file))
@@ -118,7 +131,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def main() -> None:
-    command, cache = sys.argv[1:]
+    command, *arguments = sys.argv[1:]
+    if command == "reap":
+        sys.exit(reap(arguments))
+    [cache] = arguments
     by_file = Counter(json.loads(Path(cache, "v", KEY).read_text()))
     if command == "record":
         kept = {file: round(cost_s) for file, cost_s in sorted(by_file.items()) if cost_s >= 1}
