@@ -3,9 +3,11 @@
 For tests of what a program does. Where it matters how it is started, a test starts it as users and hosts do.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +42,7 @@ class Program:
         for number, path in ((1, self.stdout), (2, self.stderr)):
             with path.open("ab") as file:
                 os.dup2(file.fileno(), number)
+        faulthandler.enable()  # anew: its stderr is another
         sys.argv = [*self.argv]
         self.call()
 
@@ -60,6 +63,16 @@ def running(program: Program) -> Iterator[BaseProcess]:
         yield process
     finally:
         process.kill()
+        process.join()
+
+
+def end(process: BaseProcess, patience_s: float = 40) -> None:
+    """Ask it to leave; abort one that does not, which then tells where it stands."""
+    process.terminate()
+    process.join(patience_s)
+    if process.exitcode is None:
+        print(f"{process.pid} did not leave within {patience_s:g} s; aborted")
+        os.kill(process.pid or 0, signal.SIGABRT)
         process.join()
 
 

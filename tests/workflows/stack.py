@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,15 @@ from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore, open_store, open_uri
-from tests.ended import TELLS_WHERE_IT_STANDS, end
+from tests import forks
+from tests.forks import Program
+from tests.workflows import stand_in_host
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
 from tests.workflows.stand_in_activities import StandInData
 from workflows.services.single_activity import TrackWorkflow
 from workflows.sft import SFTWorkflow
+
+forks.IMPORTED.append(stand_in_host.__name__)
 
 
 @dataclass
@@ -101,22 +104,23 @@ class Stack:
         await self.exits.enter_async_context(polling(*workers))
         return queue
 
-    def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> subprocess.Popen:
+    def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> BaseProcess:
         """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
         given = self.settings
         environment = {
+            **os.environ,
             "PYTHONPATH": str(REPOSITORY),
-            "LONGSHORE_ROOT": str(root or given.root_path),
+            "LONGSHORE_ROOT": str(root := root or given.root_path),
             "LONGSHORE_STORE_URI": given.store,
             "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
             "LONGSHORE_SHAPE": given.shape,
             "LONGSHORE_SEAL_KEY": seal_key(given).decode(),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
         }
-        command = [sys.executable, "-m", "tests.workflows.stand_in_host", str(step_s)]
-        environment = {**os.environ, **TELLS_WHERE_IT_STANDS, **environment}
-        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY)
-        self.exits.callback(end, process)
+        root.mkdir(parents=True, exist_ok=True)
+        said = root / "host.log"
+        process = forks.start(Program(stand_in_host.main, [str(step_s)], environment, REPOSITORY, said, said))
+        self.exits.callback(forks.end, process)
         return process
 
     async def start(

@@ -1,4 +1,4 @@
-"""A gpu host in a process of its own, with stand-in workers: `python -m tests.workflows.stand_in_host STEP_S`."""
+"""A gpu host in a process of its own, with stand-in workers."""
 
 import asyncio
 import os
@@ -10,12 +10,13 @@ from shared.settings import Settings
 from tests.workflows.stand_in import StandInCommand
 
 
-async def main(step_s: float) -> None:
+async def _serve(step_s: float) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     await serve("gpu", Settings(), stopped, StandInCommand(step_s), tuple)
 
 
-if __name__ == "__main__":
-    asyncio.run(main(float(sys.argv[1])))
+def main() -> None:
+    """With the seconds that a worker's step takes as the one argument."""
+    asyncio.run(_serve(float(sys.argv[0])))
     os._exit(0)  # as service/host.py: the SDK's threads may hang in an interpreter that is being taken down

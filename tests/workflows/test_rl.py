@@ -1,7 +1,6 @@
 """Client-driven RL runs on a real Temporal server; the stand-in workers' weights name what they were trained on."""
 
 import asyncio
-import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -320,8 +319,8 @@ async def test_a_killed_host_changes_no_bits(stack: RLStack, undisturbed: list[b
         assert second.adapter(await second.train(handle, 1)) == undisturbed[0]
         training = asyncio.create_task(second.train(handle, 2))
         await asyncio.sleep(0.3)
-        host.send_signal(signal.SIGKILL)
-        host.wait()
+        host.kill()
+        host.join()
         second.spawn_gpu_host()
         assert second.adapter(await training) == undisturbed[1]
         await handle.cancel()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import timedelta
@@ -99,8 +98,8 @@ async def test_a_killed_host_is_replaced_at_once_and_the_run_ends_in_the_same_bi
     handle = await stack.start(steps=100, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
     [worker_id] = stack.worker_ids()
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.join()
     stack.spawn_gpu_host()
     status = await handle.result()
     assert (status.epoch, status.workers_lost) == (2, 1)
@@ -113,8 +112,8 @@ async def test_a_host_that_never_comes_back_is_replaced_by_another_machines(stac
     first = stack.spawn_gpu_host(step_s=0.03, root=tmp_path / "first")
     handle = await stack.start(steps=100)
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.join()
     stack.spawn_gpu_host()
     status = await handle.result()
     assert (status.epoch, status.workers_lost) == (2, 1)
@@ -127,8 +126,8 @@ async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(st
     handle = await stack.start(steps=10_000, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
     lease = LeaseRecord.model_validate_json(stack.store.get_bytes(RunKeys(handle.id).lease(1)))
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.join()
     await handle.terminate()
     plan = job_plan(artifact(stack.store, stack.settings.root_path / "any", "any", a="b"))
     request = JobRequest(plan=plan, fence=lease.fence, worker_id=stack.worker_ids()[0], cancel_grace_s=1)
@@ -152,7 +151,8 @@ async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> No
     handle = await stack.start(steps=100)
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
     first.terminate()
-    assert await asyncio.to_thread(first.wait, 15) == 0
+    await asyncio.to_thread(first.join, 15)
+    assert first.exitcode == 0
     assert stack.worker_ids() == []
     await stack.add_gpu_host()
     status = await handle.result()
@@ -212,7 +212,7 @@ async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(
         await handle.cancel()
         await asyncio.sleep(1.0)
         host.kill()
-        host.wait()
+        host.join()
         stack.spawn_gpu_host()
         assert isinstance(await asyncio.wait_for(failure_of(handle), 30), CancelledError)
         result = await stack.result(handle.id)
@@ -358,7 +358,7 @@ async def test_random_kills_of_workers_and_hosts_change_no_bit(stack: Stack, cha
         await asyncio.sleep(chance.uniform(0.0, 3.0))
         if chance.random() < 0.5:
             host.kill()
-            host.wait()
+            host.join()
             host = stack.spawn_gpu_host(step_s=0.02)
         else:
             for process in [p for worker_id in stack.worker_ids() for p in processes_of(worker_id)]:

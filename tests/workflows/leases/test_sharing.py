@@ -115,7 +115,7 @@ async def test_runs_meet_again_when_their_host_was_killed(temporal_address: str,
         handles = [await stack.start(steps=1_000_000, seed=seed, shares_with="") for seed in (1, 2)]
         await eventually(lambda: _num_leased(handles, 2), "both leases")
         host.kill()
-        host.wait()
+        host.join()
         stack.spawn_gpu_host(SLOW_S)
 
         async def have_met_again() -> bool:
