@@ -98,8 +98,9 @@ class Group:
 
     def drop(self) -> None:
         """Leave. What is still under way ends by its own timeout, in a thread that nobody waits for."""
-        threading.Thread(target=self._own.abort, name="weights-group", daemon=True).start()
-        del self._own
+        held = [self._own]
+        del self._own  # first: whoever lets torch's group go last waits in its destructor for what is under way
+        threading.Thread(target=lambda: held.pop().abort(), name="weights-group", daemon=True).start()
 
 
 class _Member:

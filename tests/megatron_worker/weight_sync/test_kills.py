@@ -10,12 +10,15 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 from megatron_worker.sampler.models import Refused
+from megatron_worker.weight_sync.transports.collective import Group
+from megatron_worker.weight_sync.transports.rendezvous import MemberStore, Values
 from shared.jobs.weight_sync import SyncTarget
 from tests import forks
 from tests.depth import drawn
@@ -139,6 +142,23 @@ def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
         assert equal(kept, driven)
         with cut.models._syncing:
             assert cut.models.cards().data == []
+
+
+def test_a_group_is_left_while_a_broadcast_is_under_way():
+    """Whoever leaves does not wait for a broadcast to end that nobody sends. Several times: threads must not race."""
+    for _ in range(5):
+        values = Values(time.monotonic() + 60)
+        with ThreadPoolExecutor(2) as threads:
+            joining = [
+                threads.submit(Group, MemberStore(values), rank, 2, torch.device("cpu"), "127.0.0.1")
+                for rank in range(2)
+            ]
+            root, waiting = (future.result() for future in joining)
+        del joining
+        work = waiting.broadcast(torch.zeros(8), 0)
+        waiting.drop()
+        assert not work.is_completed()
+        root.drop()
 
 
 def here_send(driven, target, phases):
