@@ -1,6 +1,7 @@
 """Two and four ranks give what one gives, under every layout: scores, losses, gradients, norms, weights, files.
 
-One launch for each number of ranks. `python -m benchmarks.layouts` measures many more layouts.
+One launch for each number of ranks. Of layouts of four, and of faults, each run of the suite tries a part.
+`python -m benchmarks.layouts` measures many more layouts.
 """
 
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from shared.jobs.layout import Layout
+from tests.depth import drawn
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
 from tests.megatron_worker.parallel_ranks import KINDS, Trial
@@ -35,7 +37,7 @@ EXPERTS = {
     ],
 }
 # By model and layout: what is broken there, and in what it must show.
-FAULTS = {
+ALL_FAULTS = {
     ("dense", "dp2"): {"skip-reduce": "history", "average-for-sum": "history", "local-count": "history"},
     ("dense", "tp2"): {"drop-shard": "lora weights", "local-norm": "history", "same-shard": "lora history"},
     ("dense", "tp2-sp"): {"forget-finalize": "full history"},
@@ -44,15 +46,22 @@ FAULTS = {
     ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-tokens": "history"},
     ("experts", "tp2-sp-etp2"): {"forget-finalize": "full history", "drop-shard": "lora weights"},
 }  # of two ranks: four show the same ones, for three times the work
-TRIALS = [
+FAULTS = drawn(
+    [(*place, fault, shows_in) for place, faults in ALL_FAULTS.items() for fault, shows_in in faults.items()], 6
+)
+FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
+ALL_TRIALS = [
     (name, layout)
     for name, worlds in (("dense", DENSE), ("experts", EXPERTS))
     for own in worlds.values()
     for layout in own
 ]
+TRIALS = drawn(ALL_TRIALS, 2, always=[FIRST[4], *(trial for trial in ALL_TRIALS if trial[1].world_size == 2)])
 NAMES = [f"{name}/{layout.label}" for name, layout in TRIALS]
-ROUNDED = [f"{name}/{layout.label}" for name, layout in TRIALS if layout.world_size == 2]  # in bfloat16, too
-FIRST = {2: "dense/tp2", 4: "dense/tp2-dp2"}  # where what does not depend on the layout is tried
+OF_TWO = [name for name, (_, layout) in zip(NAMES, TRIALS, strict=True) if layout.world_size == 2]
+NOT_ROUNDING = ["dense/pp2", "dense/dp2"]
+ROUNDED = drawn(OF_TWO, 2, always=NOT_ROUNDING)  # in bfloat16, too
+pytestmark = pytest.mark.drawn
 
 
 def make_single(out: Path, name: str, **model: object) -> Path:
@@ -87,7 +96,7 @@ def results(tmp_path_factory):
             Trial(
                 model=models[name],
                 layout=layout,
-                faults=FAULTS.get((name, layout.label), {}),
+                faults={fault: shows_in for *place, fault, shows_in in FAULTS if place == [name, layout.label]},
                 rounds=f"{name}/{layout.label}" in ROUNDED,
             )
             for name, layout in TRIALS
@@ -159,7 +168,7 @@ def test_bfloat16_rounds_no_worse_than_on_one_rank(results, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["dense/pp2", "dense/dp2"])
+@pytest.mark.parametrize("name", NOT_ROUNDING)
 def test_stages_and_data_add_no_rounding(results, name, kind):
     """What crosses ranks there is handed on as it is, or summed in float32."""
     expected = scores_of(notes(single_of(results, name) / "bfloat16" / kind, "scores")[0], 0)
@@ -175,7 +184,7 @@ def test_named_weights_are_whole_on_every_rank(results, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("dense/tp2-sp-pp2", "full"), ("experts/pp2-ep2-dp2", "full"), ("experts/ep2-etp2-dp4", "lora")]
+    ("name", "kind"), [(name, KINDS[place % 2]) for place, name in enumerate(NAMES) if name not in OF_TWO]
 )
 def test_a_checkpoint_of_many_ranks_goes_on_on_one(results, tmp_path, name, kind):
     model, _label = name.split("/")
@@ -185,24 +194,21 @@ def test_a_checkpoint_of_many_ranks_goes_on_on_one(results, tmp_path, name, kind
 
 @pytest.mark.parametrize("world", FIRST)
 def test_every_rank_refuses_what_one_cannot_read(results, world):
-    everyone = notes(results / FIRST[world], "refused")
+    model, layout = FIRST[world]
+    everyone = notes(results / model / layout.label, "refused")
     assert len(everyone) == world
     assert all("damaged or truncated" in said for said in everyone)
 
 
 @pytest.mark.parametrize("world", FIRST)
 def test_every_rank_hears_that_one_cannot_write(results, world):
+    model, layout = FIRST[world]
     for kind in KINDS:
-        assert notes(results / FIRST[world], f"{kind}-unsaved") == ["Not a directory"] * world
+        assert notes(results / model / layout.label, f"{kind}-unsaved") == ["Not a directory"] * world
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "shows_in"),
-    [
-        (f"{model}/{label}", fault, shows_in)
-        for (model, label), faults in FAULTS.items()
-        for fault, shows_in in faults.items()
-    ],
+    ("name", "fault", "shows_in"), [(f"{model}/{label}", fault, shows_in) for model, label, fault, shows_in in FAULTS]
 )
 def test_a_fault_shows(results, name, fault, shows_in):
     """The comparisons above would fail under each of these."""

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from shared.jobs.layout import Layout
+from tests.depth import drawn
 from tests.megatron_worker import trainer_ranks
 from tests.megatron_worker.ranks import write_adapters
 from tests.megatron_worker.rows import distinct_model
@@ -16,7 +17,7 @@ from tests.megatron_worker.trainer_ranks import Trial
 from tests.megatron_worker.trials import run_trials
 
 # The experts' layouts, and all of fsdp's, are of ranks that go in step.
-TRIALS = [
+ALL_TRIALS = [
     *(Trial(model="dense", layout=layout) for layout in (Layout(dp=2), Layout(tp=2, sp=True))),
     *(Trial(model="dense", layout=layout) for layout in (Layout(cp=2), Layout(tp=2, dp=2))),
     Trial(model="dense", engine="fsdp", layout=Layout(dp=2)),
@@ -24,8 +25,9 @@ TRIALS = [
     Trial(model="experts", layout=Layout(ep=2, dp=4)),
     Trial(model="experts", layout=Layout(tp=2, sp=True, ep=4, dp=2)),
 ]
+TRIALS = drawn(ALL_TRIALS, 2, always=[trial for trial in ALL_TRIALS if trial.engine == "fsdp"])
 MODELS = {"dense": {}, "experts": {"family": "qwen3_moe", "tied": False}}
-pytestmark = pytest.mark.timeout(600)  # two launches of several ranks
+pytestmark = [pytest.mark.drawn, pytest.mark.timeout(600)]  # two launches of several ranks
 
 
 def single(name: str) -> str:
@@ -38,14 +40,14 @@ def single(name: str) -> str:
 def results(tmp_path_factory):
     """A folder of results for each trial, those of one rank among them. One launch for each number of ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    for name, options in MODELS.items():
-        model = distinct_model(out / name / "model", **options)
+    for name in {trial.model for trial in TRIALS}:
+        model = distinct_model(out / name / "model", **MODELS[name])
         write_adapters(model, out / name / "adapters")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         trainer_ranks.run(Trial(model=name), out)
         torch.set_num_threads(threads)
-    for world in (2, 4):
+    for world in sorted({trial.layout.world_size for trial in TRIALS}):
         trials = [trial for trial in TRIALS if trial.layout.world_size == world]
         run_trials("trainer_ranks", out, trials, num_ranks=world, timeout_s=500)
     return out

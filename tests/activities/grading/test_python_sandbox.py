@@ -23,6 +23,7 @@ from tests.activities.grading.sandboxes import (
     outcome,
     processes_of,
 )
+from tests.depth import IS_DEEP, drawn
 
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
@@ -124,7 +125,16 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+_IN_BUBBLEWRAP = drawn(list(HOSTILE), len(HOSTILE) // 2)
+_IN_NAMESPACES = list(HOSTILE) if IS_DEEP else [name for name in HOSTILE if name not in _IN_BUBBLEWRAP]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("name", "bwrap"),
+    [*((name, "bubblewrap") for name in _IN_BUBBLEWRAP), *((name, "namespaces") for name in _IN_NAMESPACES)],
+    indirect=["bwrap"],
+)
 def test_a_hostile_grader_fails_its_sample_alone(name: str, place: Place) -> None:
     lines, message = HOSTILE[name]
     source = do("if item.get('good'): return 0.5", lines)
