@@ -13,11 +13,13 @@ import pytest
 from pydantic_core import _pydantic_core
 
 from activities.grading.outcome import NotGraded
+from shared.settings import GradingSettings
 from tests.activities.grading.sandboxes import (
     CAPABILITIES,
     LIMITS,
     REFUSAL,
     REPOSITORY,
+    SHORT,
     Place,
     do,
     outcome,
@@ -125,6 +127,11 @@ HOSTILE = {
 }
 
 
+def limits_of(message: str) -> GradingSettings:
+    """A busy machine takes long as well: the time is short where nothing but its end can come."""
+    return SHORT if "took longer" in message else LIMITS
+
+
 _IN_BUBBLEWRAP = drawn(list(HOSTILE), len(HOSTILE) // 2)
 _IN_NAMESPACES = list(HOSTILE) if IS_DEEP else [name for name in HOSTILE if name not in _IN_BUBBLEWRAP]
 
@@ -138,7 +145,7 @@ _IN_NAMESPACES = list(HOSTILE) if IS_DEEP else [name for name in HOSTILE if name
 def test_a_hostile_grader_fails_its_sample_alone(name: str, place: Place) -> None:
     lines, message = HOSTILE[name]
     source = do("if item.get('good'): return 0.5", lines)
-    with place.sandbox(source) as sandbox:
+    with place.sandbox(source, limits_of(message)) as sandbox:
         with pytest.raises(NotGraded) as failed:
             sandbox.grade({}, {})
         assert message in str(failed.value) and len(str(failed.value)) < 4100
@@ -235,7 +242,7 @@ def test_the_same_sample_gets_the_same_grade_in_another_sandbox(place: Place) ->
     ],
 )
 def test_a_source_that_cannot_be_loaded_is_told_at_once(source: str, message: str, place: Place) -> None:
-    with place.sandbox(source) as sandbox, pytest.raises(NotGraded) as failed:
+    with place.sandbox(source, limits_of(message)) as sandbox, pytest.raises(NotGraded) as failed:
         sandbox.check()
     assert message in str(failed.value)
 
