@@ -21,6 +21,7 @@ from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.supervisor import listens, supervisor
 from shared.child_environment import STACK_MARK
+from tests.depth import drawn
 from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
 
@@ -135,10 +136,12 @@ def test_a_second_stack_on_the_same_root_is_refused(dev: Dev) -> None:
         assert "is running" in answer.stderr and "longshore dev --stop" in answer.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("service.app",), ("start-dev",), *(("service.host", f"--role {role}") for role in ("control", "gpu", "sampler"))],
-)
+_ROLES = ("control", "gpu", "sampler")
+CHILDREN = [("service.app",), ("start-dev",), *(("service.host", f"--role {role}") for role in _ROLES)]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("words", drawn(CHILDREN, 2))
 def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> None:
     (victim,) = wait_until(lambda: dev.processes(*words), f"{words} runs")
     victim.kill()

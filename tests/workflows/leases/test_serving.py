@@ -37,13 +37,15 @@ from shared.runs.start import RunTiming
 from shared.settings import QuotaSettings, ServingSettings
 from shared.storage.artifacts import find
 from shared.storage.paths import published_version
+from tests.depth import drawn
 from tests.workflows.leases.harbour import IDLE_S, Harbour, greedy, said, there_is
 from tests.workflows.published import publish
 from workflows import policies
 from workflows.leases.serving import ServingWorkflow
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 0.01, 0.1, 1.0, None])
+@pytest.mark.drawn
+@pytest.mark.parametrize("waits_s", drawn([0.0, 0.01, 0.1, 1.0, None], 1, always=[None]))
 async def test_a_caller_that_leaves_takes_the_question_back(harbour: Harbour, waits_s: float | None) -> None:
     """However far it has come: on its way to the host, waiting, drawn. None: a part of the answer is there."""
     inference, so_far = harbour.inference(), AnswerSoFar()
