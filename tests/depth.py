@@ -9,10 +9,17 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
+
 Point = TypeVar("Point")
 # Processes that share a suite collect the same tests: they inherit the seed of the one that starts them.
 SEED = int(os.environ.setdefault("LONGSHORE_TEST_SEED", str(int(time.time()))))
 IS_DEEP = bool(os.environ.get("LONGSHORE_TEST_DEEP"))
+
+
+def one_of(names: Sequence[str], name: str) -> pytest.MarkDecorator:
+    """The mark of a test that is one of several scenarios, of which a run of the suite tries one."""
+    return pytest.mark.drawn if name in drawn(names, 1) else pytest.mark.deep
 
 
 def drawn(points: Sequence[Point], num: int, always: Sequence[Point] = ()) -> list[Point]:

@@ -157,6 +157,18 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
     _assert_undisturbed(stack, run_id, undisturbed)
 
 
+# Beside the GPU host, which dies before it hears of the limit.
+LIMIT_KILLS: list[tuple[str, Victim]] = drawn(
+    [
+        ("is set", web_service),
+        *(("holds", victim) for victim in (control_host, temporal_server, web_service)),
+        *(("is raised", victim) for victim in (web_service, control_host)),
+    ],
+    2,
+)
+
+
+@pytest.mark.drawn
 def test_a_spending_limit_holds_whatever_is_killed(stack: Stack, undisturbed: Answer, sft_options: list[str]) -> None:
     """Kills as the limit is set, while it holds, and as it is raised: no step beyond it, no step lost."""
     key = _asked(stack, "POST", "/tenants", {"tenant": "thrifty", "title": "Thrifty"})["key"]["key"]
@@ -169,22 +181,25 @@ def test_a_spending_limit_holds_whatever_is_killed(stack: Stack, undisturbed: An
     def paused() -> dict[str, Any] | None:
         return found if (found := view())["state"] == "paused" else None
 
+    def kill_as_it(does: str) -> None:
+        for victim in [victim for moment, victim in LIMIT_KILLS if moment == does]:
+            kill(stack, victim)
+
     wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
     signal_all(ranks(stack), signal.SIGSTOP)  # or the run might end before the limit reaches it
     _asked(stack, "PUT", "/tenants/thrifty/quotas", {"spending": 1e-6})
-    kill(stack, web_service)
+    kill_as_it("is set")
     wait_until(lambda: view()["paused_by"], "the limit reaches the run")
     kill(stack, gpu_host)
     held = wait_until(paused, "the limit pauses it")
     assert held["paused_by"].startswith("quota spending: thrifty's runs of the last 30 days cost") and held["step"] < 60
-    for victim in (control_host, temporal_server, web_service):
-        kill(stack, victim)
+    kill_as_it("holds")
     assert paused() == held
     again = theirs.cli("resume", run_id, check=False)
     assert again.code != 0 and "quota spending" in again.stderr, again
     _asked(stack, "PUT", "/tenants/thrifty/quotas", {})
-    for victim in (web_service, control_host):
-        kill(stack, victim)
+    kill_as_it("is raised")
+    wait_until(lambda: not paused(), "it goes on")
     _assert_undisturbed(theirs, run_id, undisturbed)
 
 

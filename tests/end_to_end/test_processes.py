@@ -79,11 +79,12 @@ class Watch:
         self._thread.join()
 
     def look(self) -> None:
+        listening = [socket for socket in psutil.net_connections("inet") if not socket.raddr]
         for process in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a sandbox is nobody's to look into
-                self._look_at(process)
+                self._look_at(process, {socket.laddr.ip for socket in listening if socket.pid == process.pid})
 
-    def _look_at(self, process: psutil.Process) -> None:
+    def _look_at(self, process: psutil.Process, addresses: set[str]) -> None:
         command = " ".join(process.cmdline())
         environment = process.environ()
         kind = next((kind for kind, words in KINDS.items() if words in command), "any other")
@@ -94,12 +95,10 @@ class Watch:
         seen.secrets |= {word for name, word in WORDS.items() if SECRETS[name] in values}
         seen.secrets |= {"S3"} if any(name.startswith("AWS_") for name in environment) else set()
         seen.secrets |= {"unknown"} if SECRETS["TOKEN_OF_SOMETHING_ELSE"] in values else set()
-        for connection in process.net_connections("inet"):
-            if not connection.raddr:
-                seen.listens.add("loopback" if connection.laddr.ip in ("127.0.0.1", "::1") else "everywhere")
+        seen.listens |= {"loopback" if ip in ("127.0.0.1", "::1") else "everywhere" for ip in addresses}
 
     def _look_on(self) -> None:
-        while not self._done.wait(0.2):
+        while not self._done.wait(0.5):
             self.look()
 
 
