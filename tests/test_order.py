@@ -1,5 +1,6 @@
 """Tests of one stack share a process and what takes long is begun first; `make check` runs what is there."""
 
+import json
 import os
 import re
 import subprocess
@@ -59,6 +60,37 @@ def test_what_takes_long_is_begun_first_and_a_folder_of_one_stack_shares_a_proce
     assert processes["whole/test_c"] == processes["whole/test_d"] != processes["test_slow"]
     first = {process: name for name, process in reversed(ran)}
     assert set(first.values()) == {"whole/test_c", "test_slow"}
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+
+BUSY = "import time; [None for _ in iter(lambda: time.process_time() < 1.5, False)]"
+STARTS = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {BUSY!r}]).pid)"
+
+
+def test_one():
+    pid = int(subprocess.run([sys.executable, "-c", STARTS], stdout=subprocess.PIPE).stdout.split()[0])
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+"""
+
+
+def test_what_a_process_used_counts_though_its_parent_left_it(tmp_path: Path) -> None:
+    """It has come and gone within a test; who waits for orphans has its seconds."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_a.py").write_text(ORPHAN)
+    cache = tmp_path / "cache"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.costs", "-n", "1", "-o", f"cache_dir={cache}", tmp_path],
+        env=os.environ | XDIST_ALONE,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [cost_s] = json.loads((cache / "v" / costs.KEY).read_text()).values()
+    assert cost_s >= 1.5
 
 
 def test_the_places_that_are_named_are_there() -> None:

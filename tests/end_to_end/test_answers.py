@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
+from tests.depth import drawn
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.stack import PATIENCE_S, Stack, wait_until
 from tests.end_to_end.test_secrets import files_below
@@ -60,7 +61,11 @@ def chat(ask: Ask, number: int, tokens: int = 200) -> str:
             return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
-@pytest.mark.parametrize("victim", [sampler, sampler_host, web_service])
+VICTIMS: list[Victim] = [sampler, sampler_host, web_service]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("victim", drawn(VICTIMS, 1))
 def test_whatever_is_killed_in_the_middle_of_fifty_answers_they_are_the_same(
     stack: Stack, ask: Ask, victim: Victim
 ) -> None:
