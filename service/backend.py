@@ -18,12 +18,12 @@ from service.decoding import Decoding
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
 from service.host_http.clients import HostClients
+from service.host_http.session_bells import SessionBells
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
 from service.inference.named_models import NamedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
-from service.runs.bells import SessionBells
 from service.runs.checks import Checks
 from service.runs.estimates import Estimates
 from service.runs.files import RunFiles

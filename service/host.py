@@ -22,9 +22,9 @@ from temporalio.client import Client
 from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
+from activities.bells import Bells
 from activities.confined import calls as confined
 from activities.host_context import HostContext
-from activities.hosts.bells import Bells
 from activities.hosts.fitness import Check
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals

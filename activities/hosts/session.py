@@ -9,8 +9,8 @@ from urllib.parse import unquote
 from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
+from activities.bells import Bells
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
-from activities.hosts.bells import Bells
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import newest_first

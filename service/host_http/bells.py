@@ -1,4 +1,4 @@
-"""The web service's news for sessions on a host, and the host's for it (activities/hosts/bells.py).
+"""The web service's news for sessions on a host, and the host's for it (activities/bells.py).
 
 POST /sessions/RUN/bell ──► 204, or 404 where the session is not attended to here
 GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without one
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from activities.hosts.bells import Bells
+from activities.bells import Bells
 
 SIGN_OF_LIFE_S = 1.0
 

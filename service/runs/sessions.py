@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull
-from service.runs.bells import SessionBells
+from service.host_http.session_bells import SessionBells
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run

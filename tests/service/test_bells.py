@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.bells import Bells
+from activities.bells import Bells
 from service.host_http.bells import bell_routes
 from service.host_http.clients import HostClients
 from service.host_http.server import serving
-from service.runs.bells import SessionBells
+from service.host_http.session_bells import SessionBells
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore

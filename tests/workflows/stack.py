@@ -20,8 +20,8 @@ from temporalio.client import (
     WorkflowHandle,
 )
 
+from activities.bells import Bells
 from activities.host_context import HostContext
-from activities.hosts.bells import Bells
 from activities.hosts.fitness import Check
 from activities.hosts.standing import standing_of
 from activities.hosts.worker_pool import Sharing, WorkerPool

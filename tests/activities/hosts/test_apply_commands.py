@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts.bells import Bells
+from activities.bells import Bells
 from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
 from shared.errors import WorkerLost
 from shared.jobs.commands import (
