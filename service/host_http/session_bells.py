@@ -8,7 +8,7 @@ import httpx
 from pydantic import ValidationError
 
 from service.host_http.clients import HostClients, Unreachable
-from shared.errors import NotFound
+from shared.errors import NotFound, StoreUnavailable
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -17,7 +17,7 @@ from shared.storage.store import ObjectStore
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
 _MOST_KNOWN = 4096
-_LOST = (httpx.HTTPError, OSError, Unreachable)
+_LOST = (httpx.HTTPError, OSError, StoreUnavailable, Unreachable)
 
 
 class _Listening:
@@ -48,9 +48,9 @@ class SessionBells:
 
     async def ring(self, run_id: str) -> None:
         """Tell the host of a session's worker that there is something new in the store, if there is such a host."""
-        if (host := await self._host(run_id)) is None:
-            return
         try:
+            if (host := await self._host(run_id)) is None:
+                return
             client = await self._clients.to(host)
             if (await client.post(f"/sessions/{run_id}/bell")).status_code != httpx.codes.NO_CONTENT:
                 self._forget(run_id)

@@ -14,6 +14,7 @@ from service.host_http.bells import bell_routes
 from service.host_http.clients import HostClients
 from service.host_http.server import serving
 from service.host_http.session_bells import SessionBells
+from shared.errors import StoreUnavailable
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore
@@ -110,3 +111,16 @@ def test_what_is_stored_while_nobody_listens_is_told_to_who_comes_later() -> Non
         end()
         bells.stored(RUN, 10)
     assert heard == [8, 9]
+
+
+async def test_a_store_that_is_away_is_no_trouble_of_who_rings_or_waits(
+    service: tuple[SessionBells, CountingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bells, store = service
+
+    def away(key: str) -> bytes:
+        raise StoreUnavailable("the store does not answer")
+
+    monkeypatch.setattr(store, "get_bytes", away)
+    await bells.ring(RUN)
+    await asyncio.wait_for(bells.wait(RUN, 1, 3600), 60)
