@@ -32,6 +32,7 @@ from shared.jobs.events import Synced
 from shared.jobs.job import Job
 from shared.jobs.layout import EngineName, Layout
 from shared.models.peft import WEIGHTS
+from tests.depth import drawn
 from tests.megatron_worker.driving import accumulate, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
@@ -39,16 +40,10 @@ from tests.megatron_worker.weight_sync.samplers import Listening, access_of, lis
 from tests.megatron_worker.weight_sync.sync_memory import SyncMemory, Taken
 from tests.megatron_worker.weight_sync.test_sync import At, Killed, die
 
-# By model: what has two ranks.
+# By model: what has two ranks. Ranks draw as the test does, by the same seed.
+_MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
-    "dense": [
-        ("megatron", Layout(dp=2)),
-        ("megatron", Layout(tp=2)),
-        ("megatron", Layout(tp=2, sp=True)),
-        ("megatron", Layout(pp=2)),
-        ("megatron", Layout(cp=2)),
-        ("fsdp", Layout(dp=2)),
-    ],
+    "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 2)), ("fsdp", Layout(dp=2))],
     "experts": [("megatron", Layout(dp=2, ep=2))],
 }
 BUCKET = 1 << 14

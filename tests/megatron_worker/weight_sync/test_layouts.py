@@ -15,6 +15,7 @@ CASES = [
     for kind in ("full", "lora")
 ]
 SCALARS = 1 << 10
+pytestmark = pytest.mark.drawn
 
 
 @pytest.fixture(scope="module")
