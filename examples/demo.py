@@ -141,6 +141,7 @@ def longshore(*arguments: str) -> str:
     command = [str(Path(sys.executable).with_name("longshore")), *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
     environment["LONGSHORE_ROOT"] = str(ROOT)
+    environment["LONGSHORE_DTYPE"] = "float32"  # so that its figures are the same on every CPU
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(f"longshore {shlex.join(arguments[:2])} ended with status {done.returncode}; logs are in {ROOT}/logs")
