@@ -12,11 +12,40 @@ Tell = Callable[[int | None], object]
 """Is given the number of the next command without a result; None when nobody attends to the session here any more."""
 
 
-class _Session:
+class Attended:
+    """A session whose commands this host passes on. `rung`: is set when there may be something new in the store."""
+
     def __init__(self, next: int) -> None:
-        self.next = next
         self.rung = threading.Event()
-        self.listeners: list[Tell] = []
+        self._next = next
+        self._lock = threading.Lock()
+        self._listeners: list[Tell] = []
+
+    def stored(self, next: int) -> None:
+        """Tell that all commands before `next` have their results in the store."""
+        with self._lock:
+            self._next, listeners = next, list(self._listeners)
+        for tell in listeners:
+            tell(next)
+
+    def listen(self, tell: Tell) -> Callable[[], None]:
+        """Have `tell` called now and at each news. Returns what ends that."""
+        with self._lock:
+            self._listeners.append(tell)
+            tell(self._next)
+
+        def end() -> None:
+            with self._lock:
+                self._listeners.remove(tell)
+
+        return end
+
+    def leave(self) -> None:
+        """Tell that nobody attends to it here any more."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for tell in listeners:
+            tell(None)
 
 
 class Bells:
@@ -24,54 +53,27 @@ class Bells:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Attended] = {}
 
     @contextmanager
-    def attended(self, run_id: str, next: int) -> Iterator[threading.Event]:
-        """Attend to a session for a `with` block; yields an event that is set by `ring`.
+    def attended(self, run_id: str, next: int) -> Iterator[Attended]:
+        """Attend to a session for a `with` block.
 
         Args:
             next: the number of the next command without a result.
         """
-        session = _Session(next)
+        session = Attended(next)
         with self._lock:
             self._sessions[run_id] = session
         try:
-            yield session.rung
+            yield session
         finally:
             with self._lock:
                 if self._sessions.get(run_id) is session:
                     del self._sessions[run_id]
-                listeners = list(session.listeners)
-            for tell in listeners:
-                tell(None)
+            session.leave()
 
-    def ring(self, run_id: str) -> bool:
-        """Say that there is something new for a session in the store. Returns False if it is not attended to here."""
+    def find(self, run_id: str) -> Attended | None:
+        """Return a session, if it is attended to here."""
         with self._lock:
-            session = self._sessions.get(run_id)
-        if session is not None:
-            session.rung.set()
-        return session is not None
-
-    def stored(self, run_id: str, next: int) -> None:
-        """Tell that all commands before `next` have their results in the store."""
-        with self._lock:
-            session = self._sessions[run_id]
-            session.next, listeners = next, list(session.listeners)
-        for tell in listeners:
-            tell(next)
-
-    def listen(self, run_id: str, tell: Tell) -> Callable[[], None] | None:
-        """Have `tell` called now and at each news. Returns what ends that; None if nobody attends to the session."""
-        with self._lock:
-            if (session := self._sessions.get(run_id)) is None:
-                return None
-            session.listeners.append(tell)
-            tell(session.next)
-
-        def end() -> None:
-            with self._lock:
-                session.listeners.remove(tell)
-
-        return end
+            return self._sessions.get(run_id)

@@ -1,6 +1,5 @@
 """Passes a session's commands from the store to a leased worker, and their results from the worker into the store."""
 
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,7 @@ from urllib.parse import unquote
 from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
-from activities.bells import Bells
+from activities.bells import Attended, Bells
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
@@ -94,9 +93,9 @@ class ApplyCommands:
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         attended = self._bells.attended(request.run_id, request.next)
-        with self._pool.using(request.worker_id, lease) as worker, beating(), attended as rung:
+        with self._pool.using(request.worker_id, lease) as worker, beating(), attended as session:
             self._store.put_bytes(RunKeys(request.run_id).host, self._at.model_dump_json().encode())
-            return _Applying(worker, request, self._store, self._bells, rung).run()
+            return _Applying(worker, request, self._store, session).run()
 
 
 class _ResultHead(Frozen):
@@ -114,12 +113,9 @@ class _Applying:
     those up to `_through`.
     """
 
-    def __init__(
-        self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore, bells: Bells, rung: threading.Event
-    ) -> None:
+    def __init__(self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore, session: Attended) -> None:
         self._worker = worker
-        self._bells = bells
-        self._rung = rung
+        self._session = session
         self._request = request
         self._store = store
         self._keys = RunKeys(request.run_id)
@@ -237,8 +233,8 @@ class _Applying:
         now, number = time.monotonic(), self._through + 1
         if self._publishes or number >= self._next + _MOST_AHEAD:
             return False
-        if self._rung.is_set():
-            self._rung.clear()  # before the store is asked, so that nothing is missed
+        if self._session.rung.is_set():
+            self._session.rung.clear()  # before the store is asked, so that nothing is missed
             self._look_at = self._ask_at = 0.0
         if now < self._look_at:
             return False
@@ -277,7 +273,7 @@ class _Applying:
                 return True
         self._results.put(self._next, data)
         self._next += 1
-        self._bells.stored(self._request.run_id, self._next)
+        self._session.stored(self._next)
         self._publishes = self._publishes and self._next <= self._through
         return True
 

@@ -103,13 +103,8 @@ class TemplateProcess:
             InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
-        answers = self._answers([rows, prompts], [chat.place for chat in chats], tells_refusals)
-        return [
-            Rendered("", [], refusal=answer["refusal"])
-            if isinstance(answer, dict)
-            else Rendered(answer[0], [Span(*span) for span in answer[1]], *answer[2:])
-            for answer in answers
-        ]
+        places = [chat.place for chat in chats]
+        return self._rendered([rows, prompts], places, tells_refusals, _with_spans)
 
     def asked(self, questions: "Sequence[Question]", *, tells_refusals: bool = False) -> list[Rendered]:
         """Return the text of each prompt: its messages, and the header of the turn that answers.
@@ -120,15 +115,12 @@ class TemplateProcess:
             InvalidInput: the template refuses a question or leaves a part out, or takes too long, or too much memory.
         """
         rows = [[question.messages, question.tools, None] for question in questions]
-        answers = self._answers([rows, True], [question.place for question in questions], tells_refusals)
-        return [
-            Rendered("", [], refusal=answer["refusal"])
-            if isinstance(answer, dict)
-            else Rendered(answer[0], [], hidden_thoughts=answer[1])
-            for answer in answers
-        ]
+        places = [question.place for question in questions]
+        return self._rendered([rows, True], places, tells_refusals, _without_spans)
 
-    def _answers(self, batch: list[Any], places: list[str], tells_refusals: bool) -> list[Any]:
+    def _rendered(
+        self, batch: list[Any], places: list[str], tells_refusals: bool, read: Callable[[list[Any]], Rendered]
+    ) -> list[Rendered]:
         # The child itself stops a slow row and reports it; this limit is for a row that cannot be interrupted.
         limit_s = _START_S + 2 * self._row_limit_s + len(places) * 0.1
         answers: list[Any] = self._ask(batch, limit_s)["rows"]
@@ -137,7 +129,7 @@ class TemplateProcess:
                 raise InvalidInput(answer, place)
             if isinstance(answer, dict) and not tells_refusals:
                 raise InvalidInput(answer["refusal"], place)
-        return answers
+        return [Rendered("", [], **answer) if isinstance(answer, dict) else read(answer) for answer in answers]
 
     def kill(self) -> None:
         """End the child now; a call in another thread raises."""
@@ -177,6 +169,16 @@ class TemplateProcess:
     def _lost(self, what: str) -> NoReturn:
         self.close()
         raise InvalidInput(f"the chat template {what}", self._place)
+
+
+def _with_spans(answer: list[Any]) -> Rendered:
+    text, spans, *others = answer
+    return Rendered(text, [Span(*span) for span in spans], *others)
+
+
+def _without_spans(answer: list[Any]) -> Rendered:
+    text, hidden_thoughts = answer
+    return Rendered(text, [], hidden_thoughts=hidden_thoughts)
 
 
 def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.Start:

@@ -18,13 +18,16 @@ SIGN_OF_LIFE_S = 1.0
 
 def bell_routes(bells: Bells) -> list[Route]:
     async def ring(request: Request) -> Response:
-        return Response(status_code=204 if bells.ring(request.path_params["run_id"]) else 404)
+        if (session := bells.find(request.path_params["run_id"])) is None:
+            return Response(status_code=404)
+        session.rung.set()
+        return Response(status_code=204)
 
     async def results(request: Request) -> Response:
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[int | None]()
-        end = bells.listen(request.path_params["run_id"], lambda next: loop.call_soon_threadsafe(news.put_nowait, next))
-        if end is None:
+        if (session := bells.find(request.path_params["run_id"])) is None:
             return Response(status_code=404)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+        end = session.listen(lambda next: loop.call_soon_threadsafe(news.put_nowait, next))
         return StreamingResponse(_lines(news, end), media_type="text/plain")
 
     return [

@@ -41,20 +41,26 @@ class HostClients:
         Raises:
             Unreachable: it is on another machine, and names no address.
         """
+        if (known := self._clients.get(at.socket) or self._clients.get(at.address or "")) is not None:
+            return known
         is_here = await asyncio.to_thread(Path(at.socket).is_socket)
         place = at.socket if is_here else at.address
         if place is None:
             raise Unreachable("it is on another machine, and names no address: set LONGSHORE_HOST_ADDRESS there")
-        if place not in self._clients:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            if is_here:
-                uds = self._open.enter_context(reachable(Path(place)))
-                transport, url = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False), "http://host"
-            else:
-                verify = Trust.of(self._settings).client_context()
-                transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
-                url = f"https://{place}"
-            headers = {"accept-encoding": "identity"}
-            client = httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=self._timeout)
-            self._clients[place] = await self._open.enter_async_context(client)
+        if place not in self._clients:  # it may have been made during that look
+            self._clients[place] = self._made(place, is_here)
         return self._clients[place]
+
+    def _made(self, place: str, is_here: bool) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        if is_here:
+            uds = self._open.enter_context(reachable(Path(place)))
+            transport, url = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False), "http://host"
+        else:
+            verify = Trust.of(self._settings).client_context()
+            transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
+            url = f"https://{place}"
+        headers = {"accept-encoding": "identity"}
+        client = httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=self._timeout)
+        self._open.push_async_callback(client.aclose)
+        return client

@@ -18,7 +18,6 @@ from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
 from shared.storage.host_states import HostAddress
 
 T = TypeVar("T", bound=BaseModel)
-_CONNECT_S = 5.0
 _LARGE_BYTES = 1 << 20  # of an answer; of larger ones each tenant has one at a time in this process
 _MAX_BYTES = 256 << 20
 _READ_BYTES = 8 << 20  # reading more takes so long that others would notice
