@@ -17,7 +17,7 @@ from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Job, JobPlan, Lora, WorkerPlan, reference_of
+from shared.jobs.job import Full, Job, Lora, WorkerPlan, reference_of
 from shared.jobs.leases import WorkerKey
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
@@ -38,7 +38,7 @@ def build_engine(plan: WorkerPlan, model: Path) -> Engine:
 
 
 @dataclass(frozen=True)
-class Kept:
+class WarmState:
     """The state that a job left in the engine for the next one of its run: that of its last checkpoint.
 
     `reference`: the adapter in the slot of the loss's reference, if the loss has one.
@@ -50,13 +50,12 @@ class Kept:
 
     def is_beginning_of(self, job: Job) -> bool:
         """True if the job starts from this state, so that it need not be read."""
-        if not isinstance(job.plan, JobPlan):
-            return False
-        begins_with, reference = job.plan.initial_checkpoint, reference_of(job.plan.loss)
+        begins_with, reference = job.plan.initial_checkpoint, reference_of(job.plan.step_loss)
         return (
             begins_with is not None
             and begins_with.sha256 == self.checkpoint.sha256
             and job.start is None
+            and not job.plan.takes_commands
             and job.plan.trainable == self.trainable
             and self.reference in (None, reference)
             # A reference needs the published base, and not one that was trained.
@@ -80,18 +79,18 @@ class WarmEngine:
         self._build = build
         self._slot_bytes = slot_bytes
         self._key: WorkerKey | None = None
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, WarmState] = {}
         self.dispatcher: Dispatcher | None = None
         self.on_device = False
         self.in_hand: set[str] = set()
         self.room = SlotRoom()
 
-    def kept_for(self, job: Job) -> Kept | None:
+    def kept_for(self, job: Job) -> WarmState | None:
         """Return what the run's last job left, if this job begins with it."""
         kept = self._kept.get(job.plan.run_id) if self._key == WorkerKey.of(job.plan) else None
         return kept if kept is not None and kept.is_beginning_of(job) else None
 
-    def take(self, plan: WorkerPlan, model: Path, kept: Kept | None) -> Dispatcher:
+    def take(self, plan: WorkerPlan, model: Path, kept: WarmState | None) -> Dispatcher:
         """Return the engine for a plan, with its weights on the device; build a new one if the plan needs another.
 
         Args:
@@ -126,7 +125,7 @@ class WarmEngine:
     def make_room(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> None:
         """Reserve the device's memory for a run's slots, before they are made or brought back. Collective.
 
-        Kept slots that no job uses are offloaded for that, those first that were used least recently.
+        WarmState slots that no job uses are offloaded for that, those first that were used least recently.
 
         Raises:
             JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
@@ -149,7 +148,7 @@ class WarmEngine:
         """Return what a plan's slots take on the rank where they take most, by part."""
         dispatcher = self.dispatcher
         assert dispatcher is not None
-        reference = reference_of(plan.loss) if isinstance(plan, JobPlan) else None
+        reference = reference_of(plan.step_loss)
         frozen = folders[reference] if isinstance(reference, Artifact) else None
         of_rank = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
         return SlotNeed(plan.trainable, *ranks.largest(list(of_rank)))
@@ -160,7 +159,7 @@ class WarmEngine:
         if not self.in_hand:
             self.discard()
 
-    def give_back(self, plan: WorkerPlan, kept: Kept | None) -> None:
+    def give_back(self, plan: WorkerPlan, kept: WarmState | None) -> None:
         """Give the engine back after a job. Its slots are dropped, unless `kept` says to keep them for the next job.
 
         All that are kept, wherever they are, have as many bytes as there are for slots: the oldest are dropped.
@@ -217,7 +216,7 @@ class WarmEngine:
 
 
 def take_engine(
-    warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
+    warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: WarmState | None, ranks: WorkerRanks
 ) -> Dispatcher:
     """Return the engine for a plan, with room for its slots.
 

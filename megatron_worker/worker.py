@@ -1,24 +1,25 @@
 """The worker's main loop: rank 0 watches the folder, and all ranks do the jobs that it broadcasts."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_worker.ending import end_job
 from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import Fault
 from megatron_worker.process.job_queue import Claim, JobQueue
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
-from megatron_worker.runner import Outcome, Passes, run_job
-from megatron_worker.session import run_session
+from megatron_worker.runner import run_job
+from megatron_worker.trained_slot import Outcome, Passes
 from megatron_worker.training.checkpoint import RandomState, random_state, set_random_state
-from megatron_worker.warm_engine import BuildEngine, WarmEngine, fits_beside
+from megatron_worker.warm_engine import BuildEngine, WarmEngine, collect_garbage, fits_beside
 from shared.contract import Frozen
-from shared.jobs.job import Job, SessionPlan
+from shared.jobs.events import Cancelled, Failed, Offloaded, Succeeded
+from shared.jobs.job import Job
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 
@@ -57,7 +58,7 @@ class CancelFlag:
         return self._ranks.rank == 0 and self._asked()
 
 
-class Turns:
+class FairTurns:
     """Chooses the next pass fairly: of the tenant that has had the least time, the run that has waited longest.
 
     Time is divided by the tenant's weight: twice the weight, twice the time. A tenant that comes (back) counts as
@@ -66,21 +67,21 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._had_by_s: dict[str, float] = {}
+        self._seconds_of: dict[str, float] = {}
         self._least_s = 0.0
 
-    def had(self, tenant: str, seconds: float, weight: float = 1.0) -> None:
+    def count(self, tenant: str, seconds: float, weight: float = 1.0) -> None:
         """Count the seconds of a tenant's pass."""
-        self._had_by_s[tenant] = self._had_s(tenant) + seconds / weight
+        self._seconds_of[tenant] = self._seconds(tenant) + seconds / weight
 
     def next(self, waiting: Sequence[tuple[str, str]]) -> str:
         """Return the run to go on with. `waiting`: pairs of run and tenant, those first that have waited longest."""
-        run_id, tenant = min(waiting, key=lambda each: self._had_s(each[1]))
-        self._least_s = self._had_s(tenant)
+        run_id, tenant = min(waiting, key=lambda each: self._seconds(each[1]))
+        self._least_s = self._seconds(tenant)
         return run_id
 
-    def _had_s(self, tenant: str) -> float:
-        return max(self._had_by_s.get(tenant, 0.0), self._least_s)
+    def _seconds(self, tenant: str) -> float:
+        return max(self._seconds_of.get(tenant, 0.0), self._least_s)
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Worker:
         self._staging = staging
         self._warm = WarmEngine(build, slot_bytes)
         self._in_hand: dict[str, InHand] = {}
-        self._turns = Turns()
+        self._turns = FairTurns()
         self._last: str | None = None
 
     def serve(self, paths: WorkerPaths) -> None:
@@ -191,8 +192,7 @@ class Worker:
         by_hand: bool = False,
     ) -> None:
         flag = CancelFlag(self._ranks, cancelled)
-        needed = (job, self._warm, self._staging, report, self._ranks, flag)
-        passes = run_session(*needed, by_hand) if isinstance(job.plan, SessionPlan) else run_job(*needed)
+        passes = run_job(job, self._warm, self._staging, report, self._ranks, flag, by_hand)
         self._in_hand[job.plan.run_id] = InHand(job, passes, report, flag, archive)
 
     def _advance(self, run_id: str) -> Outcome | None:
@@ -209,7 +209,7 @@ class Worker:
             end_job(task.job, outcome, self._warm, task.report, self._ranks, task.archive)
             return outcome
         finally:
-            self._turns.had(task.job.tenant, time.monotonic() - began, task.job.tenant_weight)
+            self._turns.count(task.job.tenant, time.monotonic() - began, task.job.tenant_weight)
         task.random_state = random_state()
         self._in_hand[run_id] = task
         return None
@@ -223,7 +223,7 @@ class QueueReader:
         self.claim: Claim
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_hand: Mapping[str, InHand], turns: Turns, is_on_device: bool) -> Order:
+    def next_order(self, in_hand: Mapping[str, InHand], turns: FairTurns, is_on_device: bool) -> Order:
         """Wait for something to do: begin a new job, or go on with the run whose turn it is.
 
         A worker that is on its device and serves no lease any more is to leave the device.
@@ -245,3 +245,55 @@ class QueueReader:
                 return Order(kind="offload")
             time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
         return Order(kind="wait")
+
+
+def end_job(
+    job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks, archive: Callable[[], None]
+) -> None:
+    """End a job, after the runner has returned and freed its own objects, and saved its last checkpoint (1).
+
+    The numbers are those of docs/job_protocol.md. `archive` is called on rank 0; the terminal event comes last.
+    """
+    _free_device(job, outcome, warm, report, ranks)  # 2, 3
+    ranks.barrier()  # 4
+    if ranks.rank == 0:
+        if Path(job.scratch_dir).exists():
+            shutil.rmtree(job.scratch_dir)  # 5
+        archive()  # 6
+        _conclude(job, outcome, warm, report)  # 7
+
+
+def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
+    """Drop what the job made, and offload what later jobs can use. A job that was refused has nothing to free."""
+    if job.plan.run_id not in warm.in_hand or warm.dispatcher is None:
+        collect_garbage()
+        return
+    engine = warm.dispatcher.engine
+    began, before = time.perf_counter(), engine.memory()
+    warm.give_back(job.plan, outcome.kept)
+    collect_garbage()
+    if job.plan.after == "offload":
+        warm.offload(job.plan)
+        after = engine.memory()
+        sums = ranks.total([before.device_bytes, after.device_bytes, after.host_bytes])
+        report.emit(
+            Offloaded,
+            device_bytes_before=sums[0],
+            device_bytes_after=sums[1],
+            host_bytes=sums[2],
+            duration_s=time.perf_counter() - began,
+        )
+
+
+def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: Report) -> None:
+    """Emit the terminal event. `device` says whether the job's own part of the device's memory is still held."""
+    is_held = warm.on_device and (job.plan.after == "keep" or not warm.in_hand)
+    device = "held" if is_held else "released"
+    match outcome.state:
+        case "succeeded":
+            report.emit(Succeeded, step=outcome.step, device=device)
+        case "cancelled":
+            report.emit(Cancelled, step=outcome.step, device=device)
+        case "failed":
+            assert outcome.fault is not None
+            report.emit(Failed, step=outcome.step, device=device, **outcome.fault.model_dump())

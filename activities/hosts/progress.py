@@ -17,7 +17,7 @@ from temporalio.service import RPCError
 
 from shared.contract import Fence, Frozen
 from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
-from shared.jobs.job import AnyPlan, CrossEntropy, JobPlan, Loss, is_policy_loss
+from shared.jobs.job import AnyPlan, Loss, is_policy_loss
 from shared.runs.status import CheckpointRef
 
 Metrics = Mapping[str, float]
@@ -153,13 +153,13 @@ class Progress:
         held_s: Callable[[], float],
     ) -> None:
         self.step = 0
-        self._training = JobMetrics(plan.loss if isinstance(plan, JobPlan) else CrossEntropy())
+        self._training = JobMetrics(plan.step_loss)
         for metrics in steps_before:
             self._training.take(metrics)
         self._evaluation: dict[str, float] = {}
         self._evaluations, self._evaluating_s, self._last_event_at = 0, 0.0, 0.0
         self._fence = fence
-        self._num_steps = plan.first_step + plan.num_steps if isinstance(plan, JobPlan) else 0
+        self._num_steps = plan.last_step or 0
         self._signals = signals
         self._held_s = held_s
         self._begun_at = time.monotonic()

@@ -33,7 +33,7 @@ from shared.jobs.events import (
     Synced,
     Terminal,
 )
-from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
+from shared.jobs.job import AnyPlan, Job, is_policy_loss
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import SyncOutcome
 from shared.runs.events import EventCursor, read_run_events
@@ -162,7 +162,7 @@ class _Attempt:
             log_path=str(self.outputs / "log.jsonl"),
             checkpoint_dir=str(self.outputs / "checkpoints"),
             scratch_dir=str(worker.paths.scratch(request.plan.run_id, request.plan.job_id, request.fence)),
-            commands_dir=str(self.outputs / "commands") if isinstance(request.plan, SessionPlan) else None,
+            commands_dir=str(self.outputs / "commands") if request.plan.takes_commands else None,
             start=start.artifact if start else None,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
@@ -309,7 +309,7 @@ def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None
     They are read from the logs of earlier attempts, which are uploaded before their checkpoints. Other jobs get none,
     since their metrics are those of the newest step.
     """
-    if start is None or not (isinstance(plan, JobPlan) and is_policy_loss(plan.loss)):
+    if start is None or not is_policy_loss(plan.step_loss):
         return []
     found, _ = read_run_events(store, plan.run_id, EventCursor(job_id=plan.job_id))
     ours = (item.event for item in found if item.job_id == plan.job_id)

@@ -13,7 +13,7 @@ from pathlib import Path
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
-from shared.jobs.job import AnyPlan, JobPlan, Lora, is_policy_loss
+from shared.jobs.job import AnyPlan, Lora
 from shared.jobs.leases import LeaseGrant
 from shared.jobs.weight_sync import SyncAccess, SyncTarget, WeightSync, secret_of_run
 from shared.runs.serving import sampler_of_questions, serving_id
@@ -75,8 +75,8 @@ class JobSyncs:
 
     def begin(self) -> None:
         """Write what samplers know the trainer by, where the plan names samplers."""
-        if isinstance(self._plan, JobPlan) and self._plan.sync is not None:
-            self._write(self._plan.sync, self._plan.sync.profile_path)
+        if (target := self._plan.sync_target) is not None:
+            self._write(target, target.profile_path)
         self.look()
 
     def end(self) -> None:
@@ -91,7 +91,8 @@ class JobSyncs:
         """
         now = time.monotonic()
         is_looking = self._looking is not None and not self._looking.done()
-        if _is_asked(self._plan) and not is_looking and now > self._looked_at + _PAUSE_S:
+        is_wanted = self._plan.client_samples and isinstance(self._plan.trainable, Lora)
+        if is_wanted and not is_looking and now > self._looked_at + _PAUSE_S:
             self._looked_at, self._looking = now, self._host.find(self._plan)
             self._looking.add_done_callback(self._found)
 
@@ -125,10 +126,3 @@ def _target(grant: LeaseGrant) -> SyncTarget | None:
     return SyncTarget(
         sockets=(socket,), addresses=(address,), version=0, backend="auto", bucket_bytes=WeightSync().bucket_bytes
     )
-
-
-def _is_asked(plan: AnyPlan) -> bool:
-    """Return True for a plan whose client trains an adapter step by step, on what it has sampled itself."""
-    if not isinstance(plan.trainable, Lora):
-        return False
-    return not isinstance(plan, JobPlan) or (is_policy_loss(plan.loss) and plan.sync is None and not plan.probe)

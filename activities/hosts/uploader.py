@@ -13,7 +13,7 @@ from activities.hosts.worker_process import tail
 from activities.records.checkpoints import prune
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
 from shared.jobs.events import Event, Kept, Saved, parse_event
-from shared.jobs.job import Job, SessionPlan
+from shared.jobs.job import Job
 from shared.runs.requests import FIRST_TENANT
 from shared.runs.session_results import SessionResults
 from shared.runs.status import CheckpointRef
@@ -79,7 +79,7 @@ class Uploader:
         self._job = job
         self._keys = RunKeys(job.plan.run_id)
         self._keep = job.plan.checkpointing.keep
-        self._keep_states = job.plan.keep_states if isinstance(job.plan, SessionPlan) else 0
+        self._keep_states = job.plan.num_kept_states
         self._kept: set[int] = set()
         self._begun_at = time.monotonic()
         self._uploaded_at = 0.0

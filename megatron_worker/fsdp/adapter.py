@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from megatron_worker.tensors.flat_buffer import Flat
-from megatron_worker.tensors.lora_init import kaiming_uniform
 from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 

@@ -18,10 +18,10 @@ from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks, join_ranks
-from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlotEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput

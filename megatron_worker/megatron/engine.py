@@ -17,7 +17,6 @@ from megatron_worker.engine import (
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
-from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import Adapter
@@ -28,6 +27,7 @@ from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import Passes
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlotEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.jobs.job import Dtype, Lora

@@ -31,7 +31,7 @@ from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.lora_init import kaiming_uniform
+from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 

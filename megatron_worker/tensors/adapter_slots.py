@@ -1,5 +1,6 @@
 """The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,3 +332,14 @@ def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
         "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
         "optimizer": Resident([flat.host for flat in optimizer.states()]),
     }
+
+
+def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return an initial A matrix as PEFT's (Kaiming-uniform, a = sqrt 5), float32, from the seed and its PEFT name.
+
+    It is the same for every engine and layout.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -18,7 +18,7 @@ from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
-from shared.jobs.job import Job, JobPlan, Lora, WorkerPlan
+from shared.jobs.job import Job, Lora, WorkerPlan
 from shared.models import peft as peft_format
 from shared.storage.artifacts import seal
 from shared.storage.files import fsync_folder, write_atomically
@@ -182,14 +182,15 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
 
 
 def _state(plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None) -> CheckpointState:
+    data = next(iter(plan.packed), None)
     return CheckpointState(
         run_id=plan.run_id,
         step=step,
-        num_steps=plan.first_step + plan.num_steps if isinstance(plan, JobPlan) else step,
+        num_steps=step if plan.last_step is None else plan.last_step,
         seed=plan.seed,
         model_sha256=model_sha256,
-        units_sha256=plan.data.units.sha256 if isinstance(plan, JobPlan) else None,
-        plan_sha256=plan.data.plan.sha256 if isinstance(plan, JobPlan) else None,
+        units_sha256=data.units.sha256 if data else None,
+        plan_sha256=data.plan.sha256 if data else None,
         micro_batch_tokens=micro_batch_tokens,
     )
 

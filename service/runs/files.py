@@ -12,7 +12,7 @@ from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
 from shared.contract import Artifact, Fence, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.jobs.job import Job, JobPlan
+from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
@@ -100,8 +100,8 @@ class RunFiles:
         """The dataset's report and the newest plan's header, as far as they are there."""
         dataset, packing = self.dataset(status), None
         job = self._newest_job(status.run_id)
-        if job is not None and isinstance(job.plan, JobPlan):
-            packing = PlanHeader.model_validate_json(self._at(f"{job.plan.data.plan.uri}/plan.json"))
+        if job is not None and job.plan.packed:
+            packing = PlanHeader.model_validate_json(self._at(f"{job.plan.packed[0].plan.uri}/plan.json"))
         return RunReport(dataset=dataset, packing=packing)
 
     def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:

@@ -274,6 +274,43 @@ class WorkerPlan(Frozen):
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
 
+    # What differs between kinds of plans, so that whoever handles a plan need not ask for its kind.
+
+    @property
+    def takes_commands(self) -> bool:
+        """True if a client decides the steps."""
+        return False
+
+    @property
+    def step_loss(self) -> "Loss":
+        """The loss of the plan's own steps. Commands name theirs, which needs no model but the one that is trained."""
+        return CrossEntropy()
+
+    @property
+    def packed(self) -> tuple[PackedData, ...]:
+        """The data of the plan's own steps, and the held-out data."""
+        return ()
+
+    @property
+    def last_step(self) -> int | None:
+        """Steps of the run when this plan is done; None where a client decides."""
+        return None
+
+    @property
+    def sync_target(self) -> SyncTarget | None:
+        """The samplers that the plan names for its weights."""
+        return None
+
+    @property
+    def client_samples(self) -> bool:
+        """True if a client trains step by step on what it samples itself, from the sampler that answers questions."""
+        return False
+
+    @property
+    def num_kept_states(self) -> int:
+        """Checkpoints that a client asked for and that stay, the newest of them."""
+        return 0
+
 
 class SessionPlan(WorkerPlan):
     """Work whose steps a client decides, command by command (commands.py). A step, in events and checkpoints, is the
@@ -285,6 +322,18 @@ class SessionPlan(WorkerPlan):
     save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
     keep_states: int = Field(default=32, ge=1, description="states of save_state that stay, the newest")
     offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
+
+    @property
+    def takes_commands(self) -> bool:
+        return True
+
+    @property
+    def client_samples(self) -> bool:
+        return True
+
+    @property
+    def num_kept_states(self) -> int:
+        return self.keep_states
 
 
 class JobPlan(WorkerPlan):
@@ -315,6 +364,26 @@ class JobPlan(WorkerPlan):
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )
+
+    @property
+    def step_loss(self) -> Loss:
+        return self.loss
+
+    @property
+    def packed(self) -> tuple[PackedData, ...]:
+        return (self.data,) if self.evaluation.data is None else (self.data, self.evaluation.data)
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + self.num_steps
+
+    @property
+    def sync_target(self) -> SyncTarget | None:
+        return self.sync
+
+    @property
+    def client_samples(self) -> bool:
+        return is_policy_loss(self.loss) and self.sync is None and not self.probe
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:
@@ -364,30 +433,22 @@ class Job(Frozen):
     @property
     def needs_its_beginning(self) -> bool:
         """True if the weights before the job's first step are needed: at its first attempt, or to score data."""
-        return self.start is None or (isinstance(self.plan, JobPlan) and scores_old(self.plan.loss))
+        return self.start is None or scores_old(self.plan.step_loss)
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "Job":
         for name in ("log_path", "checkpoint_dir", "scratch_dir", "commands_dir"):
             if not (getattr(self, name) or "/").startswith("/"):
                 raise ValueError(f"{name} must be an absolute path")
-        if (self.commands_dir is None) == isinstance(self.plan, SessionPlan):
+        if (self.commands_dir is None) == self.plan.takes_commands:
             raise ValueError("commands_dir: a session has one, and nothing else has")
         return self
 
 
 def artifacts_of(job: Job) -> list[Artifact]:
     """Return every input of a job; of a session those that it begins with."""
-    plan = job.plan
+    plan, reference = job.plan, reference_of(job.plan.step_loss)
     before = plan.initial_checkpoint if job.needs_its_beginning else None
-    own = _of_training(plan) if isinstance(plan, JobPlan) else []
+    files = [artifact for data in plan.packed for artifact in (data.units, data.plan)]
+    own = [*files, reference if isinstance(reference, Artifact) else None]
     return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
-
-
-def _of_training(plan: JobPlan) -> list[Artifact]:
-    reference = reference_of(plan.loss)
-    packed = [plan.data, *([plan.evaluation.data] if plan.evaluation.data else [])]
-    return [
-        *(artifact for data in packed for artifact in (data.units, data.plan)),
-        *([reference] if isinstance(reference, Artifact) else []),
-    ]

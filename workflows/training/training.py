@@ -13,7 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
     from shared.errors import AVOIDED, HostLeft, WorkerLost
-    from shared.jobs.job import AnyPlan, JobPlan, Lora
+    from shared.jobs.job import AnyPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef, Problem
@@ -255,7 +255,7 @@ class Training:
             key=key,
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
             join_queue=policies.join_queue(self.start.shape, key, group or "") if shares else None,
-            sync_backend=plan.sync.backend if isinstance(plan, JobPlan) and plan.sync is not None else "auto",
+            sync_backend=plan.sync_target.backend if plan.sync_target is not None else "auto",
             avoid=self.leasing.avoid,
         )
         self.leasing.take_worker(request, joins)

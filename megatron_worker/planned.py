@@ -1,0 +1,214 @@
+"""The program of a job whose plan has its steps: train on packed data, evaluate, save, send, probe."""
+
+import math
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from megatron_worker.dispatch import BINS_A_PASS
+from megatron_worker.engine import LossFunction
+from megatron_worker.losses import check_columns, loss_function
+from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
+from megatron_worker.process.staging import Folders
+from megatron_worker.trained_slot import NotFinite, Outcome, Passes, Program, TrainedSlot
+from megatron_worker.training.batches import PackedBatches
+from megatron_worker.training.checkpoint import CheckpointState
+from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, told
+from megatron_worker.training.schedule import learning_rate
+from megatron_worker.warm_engine import Kept, slots_of
+from shared.contract import Artifact
+from shared.errors import InvalidInput
+from shared.jobs.events import Evaluated, Evaluating, Probed
+from shared.jobs.job import JobPlan, PackedData, is_policy_loss, reference_of, scores_old
+
+
+@dataclass(frozen=True)
+class PlannedSteps(Program):
+    """See the module's docstring."""
+
+    plan: JobPlan
+    folders: Folders
+    data: PackedBatches
+    evaluator: Evaluator
+    slot: TrainedSlot
+
+    @cached_property
+    def _loss(self) -> LossFunction:
+        return loss_function(self.plan.loss, self.plan.temperature)
+
+    # Before the first step.
+
+    def before_loading(self, before: CheckpointState | None, kept: Kept | None) -> Generator[None, None, None]:
+        """Load the loss's reference, form micro-batches, and score the data by the reference.
+
+        No checkpoint is loaded yet, which may replace the base. Several agreements: loading is collective, so no rank
+        may come to it alone.
+
+        Args:
+            before: the checkpoint that the job goes on from, or begins with.
+        """
+        vocab_size = self.slot.dispatcher.facts.vocab_size
+        self.slot.ranks.agree(lambda: _check_probe(self.plan.probe, vocab_size))
+        self.slot.ranks.agree(lambda: self._load_reference(kept))
+        yield None
+        self.slot.ranks.agree(lambda: self._form_micro_batches(before))
+        yield from _agreed(self.slot, self._score_reference())
+
+    def at_the_beginning(self) -> Generator[None, None, None]:
+        """Score the data by the policy of the job's beginning, where its loss needs that.
+
+        Without the first step, where the old policy is the policy itself (targets.py).
+        """
+        if scores_old(self.plan.loss):
+            steps = range(max(self._done(), 1), self.plan.num_steps)
+            score = self.slot.dispatcher.score(self.slot.slot, self.data, steps, "old_logprob_N", self.plan.temperature)
+            yield from _agreed(self.slot, score)
+
+    @property
+    def _reference(self) -> Artifact | None:
+        """The adapter that is the loss's reference, if it is one."""
+        reference = reference_of(self.plan.loss)
+        return reference if isinstance(reference, Artifact) else None
+
+    @property
+    def _reference_slot(self) -> str | None:
+        """The slot of the loss's reference: that of an adapter; None for the base."""
+        return None if self._reference is None else slots_of(self.plan.run_id, self.plan.trainable)[1]
+
+    def _load_reference(self, kept: Kept | None) -> None:
+        if self._reference is not None and (kept is None or kept.reference is None):
+            assert self._reference_slot is not None
+            self.slot.dispatcher.load_frozen(self._reference_slot, self.folders[self._reference])
+
+    def _form_micro_batches(self, before: CheckpointState | None) -> None:
+        """Cut the steps to the job's memory budget, if it has one, as the checkpoint before it says.
+
+        A job that begins with another's checkpoint keeps to its micro-batches, too: a run measures once.
+        """
+        plan = self.plan
+        if plan.memory_budget_bytes is not None:
+            tokens = None if before is None else before.micro_batch_tokens
+            limits = plan.memory_budget_bytes, plan.max_micro_batch_tokens
+            self.slot.dispatcher.form_micro_batches(self.slot.slot, self.data, self._loss, *limits, tokens)
+            self.slot.micro_batch_tokens = self.data.most_tokens
+
+    def _score_reference(self) -> Iterator[None]:
+        if reference_of(self.plan.loss) is None:
+            return
+        score = partial(
+            self.slot.dispatcher.score, self._reference_slot, column="ref_logprob_N", temperature=self.plan.temperature
+        )
+        yield from score(self.data, range(self._done(), self.plan.num_steps))
+        if (held_out := self.evaluator.wants_reference) is not None:
+            yield from score(held_out, range(1))
+
+    # The steps.
+
+    def run(self, by_hand: bool) -> Passes:
+        """Do the steps that are left, with evaluations and checkpoints between them."""
+        with self.slot.dispatcher.resident(self.slot.slot):
+            evaluated = yield from self._evaluate()
+            while not self._is_done() and not self.slot.cancelled():
+                yield None
+                yield from self._step()
+                if self._is_save_due():
+                    self.slot.save()
+                evaluated = yield from self._evaluate()
+            with self.slot.sent() if self._is_done() else nullcontext():
+                self.slot.save()
+        if not (self._is_done() and evaluated):
+            return Outcome("cancelled", self.slot.at)
+        if self.plan.probe:
+            logprobs = self.slot.dispatcher.probe(self.slot.slot, self.plan.probe)
+            self.slot.report.emit(Probed, step=self.slot.at, logprobs=logprobs)
+        return Outcome("succeeded", self.slot.at, kept=self._kept())
+
+    def _done(self) -> int:
+        """Return the steps of the plan that are done."""
+        return self.slot.at - self.plan.first_step
+
+    def _is_done(self) -> bool:
+        return self.slot.at == self.plan.last_step
+
+    def _is_save_due(self) -> bool:
+        every = self.plan.checkpointing.every_steps
+        return self._is_done() or (every > 0 and self._done() % every == 0)
+
+    def _step(self) -> Generator[None, None, None]:
+        """Do one update. A step without any trained token is skipped.
+
+        Raises:
+            JobFailed: `not_finite`; no weight has changed since the step before.
+        """
+        number = self.slot.at + 1
+        rate = learning_rate(self.plan.schedule, self.slot.at, self.plan.last_step)
+        try:
+            sums = yield from self.slot.forward_backward(self.data, self._done(), self._loss)
+            if sums["weight"]:
+                self.slot.optim_step(number, self.plan.optimizer, rate, sums["weight"])
+            else:
+                self.slot.skip_step(number)
+        except NotFinite as error:
+            message = f"step {number}: {error.told}; try a lower learning rate, or look for broken rows"
+            raise JobFailed(Fault(kind="not_finite", message=message)) from None
+
+    def _evaluate(self) -> Generator[None, None, bool]:
+        """Report held-out metrics and samples, if they are due now. Returns False if a cancellation interrupted it."""
+        evaluator, dispatcher, emit = self.evaluator, self.slot.dispatcher, self.slot.report.emit
+        if not evaluator.is_due(self._done(), self.plan.num_steps):
+            return True
+        assert evaluator.data is not None
+        passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
+        num_passes = math.ceil(len(evaluator.data.bins(0)) / dispatcher.facts.dp_size / BINS_A_PASS)
+        sums = yield from told(passes, num_passes, lambda done: emit(Evaluating, step=self.slot.at, fraction=done))
+        if sums is None:
+            return False
+        samples = yield from evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)
+        if samples is None:
+            return False
+        emit(Evaluated, step=self.slot.at, metrics=evaluator.metrics(sums), samples=samples)
+        return True
+
+    def _kept(self) -> Kept | None:
+        """Return the state that is left in the engine, if another job is expected to go on from this one's end."""
+        if self.plan.after != "keep" and not is_policy_loss(self.plan.loss):
+            return None
+        assert self.slot.written is not None
+        return Kept(self.plan.trainable, self.slot.written, self._reference)
+
+
+def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:
+    """Open training and held-out data, until `open_files` is closed.
+
+    Raises:
+        InvalidInput: it has too few steps, lacks a column that the loss needs, or is damaged.
+    """
+
+    def open_packed(data: PackedData) -> PackedBatches:
+        return open_files.enter_context(PackedBatches.open(folders[data.units], folders[data.plan]))
+
+    training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
+    check_columns(training.units, plan.loss)
+    if plan.num_steps > training.num_steps:
+        raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
+    if held_out is None:
+        return training, Evaluator(plan.evaluation, None, [], folders[plan.model], loss)
+    evaluated, prompts = open_packed(held_out), read_prompts(folders[held_out.units])
+    check_columns(evaluated.units, loss)
+    return training, Evaluator(plan.evaluation, evaluated, prompts, folders[plan.model], loss)
+
+
+def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for place, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
+
+
+def _agreed(slot: TrainedSlot, passes: Iterator[None]) -> Generator[None, None, None]:
+    """Do a command's passes, each agreed on by all ranks. Raises CancelledEarly between them."""
+    end = object()
+    while slot.ranks.agree(lambda: next(passes, end)) is not end:
+        if slot.cancelled():
+            raise CancelledEarly
+        yield None

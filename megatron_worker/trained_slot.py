@@ -1,0 +1,188 @@
+"""What a job trains: one slot, and the commands on it. The job's program decides which are done (runner.py)."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
+
+from megatron_worker.dispatch import Dispatcher, TargetScores
+from megatron_worker.engine import LossFunction
+from megatron_worker.process.background import Awaited
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.faults import Fault, JobFailed
+from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.sums import MAX, reported
+from megatron_worker.training.batches import PackedBatches
+from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
+from megatron_worker.training.sending import sent_meanwhile
+from megatron_worker.warm_engine import WarmState
+from shared.jobs.events import Saved, Step
+from shared.jobs.job import Adam, Job
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a job, and the number of steps done. `fault`: the reason if it failed.
+
+    `kept`: the state that it left in its slots, if another job is expected to go on with it.
+    """
+
+    state: Literal["succeeded", "failed", "cancelled"]
+    step: int
+    fault: Fault | None = None
+    kept: WarmState | None = None
+
+
+Passes = Generator[Awaited | None, None, Outcome]
+"""A job in progress. It yields between its passes: None, or a function that tells when the next one can be done."""
+
+
+class Program(ABC):
+    """What a job does with its slot."""
+
+    def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Iterator[None]:
+        """Do what must be done before a checkpoint is loaded, which may replace the base.
+
+        Args:
+            before: the checkpoint that the job goes on from, or else begins with.
+            kept: what the run's last job left in the engine, if the job begins with that.
+        """
+        return iter(())
+
+    def at_the_beginning(self) -> Iterator[None]:
+        """Do what needs the weights before the job's first step."""
+        return iter(())
+
+    @abstractmethod
+    def run(self, by_hand: bool) -> Passes:
+        """Do the commands, and save a checkpoint behind them. `by_hand`: nobody sends any further ones."""
+
+
+class NotFinite(JobFailed):
+    """A loss, or a gradient's norm, is not finite. No weight has changed."""
+
+    def __init__(self, what: str, value: float) -> None:
+        self.told = f"{what} is {value}"
+        super().__init__(Fault(kind="not_finite", message=f"{self.told}; no weight has changed"))
+
+
+@dataclass
+class TrainedSlot:
+    """The slot, and how far it has come. Every rank has one, and gives its commands alike.
+
+    Attributes:
+        slot: the dispatcher's name of it; None for the base.
+        at: the number of the last state without gradients: steps of the run, or commands of a session.
+        saved_at: that of the newest checkpoint, -1 before the first. `written`: this attempt's newest one.
+        micro_batch_tokens: of the largest micro-batch, where the job has a memory budget.
+        sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
+    """
+
+    job: Job
+    slot: str | None
+    model_sha256: str
+    dispatcher: Dispatcher
+    report: Report
+    ranks: WorkerRanks
+    cancelled: Callable[[], bool]
+    at: int
+    saved_at: int = -1
+    written: Written | None = None
+    micro_batch_tokens: int | None = None
+    sums: dict[str, float] = field(default_factory=dict)
+    _sums_s: float = 0.0  # seconds that computing them took
+
+    def forward_backward(
+        self, data: PackedBatches, step: int, loss: LossFunction, scores: TargetScores | None = None
+    ) -> Generator[None, None, dict[str, float]]:
+        """Add the gradients of a step's examples to those accumulated. Returns the loss's sums over them.
+
+        Raises:
+            NotFinite: as the loss is.
+        """
+        passes = self.dispatcher.forward_backward(self.slot, data, step, loss, scores)
+        sums, seconds = yield from _timed(passes)
+        if not math.isfinite(sums["loss"]):
+            raise NotFinite("the loss", sums["loss"])
+        names = sums.keys() | self.sums.keys()
+        self.sums = {name: _both(name, self.sums.get(name, 0.0), sums.get(name, 0.0)) for name in names}
+        self._sums_s += seconds
+        return sums
+
+    def optim_step(self, number: int, adam: Adam, learning_rate: float, denominator: float) -> dict[str, float]:
+        """Divide the gradients, make one update, and report it as step `number`. Returns the metrics that it reports.
+
+        Raises:
+            NotFinite: as the gradient's norm is.
+        """
+        began, weight = time.perf_counter(), self.sums["weight"]
+        norms = self.dispatcher.optim_step(self.slot, adam, learning_rate, denominator)
+        if not math.isfinite(norms.grad_norm):
+            raise NotFinite("the gradient's norm", norms.grad_norm)
+        self._sums_s += time.perf_counter() - began
+        update = {"learning_rate": learning_rate, "grad_norm": norms.grad_norm, "clipped": float(norms.clipped)}
+        return self._stepped(number, ({"loss": self.sums["loss"] / weight} if weight else {}) | update)
+
+    def skip_step(self, number: int) -> dict[str, float]:
+        """Drop the gradients of a step that trains no token, and report it as step `number`."""
+        self.dispatcher.zero_grad(self.slot)
+        return self._stepped(number, {"skipped": 1.0})
+
+    def _stepped(self, number: int, update: dict[str, float]) -> dict[str, float]:
+        metrics = {
+            **update,
+            **{name: value for name, value in reported(self.sums).items() if name not in ("loss", "weight")},
+            "step_s": self._sums_s,
+            "tokens_per_s": self.sums["tokens"] / self._sums_s,
+            "memory_bytes": float(self.ranks.largest([self.dispatcher.engine.memory().device_bytes])[0]),
+        }
+        self.forget_gradients()
+        self.at = number
+        self.report.emit(Step, step=number, metrics=metrics)
+        return metrics
+
+    def drop_gradients(self) -> None:
+        self.dispatcher.zero_grad(self.slot)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Begin to add up anew: the slot has no gradients any more."""
+        self.sums, self._sums_s = {}, 0.0
+
+    def save(self) -> None:
+        """Save a checkpoint of the state `at`, unless there is one. The weights have not changed since then."""
+        if self.saved_at == self.at:
+            return
+        write = partial(self.dispatcher.save_state, self.slot)
+        self.written = save_checkpoint(write, self.ranks, self.job, self.model_sha256, self.at, self.micro_batch_tokens)
+        self.saved_at = self.at
+        self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
+
+    def sent(self) -> AbstractContextManager[None]:
+        """Send the weights to samplers during a `with` block: those of the plan, or the one that the host has found."""
+        plan = self.job.plan
+        send = partial(self.dispatcher.send_weights, self.slot, plan.run_id)
+        return sent_meanwhile(send, self.job, self.at, self.report, self.ranks, plan.sync_target)
+
+
+def _both(name: str, one: float, other: float) -> float:
+    return max(one, other) if name.endswith(MAX) else one + other
+
+
+def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, float]]:
+    """Do the passes of a command. Returns its result, and the seconds that the passes took, without those of others."""
+    seconds = 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value, seconds + time.perf_counter() - began
+        seconds += time.perf_counter() - began
+        yield None
