@@ -38,8 +38,9 @@ from megatron_worker.engine import Batch, LossFunction, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.jobs.bins import best_fit_decreasing
-from shared.jobs.job import PPO, Adam, CrossEntropy, Lora
+from shared.jobs.job import Adam, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import PPO, CrossEntropy
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 
 RANK = 16

@@ -23,7 +23,8 @@ from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev.connection import Connection
 from shared.jobs.events import Step
-from shared.jobs.job import PPO, Lora
+from shared.jobs.job import Lora
+from shared.jobs.losses import PPO
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 

@@ -39,7 +39,8 @@ from service.cli.client import Client
 from service.dev.connection import Connection
 from shared.grading.graders import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
-from shared.jobs.job import PPO, Full, Lora, Trainable
+from shared.jobs.job import Full, Lora, Trainable
+from shared.jobs.losses import PPO
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts

@@ -30,7 +30,8 @@ from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.runs.views import RunView
-from shared.jobs.job import PPO, Lora
+from shared.jobs.job import Lora
+from shared.jobs.losses import PPO
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 

@@ -28,8 +28,9 @@ from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.job import LINEARS, Adam, CrossEntropy, Lora
+from shared.jobs.job import LINEARS, Adam, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import CrossEntropy
 
 VOCAB_SIZE = 32_000
 BIN_TOKENS = 1024

@@ -40,8 +40,9 @@ from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
 from shared.jobs import bins as packing
-from shared.jobs.job import Adam, CrossEntropy, Dtype, Lora, Reinforce
+from shared.jobs.job import Adam, Dtype, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import CrossEntropy, Reinforce
 from shared.jobs.prefix_tree import SequenceRow, build_tree, split_tree
 
 SMALL = Sizes(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=32_000)

@@ -49,8 +49,9 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import Sent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
-from shared.jobs.job import Adam, CrossEntropy, Full
+from shared.jobs.job import Adam, Full
 from shared.jobs.layout import EngineName, Layout
+from shared.jobs.losses import CrossEntropy
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore

@@ -33,8 +33,9 @@ from activities.trajectories.pack_trajectories import GroupsRequest, PackTraject
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, WorkerLost
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
-from shared.jobs.job import Job, JobPlan, reference_uri
+from shared.jobs.job import Job, JobPlan
 from shared.jobs.leases import LeaseMark, ProcessKey, WorkerKey
+from shared.jobs.losses import reference_uri
 from shared.runs.requests import RLRun, dtype_of
 from shared.runs.serving import LeasedSampler
 from shared.runs.sources import DatasetSource

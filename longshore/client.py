@@ -20,7 +20,8 @@ from typing import Any, Self
 import httpx
 
 from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
-from shared.jobs.job import Adam, CrossEntropy, PolicyLoss
+from shared.jobs.job import Adam
+from shared.jobs.losses import CrossEntropy, PolicyLoss
 from shared.runs.requests import SessionRun
 
 _LONG_POLL_S = 30.0

@@ -16,11 +16,12 @@ from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, told
 from megatron_worker.training.schedule import learning_rate
-from megatron_worker.warm_engine import Kept, slots_of
+from megatron_worker.warm_engine import WarmState, slots_of
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
-from shared.jobs.job import JobPlan, PackedData, is_policy_loss, reference_of, scores_old
+from shared.jobs.job import JobPlan, PackedData
+from shared.jobs.losses import is_policy_loss, reference_of, scores_old
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PlannedSteps(Program):
 
     # Before the first step.
 
-    def before_loading(self, before: CheckpointState | None, kept: Kept | None) -> Generator[None, None, None]:
+    def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Generator[None, None, None]:
         """Load the loss's reference, form micro-batches, and score the data by the reference.
 
         No checkpoint is loaded yet, which may replace the base. Several agreements: loading is collective, so no rank
@@ -76,7 +77,7 @@ class PlannedSteps(Program):
         """The slot of the loss's reference: that of an adapter; None for the base."""
         return None if self._reference is None else slots_of(self.plan.run_id, self.plan.trainable)[1]
 
-    def _load_reference(self, kept: Kept | None) -> None:
+    def _load_reference(self, kept: WarmState | None) -> None:
         if self._reference is not None and (kept is None or kept.reference is None):
             assert self._reference_slot is not None
             self.slot.dispatcher.load_frozen(self._reference_slot, self.folders[self._reference])
@@ -170,12 +171,12 @@ class PlannedSteps(Program):
         emit(Evaluated, step=self.slot.at, metrics=evaluator.metrics(sums), samples=samples)
         return True
 
-    def _kept(self) -> Kept | None:
+    def _kept(self) -> WarmState | None:
         """Return the state that is left in the engine, if another job is expected to go on from this one's end."""
         if self.plan.after != "keep" and not is_policy_loss(self.plan.loss):
             return None
         assert self.slot.written is not None
-        return Kept(self.plan.trainable, self.slot.written, self._reference)
+        return WarmState(self.plan.trainable, self.slot.written, self._reference)
 
 
 def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:

@@ -17,8 +17,9 @@ from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Job, Lora, WorkerPlan, reference_of
+from shared.jobs.job import Full, Job, Lora, WorkerPlan
 from shared.jobs.leases import WorkerKey
+from shared.jobs.losses import reference_of
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
 _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read their checkpoint

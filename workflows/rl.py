@@ -7,8 +7,8 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
-    from shared.jobs.job import reference_uri
     from shared.jobs.leases import LeaseGrant
+    from shared.jobs.losses import reference_uri
     from shared.runs.start import RLStart
     from shared.runs.status import Policy, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies

@@ -17,7 +17,8 @@ from temporalio.service import RPCError
 
 from shared.contract import Fence, Frozen
 from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
-from shared.jobs.job import AnyPlan, Loss, is_policy_loss
+from shared.jobs.job import AnyPlan
+from shared.jobs.losses import Loss, is_policy_loss
 from shared.runs.status import CheckpointRef
 
 Metrics = Mapping[str, float]

@@ -33,8 +33,9 @@ from shared.jobs.events import (
     Synced,
     Terminal,
 )
-from shared.jobs.job import AnyPlan, Job, is_policy_loss
+from shared.jobs.job import AnyPlan, Job
 from shared.jobs.leases import LeaseMark
+from shared.jobs.losses import is_policy_loss
 from shared.jobs.weight_sync import SyncOutcome
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.jobs.loss_presets import AdvantageKind
+from shared.jobs.losses import AdvantageKind
 
 Rewards = NDArray[np.float64]
 _EPSILON = 1e-6  # keeps a group of equal rewards at 0, and changes no other by more than it

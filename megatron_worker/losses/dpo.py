@@ -15,7 +15,7 @@ from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Score
 from megatron_worker.losses.columns import read_column
 from megatron_worker.losses.targets import sums_of_sequences
 from shared.errors import InvalidInput
-from shared.jobs.job import DPO
+from shared.jobs.losses import DPO
 from shared.jobs.packed import Units
 
 

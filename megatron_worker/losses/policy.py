@@ -11,7 +11,7 @@ from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.divergence import bounded, divergence
 from megatron_worker.losses.surrogates import Surrogate, surrogate_of
 from megatron_worker.losses.targets import Targets, live_targets, shaped_advantages, sums_of_sequences
-from shared.jobs.job import PolicyLoss
+from shared.jobs.losses import PolicyLoss
 from shared.jobs.packed import Units
 
 

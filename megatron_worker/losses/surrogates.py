@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_worker.losses.divergence import bounded
 from megatron_worker.losses.targets import Targets, sums_of_sequences
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
+from shared.jobs.losses import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses.divergence import bounded, divergence
-from shared.jobs.job import PolicyLoss
+from shared.jobs.losses import PolicyLoss
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from shared.contract import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 from shared.jobs.events import Sample
-from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
+from shared.jobs.job import Evaluation
+from shared.jobs.losses import DPO, CrossEntropy, Loss
 from shared.models.end_tokens import read_end_ids
 
 T = TypeVar("T")

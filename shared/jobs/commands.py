@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import pattern
-from shared.jobs.job import Adam, CrossEntropy, PolicyLoss, reference_of, scores_old
+from shared.jobs.job import Adam
+from shared.jobs.losses import CrossEntropy, PolicyLoss, reference_of, scores_old
 from shared.storage.checkpoints import CHECKPOINT_NAME
 
 MAX_DATA = 65_536

@@ -6,9 +6,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from shared.contract import Frozen
 from shared.field_rules import NO_NUL, pattern
-from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
+from shared.jobs.job import Dtype, Lora, Trainable
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
-from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
+from shared.jobs.losses import PPO, PRESETS, AdvantageKind, PolicyLoss, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 from shared.settings import DtypeChoice

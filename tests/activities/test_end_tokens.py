@@ -16,8 +16,9 @@ from megatron_worker.training.evaluation import Evaluator, read_prompts
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
-from shared.jobs.job import CrossEntropy, Evaluation, Full
+from shared.jobs.job import Evaluation, Full
 from shared.jobs.leases import SamplerKey
+from shared.jobs.losses import CrossEntropy
 from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
 from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.sources import DatasetSource

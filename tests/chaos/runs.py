@@ -12,8 +12,9 @@ from service.cli.client import Client
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
 from service.runs.views import RunView
-from shared.jobs.job import PPO, Full, Lora
+from shared.jobs.job import Full, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import PPO
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups

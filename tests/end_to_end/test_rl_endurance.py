@@ -17,7 +17,8 @@ import pytest
 
 from service.cli.client import Client
 from service.dev.connection import Connection
-from shared.jobs.job import Lora, Reinforce
+from shared.jobs.job import Lora
+from shared.jobs.losses import Reinforce
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 from tests.activities.groups import random_groups, write_groups

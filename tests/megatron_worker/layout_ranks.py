@@ -16,8 +16,8 @@ from activities.tokenizing.units import pair_unit
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.job import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
 from shared.jobs.layout import Layout
+from shared.jobs.losses import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
 from shared.jobs.prefix_tree import TreeUnit
 from tests.megatron_worker.parallel_ranks import (
     KINDS,

@@ -26,8 +26,9 @@ from megatron_worker.megatron.model import Model
 from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, CrossEntropy, Dtype, Full, Lora
+from shared.jobs.job import Adam, Dtype, Full, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import CrossEntropy
 from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
 from tests.megatron_worker.trees import LOSS as TREE_LOSS

@@ -8,7 +8,7 @@ import torch
 
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, Loss, PolicyLoss, Reinforce
+from shared.jobs.losses import CISPO, DRO, GSPO, PPO, Loss, PolicyLoss, Reinforce
 from tests.megatron_worker.training.test_batches import a_batch
 
 ROWS = dict[str, np.ndarray]

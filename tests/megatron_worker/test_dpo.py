@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_worker.engine import Scores
 from megatron_worker.losses import check_columns, loss_function
 from shared.errors import InvalidInput
-from shared.jobs.job import DPO, PPO, CrossEntropy, Reinforce
+from shared.jobs.losses import DPO, PPO, CrossEntropy, Reinforce
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.training.test_batches import a_batch
 

@@ -13,8 +13,9 @@ from megatron_worker.trainer_rank.packing import pack
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.micro_batches import cut, measure_passes, tokens_that_fit
 from shared.jobs.events import Failed, Step
-from shared.jobs.job import CrossEntropy, Lora, PackedData
+from shared.jobs.job import Lora, PackedData
 from shared.jobs.layout import Layout
+from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import Units, UnitsWriter
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model

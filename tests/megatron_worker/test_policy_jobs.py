@@ -14,21 +14,8 @@ from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from shared.contract import Artifact
 from shared.jobs.events import Saved, Step, Succeeded
-from shared.jobs.job import (
-    DPO,
-    PPO,
-    Checkpointing,
-    Evaluation,
-    Full,
-    Job,
-    JobPlan,
-    Kl,
-    Lora,
-    Loss,
-    PackedData,
-    Reinforce,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.losses import DPO, PPO, Kl, Loss, Reinforce
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker

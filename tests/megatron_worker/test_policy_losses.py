@@ -18,8 +18,7 @@ from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import Sums
 from shared.contract import Artifact
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, Kl, PolicyLoss, Reinforce
-from shared.jobs.loss_presets import PRESETS, preset
+from shared.jobs.losses import CISPO, DRO, GSPO, PPO, PRESETS, Kl, PolicyLoss, Reinforce, preset
 from tests.megatron_worker.policy_reference import ROWS, as_batch, k, ours, reference, reference_gradient, rows
 
 TERMS = {

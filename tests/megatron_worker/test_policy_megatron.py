@@ -16,24 +16,9 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
 from shared.contract import Artifact
 from shared.jobs.events import Probed, Saved, Step, Succeeded
-from shared.jobs.job import (
-    CISPO,
-    DPO,
-    DRO,
-    GSPO,
-    PPO,
-    Adam,
-    Checkpointing,
-    Full,
-    Job,
-    Kl,
-    Lora,
-    Loss,
-    PackedData,
-    Reinforce,
-    Schedule,
-)
+from shared.jobs.job import Adam, Checkpointing, Full, Job, Lora, PackedData, Schedule
 from shared.jobs.layout import Layout
+from shared.jobs.losses import CISPO, DPO, DRO, GSPO, PPO, Kl, Loss, Reinforce
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows

@@ -20,8 +20,9 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.chat.completions import CompletionRequest, CompletionResponse, Sampling
 from shared.errors import InvalidInput
-from shared.jobs.job import LINEARS, Reinforce
+from shared.jobs.job import LINEARS
 from shared.jobs.layout import Layout
+from shared.jobs.losses import Reinforce
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, http, post, running, write_adapter
 

@@ -23,7 +23,8 @@ from shared.jobs.commands import (
     Skip,
 )
 from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
-from shared.jobs.job import DPO, PPO, Full, Kl, Lora, PackedData, Schedule
+from shared.jobs.job import Full, Lora, PackedData, Schedule
+from shared.jobs.losses import DPO, PPO, Kl
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.session_jobs import (
     data_of,

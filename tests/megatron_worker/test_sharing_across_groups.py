@@ -12,7 +12,7 @@ from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport,
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
-from shared.jobs.job import CISPO, GSPO, PPO, Loss
+from shared.jobs.losses import CISPO, GSPO, PPO, Loss
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import split_tree
 from shared.runs.requests import RLRun

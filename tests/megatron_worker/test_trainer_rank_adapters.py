@@ -17,8 +17,9 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
-from shared.jobs.job import PPO, Adam, Lora
+from shared.jobs.job import Adam, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.losses import PPO
 from tests.megatron_worker.ranks import LORAS, gradient, load_adapters, reference_logits, write_adapters
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.session_rank import SessionRank

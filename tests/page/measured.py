@@ -8,7 +8,8 @@ from pathlib import Path
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.contract import Artifact, Fence
 from shared.jobs.events import Evaluated, Sample, Saved, Started, Step, Succeeded
-from shared.jobs.job import Adam, CrossEntropy, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import Adam, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
 from shared.storage import artifacts

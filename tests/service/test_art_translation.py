@@ -13,7 +13,7 @@ from service.apis.art.sent_groups import split
 from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput
-from shared.jobs.job import CISPO, GSPO, PPO
+from shared.jobs.losses import CISPO, GSPO, PPO
 from shared.runs.status import Problem, StepStatus
 from tests.service.art_bodies import group, model
 

@@ -22,7 +22,7 @@ from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, TokenScores
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, Reinforce
+from shared.jobs.losses import CISPO, DRO, GSPO, PPO, Reinforce
 from shared.settings import QuotaSettings, Settings, TinkerSettings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (

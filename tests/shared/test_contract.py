@@ -10,8 +10,9 @@ from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
 from shared.field_rules import rule_in_words
 from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
-from shared.jobs.job import DPO, PPO, CrossEntropy, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
 from shared.jobs.layout import Layout
+from shared.jobs.losses import DPO, PPO, CrossEntropy
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.requests import SFTRun

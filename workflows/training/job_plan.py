@@ -3,19 +3,8 @@
 import math
 
 from shared.contract import Artifact
-from shared.jobs.job import (
-    DPO,
-    Adam,
-    Checkpointing,
-    CrossEntropy,
-    Evaluation,
-    JobPlan,
-    Loss,
-    PackedData,
-    Reference,
-    Schedule,
-    with_reference,
-)
+from shared.jobs.job import Adam, Checkpointing, Evaluation, JobPlan, PackedData, Schedule
+from shared.jobs.losses import DPO, CrossEntropy, Loss, Reference, with_reference
 from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import DPORun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.job import CISPO, GSPO, PPO
+from shared.jobs.losses import CISPO, GSPO, PPO
 
 # The defaults of ART's trainer: the bounds of CISPO, and those of PPO.
 _CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2

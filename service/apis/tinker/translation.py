@@ -33,7 +33,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
 from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
+from shared.jobs.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 
 Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]

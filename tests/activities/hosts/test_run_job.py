@@ -20,7 +20,8 @@ from activities.records.checkpoints import (
 from shared.contract import Fence
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
 from shared.jobs.events import Cancelled, Probed, Succeeded
-from shared.jobs.job import Job, JobPlan, Reinforce
+from shared.jobs.job import Job, JobPlan
+from shared.jobs.losses import Reinforce
 from shared.settings import Settings
 from shared.storage.artifacts import find, read_manifest
 from shared.storage.store import open_store

@@ -3,7 +3,7 @@
 import pytest
 
 from activities.hosts.progress import job_metrics
-from shared.jobs.job import DPO, PPO, CrossEntropy
+from shared.jobs.losses import DPO, PPO, CrossEntropy
 
 STEPS = [
     {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from activities.tokenizing.units import PAIR_COLUMNS, Block, Tally, keep_pairs, pair_unit
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
-from shared.jobs.job import DPO
+from shared.jobs.losses import DPO
 from shared.jobs.packed import Units, UnitsWriter
 
 Row = tuple[list[int], list[bool]]

@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from shared.contract import Artifact
-from shared.jobs.job import DPO, CrossEntropy, Full, JobPlan, PackedData, reference_of, reference_uri
+from shared.jobs.job import Full, JobPlan, PackedData
 from shared.jobs.layout import Layout
+from shared.jobs.losses import DPO, CrossEntropy, reference_of, reference_uri
 from shared.models.shape import ModelShape
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.sources import DatasetSource

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from service.runs.own_settings import OwnSettings
 from shared.contract import Frozen
 from shared.grading.graders import Grader
-from shared.jobs.loss_presets import AdvantageKind, Preset
+from shared.jobs.losses import AdvantageKind, Preset
 from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, WandbRun
 from shared.runs.sources import Format
 

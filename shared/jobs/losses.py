@@ -1,0 +1,247 @@
+"""Losses of jobs and of commands, and published algorithms by name: each is a loss and a kind of advantages.
+
+Formulas and metrics: docs/losses.md.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, cast, get_args
+
+from pydantic import Field, model_validator
+
+from shared.contract import Artifact, Frozen
+
+
+class CrossEntropy(Frozen):
+    """Weighted negative log-likelihood of the labels, divided by the step's sum of weights."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+Reference = Literal["base"] | Artifact
+"""The model that a policy is kept near: the base model (its adapter switched off, or as it was before full training),
+or a published adapter on that base."""
+
+
+class Kl(Frozen):
+    """The divergence from a reference, estimated at the sampled tokens (Schulman 2020; docs/losses.md).
+
+    `loss` differentiates the estimate; `reward` takes it, of the frozen old log-probabilities, off each token's
+    advantage.
+    """
+
+    coefficient: float = Field(gt=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    reference: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter: in a run its URI, in a job its artifact"
+    )
+
+    @property
+    def model(self) -> Reference:
+        """Return the reference. Raises ValueError while it is a URI that nobody has looked up."""
+        match self.reference:
+            case Artifact() as adapter:
+                return adapter
+            case "base":
+                return "base"
+            case uri:
+                raise ValueError(f"kl.reference: a job has the adapter itself, and not where it is ({uri})")
+
+
+class _PolicyLoss(Frozen):
+    """The fields of every policy loss. Formulas and metrics: docs/losses.md."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
+    kl: Kl | None = None
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
+    truncated_importance: float | None = Field(
+        default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
+    )
+    old: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="what ratios are against: the sampler's log-probabilities as they were sent, or this trainer's "
+        "own, frozen at the start of the job",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if (self.aggregation == "constant_length") != (self.constant is not None):
+            raise ValueError("constant belongs to the aggregation constant_length, which needs it")
+        if self.truncated_importance is not None and self.old == "sampler":
+            raise ValueError(
+                "truncated_importance weighs the trainer's own log-probabilities against the sampler's: "
+                "with old = sampler it would be ignored"
+            )
+        return self
+
+
+class Reinforce(_PolicyLoss):
+    """Importance-weighted REINFORCE: -ratio * advantage, unclipped."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class PPO(_PolicyLoss):
+    """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347); GRPO, DAPO and others are presets of it."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio where the advantage is negative")
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip must lie above 1 + clip_high = {1 + self.clip_high:g}")
+        return self
+
+
+class CISPO(_PolicyLoss):
+    """REINFORCE with a clipped, constant importance weight (MiniMax-M1, arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, le=1, description="None: no lower bound, as in the paper")
+    clip_high: float = Field(default=4.0, gt=0, description="weights above 1 + clip_high are clipped")
+
+
+class GSPO(_PolicyLoss):
+    """PPO's clip with one ratio a sequence, the geometric mean of its tokens' (arXiv:2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    clip_high: float = Field(default=4e-4, gt=0)
+
+
+class DRO(_PolicyLoss):
+    """Direct reward optimisation: a quadratic pull towards the old policy (arXiv:2405.19107)."""
+
+    kind: Literal["dro"] = "dro"
+    beta: float = Field(default=0.05, gt=0, description="strength of the pull")
+
+    @model_validator(mode="after")
+    def _is_not_weighed(self) -> Self:
+        if self.truncated_importance is not None:
+            raise ValueError("dro is no importance-weighted loss: truncated_importance has no meaning in it")
+        return self
+
+
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | DRO
+
+
+class DPO(Frozen):
+    """Direct preference optimisation (arXiv:2305.18290) of pairs: sequences 2k and 2k + 1 of a unit, of which the
+    chosen has advantage +1, the rejected -1."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    reference: Reference = "base"
+
+
+Loss = Annotated[CrossEntropy | PolicyLoss | DPO, Field(discriminator="kind")]
+
+
+def reference_of(loss: Loss) -> Reference | None:
+    """Return the reference model of a loss; None if it has none. Raises ValueError as `Kl.model` does."""
+    match loss:
+        case CrossEntropy():
+            return None
+        case DPO():
+            return loss.reference
+        case _:
+            return loss.kl.model if loss.kl else None
+
+
+def reference_uri(loss: PolicyLoss) -> str | None:
+    """Return the URI of the adapter that a run's loss keeps the policy near, if it names one by URI."""
+    match loss.kl:
+        case Kl(reference=str() as uri) if uri != "base":
+            return uri
+        case _:
+            return None
+
+
+def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
+    """Return the loss with the adapter that its reference's URI named; unchanged where it named none."""
+    if adapter is None or loss.kl is None:
+        return loss
+    return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})
+
+
+def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
+    """Return True for losses of sampled sequences: reinforcement learning."""
+    return isinstance(loss, PolicyLoss)
+
+
+def scores_old(loss: Loss) -> bool:
+    """Return True where ratios are against the trainer's own log-probabilities, frozen at the start of the job."""
+    return is_policy_loss(loss) and loss.old == "trainer"
+
+
+AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
+EqualRewards = Literal["drop", "keep"]
+Preset = Literal["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+
+
+class Algorithm(NamedTuple):
+    """A paper's loss and advantages, and whether groups of equal rewards count in its means.
+
+    Formulas: docs/losses.md and activities/trajectories/advantages.py.
+    """
+
+    loss: PolicyLoss
+    advantages: AdvantageKind
+    equal_rewards: EqualRewards
+
+
+def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
+    """Return the algorithm that a paper describes.
+
+    Args:
+        max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
+    """
+    match name:
+        case "reinforce":  # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with the others' mean as its baseline
+            return Algorithm(Reinforce(), "leave_one_out", "keep")
+        case "grpo":  # Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4, section 4.1.2; epsilon as PPO's, beta as in 4.2
+            loss = PPO(aggregation="sequence_mean", kl=Kl(coefficient=0.04, estimator="k3"))
+            return Algorithm(loss, "group_normalized", "keep")
+        case "dr_grpo":  # Liu et al. 2025, arXiv:2503.20783, section 3.2: not divided by the standard deviation
+            loss = PPO(aggregation="constant_length", constant=max_completion_tokens)
+            return Algorithm(loss, "group_mean", "keep")
+        case "dapo":  # Yu et al. 2025, arXiv:2503.14476, eq. 8: clip-higher, token mean; section 3.2: groups differ
+            loss = PPO(aggregation="token_mean", clip_low=0.2, clip_high=0.28)
+            return Algorithm(loss, "group_normalized", "drop")
+        case "gspo":
+            return Algorithm(GSPO(), "group_normalized", "keep")
+        case "cispo":  # MiniMax-M1 samples until groups differ, as DAPO does
+            return Algorithm(CISPO(), "group_normalized", "drop")
+
+
+def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[str, Any]:
+    """Return a run's fields with the loss and advantages of its `algorithm`. Fields that are set take precedence.
+
+    Args:
+        max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
+
+    Raises:
+        ValueError: the fields have a loss of another kind, which would leave nothing of the algorithm.
+    """
+    name = cast(Preset, fields["algorithm"])
+    paper = preset(name, max_completion_tokens)
+    match fields.get("loss"):
+        case None:
+            loss: dict[str, Any] = {}
+        case dict() as given:
+            loss = given
+        case given:
+            loss = given.model_dump(exclude_unset=True) | {"kind": given.kind}
+    if (kind := loss.get("kind", paper.loss.kind)) != paper.loss.kind:
+        raise ValueError(f"algorithm {name} has the loss {paper.loss.kind}: a loss {kind} leaves nothing of it")
+    advantages = fields.get("advantages") or paper.advantages
+    chosen = fields | {"loss": paper.loss.model_dump() | loss, "advantages": advantages}
+    if advantages in ("batch_normalized", "given"):  # these do not compare the rewards of a group
+        return chosen
+    return chosen | {"equal_rewards": fields.get("equal_rewards") or paper.equal_rewards}
