@@ -9,8 +9,8 @@ second tenant's slowest answer, how many it had, and how much the web process ha
 
 import argparse
 import json
+import multiprocessing
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -53,16 +53,16 @@ def main() -> None:
 
 
 def _measure(connection: Connection, model: Path, copies: int) -> dict[str, Any]:
-    first, second = (_client(connection, _key(connection, name)) for name in ("first", "second"))
-    web = _web_process(connection)
-    bodies = _special(first, model)
+    first, web = _key(connection, "first"), _web_process(connection)
+    second = _client(connection, _key(connection, "second"))
+    bodies = _special(_client(connection, first), model)
     idle_s = max(_timed(second) for _ in range(_IDLE_ANSWERS))
     print(f"{'idle':<62}{idle_s:8.3f} s")
     memory, routes = PeakMemory(web.pid), {}
     for method, path in _routes():
         body = bodies.get(path, (_worst_json(), {"content-type": _JSON}))
         memory.start()
-        slowest_s, num_answers = _beside(second, partial(_send, first, method, path, body), copies)
+        slowest_s, num_answers = _beside(second, partial(_send, connection, first, method, path, body), copies)
         grown_mib = memory.extra_bytes() / (1 << 20)
         print(f"{method:<7}{path:<55}{slowest_s:8.3f} s {num_answers:6,} answers {grown_mib:8.1f} MiB", flush=True)
         routes[f"{method} {path}"] = {"slowest_s": round(slowest_s, 3), "grown_mib": round(grown_mib, 1)}
@@ -122,8 +122,8 @@ def _length(number: int) -> bytes:
     return bytes([low | 0x80]) + _length(rest) if rest else bytes([low])
 
 
-def _send(first: httpx.Client, method: str, path: str, body: Body) -> None:
-    content, headers = body
+def _send(connection: Connection, key: str, method: str, path: str, body: Body) -> None:
+    first, (content, headers) = _client(connection, key), body
     for name in ("run_id", "file_id", "name", "model_id", "job_id"):
         path = path.replace(f"{{{name}}}", "nobodys")
     answer = first.request(method, path.replace("{number}", "1"), content=content, headers=headers)
@@ -132,12 +132,14 @@ def _send(first: httpx.Client, method: str, path: str, body: Body) -> None:
 
 def _beside(second: httpx.Client, send: Callable[[], None], copies: int) -> tuple[float, int]:
     """Return the second tenant's slowest answer while the first one's requests go on, and how many it had."""
-    senders = [threading.Thread(target=send) for _ in range(copies)]
+    # Processes: a thread that writes 100 MiB would hold up what is measured in this one.
+    senders = [multiprocessing.get_context("fork").Process(target=send) for _ in range(copies)]
     for sender in senders:
         sender.start()
     times = [_timed(second)]
     while any(sender.is_alive() for sender in senders):
         times.append(_timed(second))
+    assert not any(sender.exitcode for sender in senders)
     return max(times), len(times)
 
 
