@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from service.accounts.principals import is_demand
+from service.accounts.principals import is_demand, principal
 from service.decoding import SMALL_BYTES, Decoding
 from shared.errors import LongshoreError
 from shared.field_rules import rule_in_words
@@ -77,6 +77,9 @@ class _Request(Request):
             return sent
         decoding: Decoding = self.app.state.decoding
         try:
+            if (run_id := self.path_params.get("run_id")) is not None:  # first of all: it may be another tenant's
+                asking = await principal(self)
+                await self.app.state.backend.runs.record(asking.tenant, run_id)
             found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
         except LongshoreError as error:
             raise HTTPException(422) from error  # FastAPI lets no other exception pass; it is told as its cause is

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from service.app import MAX_BODY_BYTES
+from service.decoding import SMALL_BYTES
 from tests.security.belongings import STRING_CHECK, Belongings, Operation
 from tests.service.conftest import Service, sft
 
@@ -209,6 +210,19 @@ def test_a_large_body_is_refused_before_it_has_come(owner: httpx.Client, service
             path, content=bomb, headers={"content-encoding": "gzip", "content-type": "application/json"}
         )
         assert packed.status_code in (400, 415, 422), (path, packed.text[:200])
+
+
+def test_a_large_body_for_another_tenants_run_is_not_read(
+    owner: httpx.Client, stranger: httpx.Client, belongings: Belongings
+) -> None:
+    """What is wrong with it is told to the run's owner alone: to others there is no such run."""
+    paths = (f"/api/v1/runs/{belongings.ids['run_id']}/steps", f"/api/v1/sessions/{belongings.session}/commands/1")
+    for method, path in zip(("POST", "PUT"), paths, strict=True):
+        answers = [
+            each.request(method, path, content=b"[" * SMALL_BYTES * 2, headers={"content-type": "application/json"})
+            for each in (owner, stranger)
+        ]
+        assert [answer.status_code for answer in answers] == [422, 404], path
 
 
 def test_a_header_or_a_form_without_end_is_cut(owner: httpx.Client, service: Service, belongings: Belongings) -> None:
