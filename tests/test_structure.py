@@ -74,6 +74,14 @@ def test_no_name_says_nothing() -> None:
         assert not [name for name in classes if re.search(r"(Utils|Helper|Manager|Misc)$", name)], path
 
 
+def test_no_private_module_of_another_package_is_imported() -> None:
+    found = set()
+    for path in MODULES:
+        modules = {node.module or "" for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)}
+        found |= {module for module in modules if "._" in module}
+    assert found == {"torch.utils._python_dispatch"}, "torch documents its dispatch modes under this name alone"
+
+
 def test_every_module_says_what_it_is() -> None:
     written = [path for path in MODULES if path.stat().st_size]
     assert not [str(path) for path in written if not ast.get_docstring(parsed(path))]

@@ -5,13 +5,10 @@ A module is imported when one of its commands is asked for: `longshore ls` loads
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
-
-if TYPE_CHECKING:
-    from typer._click import Command, Context, HelpFormatter
 
 # Heading: {command: module of service.cli.commands}.
 HEADINGS = {
@@ -52,14 +49,14 @@ class HeadedHelp(TyperGroup):
         super().__init__(**attributes)
         self.commands = dict.fromkeys(_MODULES)  # type: ignore[assignment]  # names alone: `get_command` loads one
 
-    def get_command(self, ctx: "Context | None", cmd_name: str) -> "Command | None":
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command of its module's `app`, or the app itself where that is the group of this name."""
         if cmd_name not in _MODULES:
             return None
         group = _group(_MODULES[cmd_name])
         return group if group.name == cmd_name else group.commands[cmd_name]
 
-    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, names in HEADINGS.items():
             found = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):

@@ -5,7 +5,6 @@ import sys
 from typing import Annotated
 
 import typer
-from typer._click.exceptions import ClickException
 
 from service.cli.connection import Globals, Json, profile_names
 from service.cli.exits import DONE, INTERRUPTED, Stop
@@ -74,8 +73,8 @@ def main() -> None:
         if stop.advice:
             say(stop.advice)
         code = _ended_by(stop)
-    except ClickException as error:  # an option that there is not, an argument that is missing
-        error.show()
+    except typer.TyperException as error:  # an option that there is not, an argument that is missing
+        error.show()  # type: ignore[attr-defined]  # all that Typer raises have it, and no public class does
         code = _ended_by(Stop(error.format_message(), error.exit_code))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

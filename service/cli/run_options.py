@@ -21,7 +21,6 @@ from service.cli.exits import USAGE, Stop
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
-    from typer._click import Command, Context, Parameter
 
 # Options that are not named as their fields are.
 NAMES = {
@@ -105,16 +104,14 @@ class RunCommand(TyperCommand):
         make: the command with its options.
     """
 
-    def __init__(self, make: "Callable[[], Command]", **attributes: Any) -> None:
+    def __init__(self, make: Callable[[], Any], **attributes: Any) -> None:
         super().__init__(**attributes)
         self._make = cache(make)
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: "Context | None" = None, **extra: Any
-    ) -> "Context":
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         return self._make().make_context(info_name, args, parent, **extra)
 
-    def get_params(self, ctx: "Context") -> "list[Parameter]":
+    def get_params(self, ctx: Any) -> list[Any]:
         return self._make().get_params(ctx)
 
 
@@ -128,7 +125,7 @@ def run_command(
     """
 
     def add(function: Callable[..., None]) -> None:
-        def make() -> "Command":
+        def make() -> Any:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             alone.command(name=name, help=help)(_with_options(function, options_of(run_model(kind), only)))
             return typer.main.get_command(alone)
