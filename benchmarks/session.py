@@ -32,10 +32,11 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
+from longshore.commands import Asked
+from longshore.training import SessionRun
 from service.dev.connection import Connection
-from shared.jobs.commands import Asked, Datum, Forward, command
+from shared.jobs.commands import Datum, Forward, command
 from shared.jobs.job import Lora
-from shared.runs.requests import SessionRun
 
 TOKENS = 64
 _WARM_UP = 10

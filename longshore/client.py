@@ -19,10 +19,9 @@ from typing import Any, Self
 
 import httpx
 
-from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
-from shared.jobs.job import Adam
-from shared.jobs.losses import CrossEntropy, PolicyLoss
-from shared.runs.requests import SessionRun
+from longshore.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
+from longshore.losses import CrossEntropy, PolicyLoss
+from longshore.training import Adam, SessionRun
 
 _LONG_POLL_S = 30.0
 _CONNECT_S, _ANSWER_S = 5.0, 60.0

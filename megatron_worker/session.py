@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.commands import CommandProblem
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -29,7 +30,6 @@ from shared.errors import InvalidInput
 from shared.jobs import events
 from shared.jobs.commands import (
     Command,
-    CommandProblem,
     CommandResult,
     Forward,
     ForwardBackward,

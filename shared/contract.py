@@ -1,23 +1,10 @@
-"""The parent of every model that crosses a process edge, and the few types that all of them name."""
+"""The types of models that cross a process edge, those of the client (longshore/fields.py) among them."""
 
-from typing import Annotated
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict, Field
-
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class Frozen(BaseModel):
-    """Immutable, and strict about names: a field that nobody reads is an error, not a silent default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-
-class Artifact(Frozen):
-    """A folder in a store, whose `manifest.json` lists its files; `sha256` is that manifest's."""
-
-    uri: str
-    sha256: Sha256
+from longshore.fields import Artifact as Artifact
+from longshore.fields import Frozen as Frozen
+from longshore.fields import Sha256 as Sha256
 
 
 class Fence(Frozen):

@@ -3,17 +3,12 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-_WORDS: dict[str, str] = {}
+from longshore.fields import PATTERN_WORDS
+
 NO_NUL = r"^[^\x00]*$"
-
-
-def pattern(expression: str, words: str, **rules: Any) -> Any:
-    """Return `Field(pattern=expression, **rules)`, and register `words` as what errors say of the pattern."""
-    _WORDS[expression] = words
-    return Field(pattern=expression, **rules)
 
 
 def only(*allowed: object, words: str) -> BeforeValidator:
@@ -68,7 +63,9 @@ def rule_in_words(error: Mapping[str, Any]) -> str:
         case "missing":
             return "this field is required"
         case "string_pattern_mismatch":
-            return _WORDS.get(error["ctx"]["pattern"], "this has characters, or a form, that is not allowed here")
+            return PATTERN_WORDS.get(
+                error["ctx"]["pattern"], "this has characters, or a form, that is not allowed here"
+            )
         case "string_too_short" | "too_short" if error["ctx"]["min_length"] == 1:
             return "this must not be empty"
         case _:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from longshore.training import DtypeChoice
+
 KernelPolicy = Literal["auto", "strict", "torch"]
-DtypeChoice = Literal["auto", "float32", "bfloat16"]
 ExperimentalTransport = Literal["nixl", "mooncake"]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from activities.confined.calls import machine_bytes
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
+from longshore.layout import MAX_WORLD_SIZE
 from shared.errors import LeaseLost, LongshoreError
-from shared.jobs.layout import MAX_WORLD_SIZE
 from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
 from shared.settings import Settings
 from shared.storage.paths import HostPaths

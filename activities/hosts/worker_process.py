@@ -16,8 +16,9 @@ from typing import Protocol
 
 import psutil
 
+from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
-from shared.jobs.layout import MAX_WORLD_SIZE, check_ranks
+from shared.jobs.layout import check_ranks
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.storage.files import private_folder, write_atomically
 from shared.storage.paths import HostPaths, WorkerPaths

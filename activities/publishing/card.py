@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from activities.sources.http import shown
+from longshore.training import SessionRun
 from shared.jobs.job import Full, Lora
-from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun, dtype_of
+from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")

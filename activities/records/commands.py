@@ -5,8 +5,9 @@ from itertools import count
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
+from longshore.commands import CommandProblem
 from shared.contract import Frozen
-from shared.jobs.commands import CommandProblem, CommandResult, Gap
+from shared.jobs.commands import CommandResult, Gap
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longshore.layout import broken_rule
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -26,7 +27,7 @@ from megatron_worker.tensors.slot_engine import SlotEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype, Lora
-from shared.jobs.layout import Layout, broken_rule
+from shared.jobs.layout import Layout
 
 
 class FsdpEngine(SlotEngine[Adapter, Optimizer]):

@@ -362,9 +362,9 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
 
 def _layout(label: str) -> dict[str, Any]:
     from shared.errors import InvalidInput
-    from shared.jobs.layout import Layout
+    from shared.jobs.layout import layout_of
 
     try:
-        return Layout.from_label(label).model_dump()
+        return layout_of(label).model_dump()
     except InvalidInput as error:
         raise Stop(f"--{error}", USAGE) from None

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 from temporalio.common import WorkflowIDConflictPolicy
 
+from longshore.fields import Name, pattern
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
@@ -29,9 +30,8 @@ from service.temporal import Temporal
 from shared.chat.messages import ServedModel
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.field_rules import pattern
 from shared.jobs.job import Dtype
-from shared.runs.requests import Name, Tenant
+from shared.runs.requests import Tenant
 from shared.runs.start import ModelRequest, ResolvedModel, precision_of
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pydantic import Field
 
+from longshore.training import SessionRun
 from service.runs.checks import Checks
 from service.runs.rows import IndexedRun, RunRows
 from service.runs.views import Histories, RunHistory, devices_of
@@ -18,7 +19,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest
-from shared.runs.requests import DatasetRun, Precision, RLRun, Run, SessionRun
+from shared.runs.requests import DatasetRun, Precision, RLRun, Run
 from shared.settings import PriceSettings
 
 _MEASURED_RUNS = 3

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
+from longshore.training import Linear
 from shared.contract import Frozen
-from shared.jobs.job import Dtype, Linear
+from shared.jobs.job import Dtype
 from shared.jobs.layout import EngineName, Layout
 
 

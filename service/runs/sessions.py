@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, ValidationError
 
+from longshore.commands import Asked
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull
 from service.host_http.session_bells import SessionBells
@@ -17,7 +18,7 @@ from service.runs.views import RunView
 from service.temporal import Temporal
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import Asked, CommandHead, CommandResult, LoadState, LoadStored, Skip
+from shared.jobs.commands import CommandHead, CommandResult, LoadState, LoadStored, Skip
 from shared.jobs.job import Full, Lora
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord

@@ -3,50 +3,18 @@
 Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
 """
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from longshore.layout import engine_takes_the_layout
+from longshore.training import Adam, Dtype, Trainable
+from longshore.training import Full as Full
+from longshore.training import Lora as Lora
 from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
+from shared.jobs.layout import EngineName, Layout, pipelines_have_bins
 from shared.jobs.losses import CrossEntropy, Loss, is_policy_loss, reference_of, scores_old
 from shared.jobs.weight_sync import SyncTarget
-
-Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LINEARS: tuple[Linear, ...] = get_args(Linear)
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Lora(Frozen):
-    """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * alpha / rank."""
-
-    kind: Literal["lora"] = "lora"
-    rank: int = Field(default=16, ge=1, le=1024, description="rank of the two factors")
-    alpha: float = Field(default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
-    targets: tuple[Linear, ...] = Field(default=LINEARS, min_length=1, description="linears with an adapter")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-
-class Full(Frozen):
-    """Train every weight."""
-
-    kind: Literal["full"] = "full"
-
-
-Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
-
-
-class Adam(Frozen):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); `clip_norm` bounds the global gradient norm, 0 for none."""
-
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, ge=0)
 
 
 class Schedule(Frozen):

@@ -1,72 +1,30 @@
-"""The parallel layout of one worker: how many ranks, and what each dimension splits."""
+"""Layouts (longshore/layout.py) by their labels, and what bounds them."""
 
 import re
-from typing import Annotated, Literal, Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from shared.contract import Frozen
+from longshore.layout import EngineName as EngineName
+from longshore.layout import Layout
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 
-Degree = Annotated[int, Field(ge=1, le=4096)]
-EngineName = Literal["megatron", "fsdp"]
-MAX_WORLD_SIZE = 4096
 
-
-class Layout(Frozen):
-    """Degrees of tensor (tp), pipeline (pp), context (cp), expert (ep) and data (dp) parallelism.
-
-    The world is `tp * pp * cp * dp`.
-    `sp` (sequence parallelism) lets the tensor-parallel ranks share out the tokens between their linears. Experts are
-    laid over the same ranks anew: `ep` ranks share them out, `etp` (expert tensor parallelism) split each, so that
-    `ep * etp` divides `tp * cp * dp`. Optimizer state is split over all ranks that hold the same weights.
-    """
-
-    tp: Degree = Field(default=1, description="tensor-parallel ranks")
-    sp: bool = Field(default=False, description="sequence parallelism: needs tp of at least 2")
-    pp: Degree = Field(default=1, description="pipeline stages")
-    cp: Degree = Field(default=1, description="context-parallel ranks")
-    ep: Degree = Field(default=1, description="expert-parallel ranks")
-    etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
-    dp: Degree = Field(default=1, description="data-parallel ranks")
-
-    @model_validator(mode="after")
-    def _total_is_bounded(self) -> Self:
-        if self.world_size > MAX_WORLD_SIZE:
-            raise ValueError(f"tp * pp * cp * dp = {self.world_size:,} ranks; a layout has up to {MAX_WORLD_SIZE:,}")
-        return self
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def label(self) -> str:
-        """A short name, such as `tp2-sp-dp2`; `single` for one rank."""
-        degrees = self.model_dump()
-        parts = [
-            "sp" if name == "sp" else f"{name}{degree}"
-            for name, degree in degrees.items()
-            if degree > 1 or degree is True
-        ]
-        return "-".join(parts) or "single"
-
-    @classmethod
-    def from_label(cls, label: str) -> "Layout":
-        """The layout of a label. Raises InvalidInput for any other text."""
-        degrees: dict[str, int] = {}
-        for part in () if label == "single" else label.split("-"):
-            found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp)([1-9][0-9]{0,3})", part)
-            name = (found[1] or found[2]) if found else None
-            if found is None or name is None or name in degrees:
-                raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
-            degrees[name] = int(found[3] or 1)
-        try:
-            return cls.model_validate(degrees)
-        except ValidationError as error:
-            field, rule = first_error(error)
-            raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
+def layout_of(label: str) -> Layout:
+    """The layout of a label. Raises InvalidInput for any other text."""
+    degrees: dict[str, int] = {}
+    for part in () if label == "single" else label.split("-"):
+        found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp)([1-9][0-9]{0,3})", part)
+        name = (found[1] or found[2]) if found else None
+        if found is None or name is None or name in degrees:
+            raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
+        degrees[name] = int(found[3] or 1)
+    try:
+        return Layout.model_validate(degrees)
+    except ValidationError as error:
+        field, rule = first_error(error)
+        raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
 
 
 def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
@@ -80,31 +38,6 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
         place = f"{below}layout.{split[0]}" if len(split) == 1 else f"{below}layout"
         rule = f"{layout.world_size:,} ranks ({layout.label}); a host of this installation takes up to {max_ranks}"
         raise InvalidInput(f"{rule} (setting max_ranks)", place)
-
-
-def broken_rule(engine: EngineName, layout: Layout) -> str | None:
-    """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
-    if engine == "fsdp" and layout != Layout(dp=layout.dp):
-        return f"the engine fsdp splits data and shards weights by dp alone: use dp, and no {layout.label}"
-    return None
-
-
-class _HasLayout(Protocol):
-    @property
-    def engine(self) -> EngineName: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-
-HasLayoutT = TypeVar("HasLayoutT", bound=_HasLayout)
-
-
-def engine_takes_the_layout(laid: HasLayoutT) -> HasLayoutT:
-    """Validate models that have both. Raises ValueError with the rule that the layout breaks."""
-    if rule := broken_rule(laid.engine, laid.layout):
-        raise ValueError(rule)
-    return laid
 
 
 class _HasBudget(Protocol):

@@ -4,33 +4,27 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from longshore.fields import Name, pattern
+from longshore.layout import engine_takes_the_layout
+from longshore.training import DTYPE_DESCRIPTION, DtypeChoice, SessionRun
 from shared.contract import Frozen
-from shared.field_rules import NO_NUL, pattern
+from shared.field_rules import NO_NUL
 from shared.jobs.job import Dtype, Lora, Trainable
-from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
+from shared.jobs.layout import EngineName, Layout, pipelines_have_bins
 from shared.jobs.losses import PPO, PRESETS, AdvantageKind, PolicyLoss, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
-from shared.settings import DtypeChoice
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
 RunId = Annotated[str, pattern(RUN_ID, f"an id has at most 63 {_PLAIN}")]
 Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
 FIRST_TENANT = "default"
-Name = Annotated[
-    str,
-    pattern(
-        r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        "a name has at most 63 lower-case letters, digits, dots, dashes and underscores, a letter or digit first",
-    ),
-]
 # Descriptions that several kinds of runs share.
 _PEAK = "the highest learning rate, after the warm-up"
 _DECAY = "AdamW's decoupled weight decay"
 _CLIP = "bound of the global gradient norm; 0 for none"
 _SEED = "seed of the data's order and of fresh adapter weights"
-_DTYPE = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 _BUDGET = (
     "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
     "bin_tokens at most"
@@ -68,7 +62,7 @@ class _DatasetRun(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
+    dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
@@ -211,7 +205,7 @@ class RLRun(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
+    dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
@@ -274,45 +268,6 @@ def _completion_tokens(given: dict[str, Any]) -> int:
             default = Rollouts.model_fields["max_completion_tokens"].default
             tokens = rollouts.get("max_completion_tokens", default) if isinstance(rollouts, dict) else default
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
-
-
-class SessionRun(Frozen):
-    """A session: a slot that a client trains itself, command by command, until it closes the session.
-
-    A session without commands gives its worker back after a while, and leases another one at its next command.
-    """
-
-    kind: Literal["session"] = "session"
-    schema_version: Literal[1] = 1
-    name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
-    trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
-    layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=_DTYPE)
-    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
-    save_after_s: float = Field(
-        default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
-    )
-    keep_states: int = Field(
-        default=32, ge=1, le=1000, description="so many states of save_state stay, the newest; load_state names one"
-    )
-    gap_s: float = Field(
-        default=600.0, gt=0, le=86_400, description="how long a command waits for those before it, until it fails"
-    )
-
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> Self:
-        if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
-        return self
 
 
 Kind = Literal["sft", "dpo", "rl", "session"]

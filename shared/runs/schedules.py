@@ -6,8 +6,10 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import AfterValidator, Field, model_validator
 
+from longshore.fields import Name
+from longshore.training import SessionRun
 from shared.contract import Artifact, Frozen
-from shared.runs.requests import Name, RLRun, Run, RunId, SessionRun, Tenant
+from shared.runs.requests import RLRun, Run, RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.runs.start import AnyStart
 

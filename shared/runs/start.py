@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from longshore.training import DtypeChoice, SessionRun
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Lora
@@ -20,14 +21,13 @@ from shared.runs.requests import (
     Run,
     RunId,
     RunRecord,
-    SessionRun,
     SFTRun,
     Tenant,
 )
 from shared.runs.rollouts import Rollouts
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
-from shared.settings import DtypeChoice, QuotaSettings, Settings
+from shared.settings import QuotaSettings, Settings
 from shared.storage.host_states import read_fast_bf16
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore

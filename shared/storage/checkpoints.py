@@ -6,12 +6,12 @@ A checkpoint is the state of a run after step n, or of a session after command n
 import re
 from dataclasses import dataclass
 
+from longshore.commands import CHECKPOINT_NAME
 from shared.contract import Artifact
 from shared.storage.artifacts import find
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
-CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
 PUBLISHED_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
 
 

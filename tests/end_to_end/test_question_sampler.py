@@ -13,11 +13,11 @@ import pytest
 from activities.sampling.client import Sampler
 from benchmarks.one_device import samplers
 from longshore.client import Client
+from longshore.training import SessionRun
 from service.dev.connection import Connection
 from shared.errors import SamplerUnavailable
 from shared.jobs.commands import Datum, ForwardBackward, OptimStep
 from shared.jobs.job import Lora
-from shared.runs.requests import SessionRun
 from tests.end_to_end.runs import Groups, train
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import kill, sampler

@@ -19,21 +19,12 @@ import pytest
 from safetensors.torch import load_file
 
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
+from longshore.commands import Asked
+from longshore.training import SessionRun
 from service.dev.connection import Connection
-from shared.jobs.commands import (
-    Asked,
-    CommandResult,
-    Datum,
-    Forward,
-    ForwardBackward,
-    Gap,
-    LoadState,
-    OptimStep,
-    SaveState,
-)
+from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, Gap, LoadState, OptimStep, SaveState
 from shared.jobs.job import Full, Job, Lora
 from shared.jobs.layout import Layout
-from shared.runs.requests import SessionRun
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from activities.tokenizing.units import pair_unit
+from longshore.losses import DRO
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
@@ -18,7 +19,7 @@ from shared.contract import Artifact
 from shared.jobs.events import Probed, Saved, Step, Succeeded
 from shared.jobs.job import Adam, Checkpointing, Full, Job, Lora, PackedData, Schedule
 from shared.jobs.layout import Layout
-from shared.jobs.losses import CISPO, DPO, DRO, GSPO, PPO, Kl, Loss, Reinforce
+from shared.jobs.losses import CISPO, DPO, GSPO, PPO, Kl, Loss, Reinforce
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from activities.sampling.client import Sampler
+from longshore.training import LINEARS
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
@@ -20,7 +21,6 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.chat.completions import CompletionRequest, CompletionResponse, Sampling
 from shared.errors import InvalidInput
-from shared.jobs.job import LINEARS
 from shared.jobs.layout import Layout
 from shared.jobs.losses import Reinforce
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model

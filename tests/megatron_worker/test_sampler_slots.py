@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from tokenizers import Tokenizer
 
+from longshore.training import LINEARS
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
 from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
-from shared.jobs.job import LINEARS
 from tests.megatron_worker.sampler_process import NAME, write_adapter
 
 

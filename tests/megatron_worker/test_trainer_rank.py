@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
 from examples.tiny_model import make_tiny_model
+from longshore.commands import MAX_TOP_K
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
-from shared.jobs.commands import MAX_TOP_K
 from shared.jobs.job import Adam
 from shared.jobs.layout import Layout
 from tests.megatron_worker.engines import ENGINES

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import typer
 
+from longshore.training import SessionRun
 from service.cli.help_groups import HEADINGS
 from service.cli.main import app
 from service.database.engine import open_database
@@ -19,7 +20,7 @@ from service.runs.rows import run_row
 from service.runs.states import queued
 from shared.contract import Fence
 from shared.jobs.events import Cancelled, Evaluated, Event, Step
-from shared.runs.requests import RunRecord, SessionRun
+from shared.runs.requests import RunRecord
 from shared.runs.status import StepStatus
 from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started, wait_until

@@ -13,6 +13,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
+from longshore.commands import TokenScores
+from longshore.training import SessionRun
 from service.accounts.tenants import Quotas
 from service.backend import Backend
 from service.database import migrate
@@ -22,8 +24,8 @@ from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from shared.errors import InvalidInput
-from shared.jobs.commands import CommandResult, TokenScores
-from shared.runs.requests import RunRecord, SessionRun, SFTRun, Source
+from shared.jobs.commands import CommandResult
+from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.settings import QuotaSettings, Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore

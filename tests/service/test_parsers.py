@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from longshore.fields import Name
 from service.accounts.access import Access
 from service.accounts.keys import Keys, Sessions
 from service.accounts.tenants import Quotas
@@ -24,7 +25,7 @@ from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Step
 from shared.runs.events import EventCursor, read_run_events
-from shared.runs.requests import MetadataKey, MetadataValue, Name, RunId, RunRecord, SFTRun, Source, Tenant
+from shared.runs.requests import MetadataKey, MetadataValue, RunId, RunRecord, SFTRun, Source, Tenant
 from shared.runs.schedules import ScheduledRun
 from shared.runs.status import RunStatus
 from shared.runs.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret

@@ -11,7 +11,7 @@ from shared.errors import InvalidInput
 from shared.field_rules import rule_in_words
 from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
 from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.layout import Layout
+from shared.jobs.layout import Layout, layout_of
 from shared.jobs.losses import DPO, PPO, CrossEntropy
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
@@ -200,10 +200,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:
 
 def test_a_layout_is_read_from_its_label() -> None:
     for layout in (Layout(), Layout(tp=2, sp=True, pp=2, dp=4), Layout(ep=2, etp=2, cp=4)):
-        assert Layout.from_label(layout.label) == layout
+        assert layout_of(layout.label) == layout
     for label in ("", "tp", "tp0", "tp2-tp2", "sp2", "zp2", "tp2 dp2"):
         with pytest.raises(InvalidInput, match="layout: "):
-            Layout.from_label(label)
+            layout_of(label)
 
 
 def schema_format(schema: object) -> dict[str, object]:

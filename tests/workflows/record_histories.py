@@ -28,6 +28,7 @@ from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client as SessionClient
 from longshore.client import CommandFailed
+from longshore.training import SessionRun
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import connect, serve
@@ -36,7 +37,7 @@ from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrad
 from shared.jobs.commands import Datum, SaveState
 from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.requests import SessionRun, SFTRun
+from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings

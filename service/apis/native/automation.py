@@ -5,12 +5,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
+from longshore.fields import Name
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.automation.schedule_views import Backfill, ScheduleView
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
 from service.backend import Backed
-from shared.runs.requests import Name
 from shared.runs.schedules import ScheduledRun
 from shared.runs.webhooks import Delivery, WebhookId
 

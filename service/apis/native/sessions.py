@@ -6,13 +6,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import RootModel
 
+from longshore.commands import Asked
+from longshore.training import SessionRun
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, IdempotencyKey
 from service.runs.sessions import CommandView
 from service.runs.views import RunPage, RunView
-from shared.jobs.commands import Asked
-from shared.runs.requests import RunId, SessionRun
+from shared.runs.requests import RunId
 from shared.runs.status import State
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])

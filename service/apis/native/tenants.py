@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
+from longshore.fields import pattern
 from service.accounts.audit import AuditPage
 from service.accounts.keys import KeyView, NewKey
 from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
@@ -16,7 +17,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
 from shared.contract import Frozen
-from shared.field_rules import NO_NUL, pattern
+from shared.field_rules import NO_NUL
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
 

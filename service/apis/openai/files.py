@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
+from longshore.fields import pattern
 from service.accounts.principals import Asking, reads_or_writes, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_of
@@ -18,7 +19,6 @@ from service.files.files import FileRecord
 from service.files.uploads import MAX_PARTS
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.field_rules import pattern
 
 router = APIRouter(prefix="/v1", tags=["files"], dependencies=[Depends(reads_or_writes)])
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from fastapi import Depends
 
+from longshore.commands import Asked
 from service.accounts.principals import Asking, Principal
 from service.apis.tinker.records import CheckpointRecord, ModelRecord, TinkerRecords
 from service.backend import Backed, Backend
@@ -22,7 +23,7 @@ from service.inference.named_models import one_form
 from service.runs.sessions import CommandView, StoredCommand
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.jobs.commands import Asked, CommandResult, Skip
+from shared.jobs.commands import CommandResult, Skip
 from shared.settings import TinkerSettings
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue
 
+from longshore.fields import pattern
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.field_rules import pattern
 from shared.runs.requests import RunId
 from shared.storage import paths
 from shared.storage.store import ObjectStore

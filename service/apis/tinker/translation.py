@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from longshore.commands import MAX_ANSWER, MAX_TOP_K, TokenScores
+from longshore.losses import DRO
 from service.apis.tinker.door import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     Scores,
@@ -32,8 +34,8 @@ from service.decoding import SMALL_BYTES, Received
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
-from shared.jobs.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
-from shared.jobs.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
+from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward
+from shared.jobs.losses import CISPO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 
 Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]

@@ -11,19 +11,9 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.bells import Bells
 from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
+from longshore.commands import Asked, CommandProblem
 from shared.errors import WorkerLost
-from shared.jobs.commands import (
-    Asked,
-    CommandProblem,
-    CommandResult,
-    Datum,
-    Forward,
-    ForwardBackward,
-    OptimStep,
-    SaveState,
-    Skip,
-    command,
-)
+from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip, command
 from shared.jobs.job import Job
 from shared.storage.files import write_atomically
 from shared.storage.host_states import HostAddress

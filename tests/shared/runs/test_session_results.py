@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.commands import MAX_ANSWER, CommandProblem, CommandResult, TokenScores
+from longshore.commands import MAX_ANSWER, CommandProblem, TokenScores
+from shared.jobs.commands import CommandResult
 from shared.runs.session_results import MOST_SCORED_BYTES, SessionResults
 from shared.runs.sessions import MAX_WAITING
 from shared.storage.paths import RunKeys

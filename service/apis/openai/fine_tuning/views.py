@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue
 
+from longshore.training import SessionRun
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
 from service.runs.views import SKIPPED, Cost, RunHistory, RunView, describe, last_lines, seconds_left
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent
-from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
+from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.runs.status import Phase, StepStatus
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]

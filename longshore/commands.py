@@ -1,0 +1,204 @@
+"""Commands of a session and their results: a client trains a slot by sending commands, which are done one by one."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from longshore.fields import Artifact, Frozen, pattern
+from longshore.losses import CrossEntropy, PolicyLoss
+from longshore.training import Adam
+
+CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
+"""Of the state of a run after step n, or of a session after command n."""
+MAX_DATA = 65_536
+MAX_TOP_K = 128
+MAX_ANSWER = 1_000_000
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Datum(Frozen):
+    """One sequence. The lists have one entry for each token but the first, which cannot be predicted.
+
+    What is scored are the tokens themselves, or with `labels` other ids in their places: another token than the one
+    that follows, or the likeliest ones of a teacher with its probabilities as weights.
+    """
+
+    tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
+    weights: tuple[Finite, ...] | None = Field(
+        default=None, description="of each token but the first; 0: not scored. 1 each if absent"
+    )
+    advantages: tuple[Finite, ...] | None = Field(default=None, description="what a policy loss learns from")
+    logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
+    ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
+
+    labels: tuple[Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOP_K)], ...] | None = Field(
+        default=None, description="ids that are scored in the place of each token but the first: none, one, or several"
+    )
+    label_weights: tuple[tuple[Finite, ...], ...] | None = Field(
+        default=None, description="of each label; 0: not scored. 1 each if absent"
+    )
+
+    @property
+    def num_scored(self) -> int:
+        """The most that can be scored: the labels, or the tokens but the first."""
+        return len(self.tokens) - 1 if self.labels is None else sum(map(len, self.labels))
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        for name in ("weights", "advantages", "logprobs", "ref_logprobs", "labels"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.tokens) - 1:
+                wanted = f"{len(self.tokens) - 1} for {len(self.tokens)} tokens: one for each but the first"
+                raise ValueError(f"{name} has {len(given)} entries, it must have {wanted}")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_have_their_own_weights(self) -> Self:
+        if self.labels is None:
+            if self.label_weights is not None:
+                raise ValueError("label_weights belong to labels: the tokens themselves have weights")
+            return self
+        for name in ("weights", "advantages", "logprobs", "ref_logprobs"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is of the tokens themselves: a datum with labels has label_weights alone")
+        sizes = [len(each) for each in self.labels]
+        if self.label_weights is not None and [len(each) for each in self.label_weights] != sizes:
+            raise ValueError("label_weights must have one number for each label, nested as labels are")
+        return self
+
+
+Data = Annotated[tuple[Datum, ...], Field(min_length=1, max_length=MAX_DATA)]
+
+
+class _OnData(Frozen):
+    data: Data
+    share_prefixes: bool = Field(
+        default=False, description="sequences that begin alike are computed as one tree: less work, and other bits"
+    )
+    temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
+
+    @model_validator(mode="after")
+    def _trees_score_their_tokens(self) -> Self:
+        if self.share_prefixes and any(datum.labels is not None for datum in self.data):
+            raise ValueError("share_prefixes: sequences with labels are not computed as trees")
+        return self
+
+
+class Forward(_OnData):
+    """Score the tokens that have a weight, or all. Changes nothing."""
+
+    kind: Literal["forward"] = "forward"
+    entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
+    adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
+    score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
+
+    @model_validator(mode="after")
+    def _answer_is_bounded(self) -> Self:
+        numbers = sum(datum.num_scored for datum in self.data) * 2 * self.top_k
+        if numbers > MAX_ANSWER:
+            raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
+        return self
+
+
+class ForwardBackward(_OnData):
+    """Add the gradients of the loss's sum over the data to what has been accumulated. A loss of your own: forward, then
+    cross_entropy with weights that are the negative of your loss's derivative by each log-probability.
+    """
+
+    kind: Literal["forward_backward"] = "forward_backward"
+    loss: Annotated[CrossEntropy | PolicyLoss, Field(discriminator="kind")] = CrossEntropy()
+
+    @model_validator(mode="after")
+    def _has_what_the_loss_needs(self) -> Self:
+        if isinstance(self.loss, CrossEntropy):
+            return self
+        if self.loss.old == "trainer":
+            raise ValueError("loss.old: a session has no beginning to score by; send your own log-probabilities")
+        if self.loss.kl and self.loss.kl.model != "base":
+            raise ValueError("loss.kl.reference: send the reference's log-probabilities as ref_logprobs")
+        needed = ["advantages", "logprobs", *(["ref_logprobs"] if self.loss.kl else [])]
+        for number, datum in enumerate(self.data):
+            if datum.labels is not None:
+                raise ValueError(f"data[{number}].labels: a policy loss is of the tokens themselves; use cross_entropy")
+            for name in needed:
+                if getattr(datum, name) is None:
+                    raise ValueError(f"data[{number}].{name}: the loss {self.loss.kind} needs it")
+            if any(weight < 0 for weight in datum.weights or ()):
+                raise ValueError(f"data[{number}].weights: a policy loss weighs by 0 or more")
+        return self
+
+
+class OptimStep(Frozen):
+    """Make one optimizer step: divide the accumulated gradients, clip them, update the weights, zero the gradients."""
+
+    kind: Literal["optim_step"] = "optim_step"
+    learning_rate: float = Field(ge=0, le=10)
+    optimizer: Adam = Adam()
+    denominator: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="what gradients are divided by; the sum of weights since the last step if absent",
+    )
+
+
+class SaveState(Frozen):
+    """Make weights and optimizer state durable, as of the last optimizer step."""
+
+    kind: Literal["save_state"] = "save_state"
+    publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
+
+
+class LoadState(Frozen):
+    """Go on from a saved state in place of the session's own: weights, and with `optimizer` its moments and step count.
+
+    Gradients accumulated so far are dropped. The state is one of this session, or of another session or run of the
+    tenant, that trains the same shape on the same base. `save_state` says in `step` which state it saved.
+    """
+
+    kind: Literal["load_state"] = "load_state"
+    state: Annotated[str, pattern(f"^{CHECKPOINT_NAME}$", "a state's name: <session or run>:step-<n>")]
+    optimizer: bool = Field(default=True, description="false: moments and step count begin at zero")
+
+
+Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState | LoadState, Field(discriminator="kind")]
+"""The commands that a client may send. The service stores LoadState as LoadStored; the rest others make."""
+
+
+class TokenScores(Frozen):
+    """The scores of one datum's tokens, or labels, that have a weight: in their order, float32 in nats; null: NaN."""
+
+    logprobs: tuple[float | None, ...]
+    entropies: tuple[float | None, ...] | None = None
+    top_ids: tuple[tuple[int, ...], ...] | None = None
+    top_logprobs: tuple[tuple[float | None, ...], ...] | None = None
+
+
+class CommandProblem(Frozen):
+    """Why a command failed. `not_finite` and `error` drop the gradients accumulated so far; nothing else is changed.
+
+    A `dropped` command was never done, because a command with a lower number did not arrive in time.
+    """
+
+    kind: Literal["invalid_input", "not_finite", "error", "dropped"]
+    message: str
+
+
+class CommandResult(Frozen):
+    """The result of a command: the `metrics` of a loss or step, and scores for each datum in the command's order."""
+
+    number: int
+    kind: str
+    problem: CommandProblem | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    data: tuple[TokenScores, ...] | None = None
+    expired: bool = Field(
+        default=False, description="the scores were deleted: newer ones are too many, or the session ended long ago"
+    )
+    step: int | None = Field(
+        default=None, description="of save_state and load_state: the number of the last command in the state"
+    )
+    adapter: Artifact | None = Field(default=None, description="what was published: a model after `full`")
+    version: int | None = Field(default=None, description="of the session's name")

@@ -1,0 +1,37 @@
+"""The parent of every model that crosses a process edge, and the few types that all of them name."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PATTERN_WORDS: dict[str, str] = {}
+"""By pattern, what is said of text that does not match it."""
+
+
+def pattern(expression: str, words: str, **rules: Any) -> Any:
+    """Return `Field(pattern=expression, **rules)`, and register `words` as what errors say of the pattern."""
+    PATTERN_WORDS[expression] = words
+    return Field(pattern=expression, **rules)
+
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[
+    str,
+    pattern(
+        r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        "a name has at most 63 lower-case letters, digits, dots, dashes and underscores, a letter or digit first",
+    ),
+]
+
+
+class Frozen(BaseModel):
+    """Immutable, and strict about names: a field that nobody reads is an error, not a silent default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Artifact(Frozen):
+    """A folder in a store, whose `manifest.json` lists its files; `sha256` is that manifest's."""
+
+    uri: str
+    sha256: Sha256

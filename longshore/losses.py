@@ -1,0 +1,126 @@
+"""Losses of commands and of jobs. Formulas and metrics: docs/losses.md."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from longshore.fields import Artifact, Frozen
+
+
+class CrossEntropy(Frozen):
+    """Weighted negative log-likelihood of the labels, divided by the step's sum of weights."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+Reference = Literal["base"] | Artifact
+"""The model that a policy is kept near: the base model (its adapter switched off, or as it was before full training),
+or a published adapter on that base."""
+
+
+class Kl(Frozen):
+    """The divergence from a reference, estimated at the sampled tokens (Schulman 2020; docs/losses.md).
+
+    `loss` differentiates the estimate; `reward` takes it, of the frozen old log-probabilities, off each token's
+    advantage.
+    """
+
+    coefficient: float = Field(gt=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    reference: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter: in a run its URI, in a job its artifact"
+    )
+
+    @property
+    def model(self) -> Reference:
+        """Return the reference. Raises ValueError while it is a URI that nobody has looked up."""
+        match self.reference:
+            case Artifact() as adapter:
+                return adapter
+            case "base":
+                return "base"
+            case uri:
+                raise ValueError(f"kl.reference: a job has the adapter itself, and not where it is ({uri})")
+
+
+class _PolicyLoss(Frozen):
+    """The fields of every policy loss. Formulas and metrics: docs/losses.md."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
+    kl: Kl | None = None
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
+    truncated_importance: float | None = Field(
+        default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
+    )
+    old: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="what ratios are against: the sampler's log-probabilities as they were sent, or this trainer's "
+        "own, frozen at the start of the job",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if (self.aggregation == "constant_length") != (self.constant is not None):
+            raise ValueError("constant belongs to the aggregation constant_length, which needs it")
+        if self.truncated_importance is not None and self.old == "sampler":
+            raise ValueError(
+                "truncated_importance weighs the trainer's own log-probabilities against the sampler's: "
+                "with old = sampler it would be ignored"
+            )
+        return self
+
+
+class Reinforce(_PolicyLoss):
+    """Importance-weighted REINFORCE: -ratio * advantage, unclipped."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class PPO(_PolicyLoss):
+    """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347); GRPO, DAPO and others are presets of it."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio where the advantage is negative")
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip must lie above 1 + clip_high = {1 + self.clip_high:g}")
+        return self
+
+
+class CISPO(_PolicyLoss):
+    """REINFORCE with a clipped, constant importance weight (MiniMax-M1, arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, le=1, description="None: no lower bound, as in the paper")
+    clip_high: float = Field(default=4.0, gt=0, description="weights above 1 + clip_high are clipped")
+
+
+class GSPO(_PolicyLoss):
+    """PPO's clip with one ratio a sequence, the geometric mean of its tokens' (arXiv:2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    clip_high: float = Field(default=4e-4, gt=0)
+
+
+class DRO(_PolicyLoss):
+    """Direct reward optimisation: a quadratic pull towards the old policy (arXiv:2405.19107)."""
+
+    kind: Literal["dro"] = "dro"
+    beta: float = Field(default=0.05, gt=0, description="strength of the pull")
+
+    @model_validator(mode="after")
+    def _is_not_weighed(self) -> Self:
+        if self.truncated_importance is not None:
+            raise ValueError("dro is no importance-weighted loss: truncated_importance has no meaning in it")
+        return self
+
+
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | DRO
