@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -34,6 +35,8 @@ from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 M = TypeVar("M", bound=BaseModel)
@@ -101,13 +104,14 @@ class Sampler:
     ) -> None:
         import httpx
 
+        self._url = url.rstrip("/")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         timeout = httpx.Timeout(timeout_s, connect=10.0)
         # No proxy from the environment (trust_env). No limit on connections: each thread that calls needs one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        transport = httpx.HTTPTransport(limits=limits, trust_env=False, uds=socket_path)
-        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
-        self._url = url.rstrip("/")
+        tls = _tls() if self._url.startswith("https:") else False
+        transport = httpx.HTTPTransport(verify=tls, limits=limits, trust_env=False, uds=socket_path)
+        self._client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, transport=transport)
         self._socket_path = socket_path
         self._attempts = attempts
         self._confined = confinement
@@ -366,6 +370,14 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
     if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
         raise InvalidInput("the sampler sends more tokens than were asked for", place)
     return found
+
+
+@cache
+def _tls() -> "ssl.SSLContext":
+    """Read the certificate authorities once: that takes some 24 ms, which every question would else wait for."""
+    import httpx
+
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _hang_up(connection: socket.socket) -> None:
