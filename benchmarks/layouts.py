@@ -34,7 +34,7 @@ _INTRODUCTION = """# Parallel layouts, measured
 
 Every layout of two and four ranks computes what one rank computes: in float32 within 1e-5 in every loss, gradient,
 weight and moment, in bfloat16 with an error within the bounds of rounding; each resumes from its own checkpoint to the
-same bytes. [architecture.md](architecture.md#parallel-layouts) says what the dimensions mean.
+same bytes. [engines.md](engines.md#parallel-layouts) says what the dimensions mean.
 
 `python -m benchmarks.layouts` measured this and wrote this page from `benchmarks/results/layouts.json`;
 `benchmarks/results/layouts.md` has a line for each layout.

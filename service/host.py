@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Role = Literal["control", "gpu", "sampler"]
 
 # How many activities of each pool a control host does at once (workflows/policies.py says which those are); None is the
-# pool of data, whose work mostly waits for others' servers, or works on all cores. docs/operations.md has the table.
+# pool of data, whose work mostly waits for others' servers, or works on all cores. docs/queues.md has the table.
 _AT_ONCE: dict[Pool | None, int] = {
     None: 32,
     "records": 16,

@@ -50,7 +50,7 @@ LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 def share_of(tenant: str, weight: float = 1.0) -> Priority:
     """Return the priority of a tenant's workflows, which their activities inherit: of tasks in a queue, such as
-    leases of GPU hosts, each tenant gets its share by weight, if the server is configured for it (docs/operations.md).
+    leases of GPU hosts, each tenant gets its share by weight, if the server is configured for it (docs/queues.md).
     """
     return Priority(fairness_key=tenant, fairness_weight=None if weight == 1.0 else weight)
 

@@ -16,7 +16,7 @@ a URI on the command line, and an object in JSON: `uri`, `format`, `prompt_field
 `python -m service.cli.run_table`.
 
 `dtype` is chosen once, where a run is accepted, and kept whatever host trains it: `auto` is `bfloat16` where that is
-fast on the GPU hosts, else `float32` ([how](operations.md#precision)). The run's `precision`, and an estimate's, says
+fast on the GPU hosts, else `float32` ([how](hosts.md#precision)). The run's `precision`, and an estimate's, says
 which and why. Who names one has it; where the other is fast, the run has a notice.
 
 | field | option | runs | type | default | meaning |

@@ -1,4 +1,4 @@
-"""What every process of a stack listens on and is told, idle and in a run: the table of docs/operations.md."""
+"""What every process of a stack listens on and is told, idle and in a run: the table of docs/hardening.md."""
 
 import re
 import threading
@@ -15,7 +15,7 @@ from tests.end_to_end.stack import Stack, wait_until
 
 pytestmark = pytest.mark.slow
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hardening.md"
 # By what their command line holds; the first that fits. Whatever else a stack starts is "any other".
 KINDS = {
     "sampler": "-m megatron_worker.sampler ",
@@ -50,7 +50,7 @@ class Seen:
 
 def documented() -> dict[str, Seen]:
     """The table's rows: process, listens on, secrets."""
-    section = OPERATIONS.read_text().split("## What listens, and who is told what\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## What listens, and who is told what\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {kind.partition(" (")[0]: Seen(_words(listens), _words(secrets)) for kind, listens, secrets in rows[2:]}
 

@@ -18,7 +18,11 @@ INFRA = ROOT / "infra"
 CONTAINERFILES = sorted(INFRA.glob("Containerfile.*"))
 MANIFESTS = sorted((INFRA / "kubernetes").glob("*.yaml"))
 UNITS = sorted((INFRA / "systemd").glob("*.service"))
-PAGES = [ROOT / "docs" / name for name in ("operations.md", "team_install.md")]
+OPERATIONS = [
+    ROOT / "docs" / f"{name}.md"
+    for name in ("operations", "settings", "hardening", "hosts", "quotas", "backup", "queues", "troubleshooting")
+]
+PAGES = [*OPERATIONS, ROOT / "docs" / "team_install.md", ROOT / "docs" / "weight_sync.md"]
 TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, *UNITS, *PAGES]
 
 
@@ -78,13 +82,13 @@ def test_variables_are_settings(path: Path) -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    documented = set(re.findall(r"LONGSHORE_[A-Z0-9_]+", (ROOT / "docs" / "operations.md").read_text()))
+    documented = set(re.findall(r"LONGSHORE_[A-Z0-9_]+", (ROOT / "docs" / "settings.md").read_text()))
     undocumented = {"LONGSHORE_CONTROL_QUEUE", "LONGSHORE_DOWNLOAD__TIMEOUT_S"}
     assert set(variables(Settings, "LONGSHORE_")) - documented <= undocumented
 
 
 def test_documented_defaults_are_the_defaults() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "settings.md").read_text()
     settings = Settings()
     for name, value in (
         ("TEMPORAL_ADDRESS", settings.temporal_address),
@@ -130,8 +134,7 @@ def test_modules_and_their_options_exist() -> None:
     commands = [text for path in CONTAINERFILES for text in instructions(path)]
     commands = [command.replace('"', "").replace(",", " ").replace("[", "").replace("]", "") for command in commands]
     commands += [*strings(compose()), *(text for manifest in manifests() for text in strings(manifest))]
-    page = (ROOT / "docs" / "operations.md").read_text()
-    commands += re.findall(r"`((?:python|torchrun)[^`]*)`", page)
+    commands += re.findall(r"`((?:python|torchrun)[^`]*)`", "\n".join(path.read_text() for path in OPERATIONS))
     found = [match for command in commands if (match := re.search(r"-m\s+([a-z_.]+)(.*)", command))]
     assert {match[1] for match in found} >= {"service.app", "service.host", "megatron_worker"}
     for match in found:
@@ -268,12 +271,12 @@ def test_example_environment_holds_no_secret() -> None:
     assert not any(value for name, value in given.items() if "KEY" in name or "PASSWORD" in name)
 
 
-def test_operations_page_names_commands_and_paths_that_exist() -> None:
+def test_operations_pages_name_commands_and_paths_that_exist() -> None:
     import typer
 
     from service.cli.main import app
 
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = "\n".join(path.read_text() for path in OPERATIONS)
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     named = set(re.findall(r"longshore (dev|[a-z]+) (?:RUN|--)|`longshore ([a-z]+)`", page))
     named_commands = {first or second for first, second in named}
