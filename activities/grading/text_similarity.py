@@ -1,6 +1,9 @@
 """String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive but for ROUGE and `ilike`.
 
 Words are runs of letters, digits and _, and every other sign that is not white space is a word of its own.
+
+BLEU, GLEU and ROUGE-N are written here: sacrebleu and rouge-score would bring ten packages (lxml and nltk among them)
+for forty lines, and rouge-score's words are of ASCII letters alone.
 """
 
 import math
@@ -42,26 +45,19 @@ def text_similarity(metric: Metric, text: str, reference: str) -> float:
         raise NotGraded(f"text_similarity compares up to {_MAX_CHARS:,} characters; a text here has {longest:,}")
     match metric:
         case "fuzzy_match":
-            return fuzzy_match(text, reference)
+            return share_in_common(text, reference)
         case "bleu":
             return bleu(_WORD.findall(text), _WORD.findall(reference))
         case "gleu":
             return gleu(_WORD.findall(text), _WORD.findall(reference))
         case "rouge_l":
-            return rouge_l(_rouge_words(text), _rouge_words(reference))
+            return share_in_common(_rouge_words(text), _rouge_words(reference))
         case "rouge_1" | "rouge_2" | "rouge_3" | "rouge_4" | "rouge_5":
             return rouge_n(_rouge_words(text), _rouge_words(reference), int(metric[-1]))
 
 
 def _rouge_words(text: str) -> list[str]:
     return _ROUGE_WORD.findall(text.lower())
-
-
-def fuzzy_match(text: str, reference: str) -> float:
-    """Normalised indel similarity, 2 LCS / (m + n): what rapidfuzz calls `fuzz.ratio`, divided by 100."""
-    if not text and not reference:
-        return 1.0
-    return 2 * common_subsequence(text, reference) / (len(text) + len(reference))
 
 
 def bleu(words: Sequence[str], reference: Sequence[str]) -> float:
@@ -103,24 +99,16 @@ def rouge_n(words: Sequence[str], reference: Sequence[str], order: int) -> float
     return 2 * _matches(words, reference, order) / (num_words + num_reference)
 
 
-def rouge_l(words: Sequence[str], reference: Sequence[str]) -> float:
-    """ROUGE-L (Lin 2004, section 3.1) with beta 1: the F1 of the longest common subsequence of words."""
-    if not words and not reference:
+def share_in_common(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
+    """2 LCS / (m + n): ROUGE-L of words (Lin 2004, section 3.1, with beta 1), rapidfuzz's `ratio` / 100 of characters.
+
+    To the last bit: rapidfuzz computes its ratio as 1 - distance / (m + n), which may differ in it.
+    """
+    from rapidfuzz.distance import LCSseq
+
+    if not first and not second:
         return 1.0
-    return 2 * common_subsequence(words, reference) / (len(words) + len(reference))
-
-
-def common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """The length of the longest common subsequence, bit-parallel (Hyyrö 2004): a column of the table is one integer."""
-    places: dict[Hashable, int] = {}
-    for place, item in enumerate(first):
-        places[item] = places.get(item, 0) | 1 << place
-    every = (1 << len(first)) - 1
-    column = every
-    for item in second:
-        matched = column & places.get(item, 0)
-        column = (column + matched | column - matched) & every
-    return len(first) - column.bit_count()
+    return 2 * LCSseq.similarity(first, second) / (len(first) + len(second))
 
 
 def _matches(words: Sequence[str], reference: Sequence[str], order: int) -> int:
