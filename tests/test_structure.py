@@ -146,6 +146,16 @@ def test_links_of_the_documents_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_prose_has_lines_of_120_characters_at_most() -> None:
+    """Tables, and code in fences or behind four spaces, may have longer ones."""
+    long = []
+    for page in DOCUMENTS:
+        text = re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), page.read_text(), flags=re.M | re.S)
+        lines = enumerate(text.splitlines(), 1)
+        long += [f"{page.name}:{n}" for n, line in lines if len(line) > 120 and not line.startswith(("|", "    "))]
+    assert not [place for place in long if not place.startswith("CHANGELOG.md")]
+
+
 def test_lock_holds_every_direct_dependency() -> None:
     import tomllib
 

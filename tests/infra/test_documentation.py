@@ -30,10 +30,19 @@ def test_readme_is_short_and_its_figures_are_those_that_were_measured() -> None:
     ]
     [row] = re.findall(r"^.*benchmarks\.throughput.*$", text, re.MULTILINE)
     assert re.findall(r"(\d\.\d\d)\D", row) == ratios
-    [row] = re.findall(r"^.*benchmarks\.rl_step.*$", text, re.MULTILINE)
-    assert f"| {result('rl_step')['median']:.2f} s" in row
-    [row] = re.findall(r"^.*benchmarks\.recovery.*$", text, re.MULTILINE)
-    assert f"| {result('recovery')['median']['gpu_host']:.1f} s" in row
+    [row] = re.findall(r"^.*benchmarks\.tokenize.*$", text, re.MULTILINE)
+    assert f"| {result('tokenize')['tokens_per_s_median'] / 1e6:.2f} million tokens" in row
+    [row] = re.findall(r"^.*benchmarks\.control_plane.*$", text, re.MULTILINE)
+    assert f"| {result('control_plane')['median']:.2f} s" in row
+
+
+def test_figures_of_readme_are_of_one_commit_and_one_machine_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text()
+    measured = [result(name) for name in re.findall(r"^\|.*`python -m benchmarks\.(\w+)`", text, re.MULTILINE)]
+    [(commit, cpu, cpus)] = {(m["commit"], m["hardware"]["cpu"], m["hardware"]["cpus"]) for m in measured}
+    words = " ".join(text.split())
+    assert len(measured) == 3 and cpus == 2
+    assert f"measured at commit {commit} on two cores of an {cpu}" in words
 
 
 def test_the_table_of_kills_is_what_was_measured() -> None:
