@@ -141,7 +141,7 @@ def _input(row: SequenceRow, entropy: bool) -> ForwardInput:
 
 
 def _logprobs(outputs: Sequence[ForwardOutput]) -> Tensor:
-    return torch.cat([output.target_logprob_P for output in outputs if output.target_logprob_P is not None])
+    return torch.cat([output.target_logprob_P for output in outputs])
 
 
 def cross_entropy(_: Sequence[SequenceRow], outputs: Sequence[ForwardOutput]) -> Tensor:

@@ -51,7 +51,7 @@ def sample(rank: TrainerRank, sequences: list[list[int]], generator: torch.Gener
         inputs = [ForwardInput(ids, positions=[len(ids) - 1], logits=True) for ids in sequences]
         with torch.no_grad():
             outputs = rank.forward(inputs)
-        logits_SV = torch.cat([output.logit_PV for output in outputs if output.logit_PV is not None]).cpu()
+        logits_SV = torch.cat([output.logit_PV for output in outputs]).cpu()
         logprobs_SV = logits_SV.log_softmax(dim=-1)
         chosen_S1 = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
         drawn_TS.append(logprobs_SV.gather(1, chosen_S1)[:, 0])
@@ -75,15 +75,15 @@ def train_step(
 
     for micro_batch in rank.forward_micro_batches([[asked(ids) for ids in group] for group in groups]):
         loss = torch.zeros((), device=rank.facts.device)
-        for place, outputs in zip(micro_batch.indices, micro_batch.outputs, strict=True):
-            for output, old_T, advantage in zip(outputs, old_GST[place], advantages_GS[place], strict=True):
+        taught = micro_batch.select(list(zip(old_GST, advantages_GS, strict=True)))
+        for outputs, (old_ST, advantages_S) in zip(micro_batch.outputs, taught, strict=True):
+            for output, old_T, advantage in zip(outputs, old_ST, advantages_S, strict=True):
                 loss = loss + clipped_loss(output, old_T.to(loss.device), float(advantage))
         rank.backward(loss)
     rank.optim_step(Adam(), learning_rate, denominator=float(advantages_GS.numel() * COMPLETION_TOKENS))
 
 
 def clipped_loss(output: ForwardOutput, old_T: Tensor, advantage: float) -> Tensor:
-    assert output.target_logprob_P is not None  # it was asked for
     ratio_T = (output.target_logprob_P - old_T).exp()
     return -torch.minimum(ratio_T * advantage, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage).sum()
 

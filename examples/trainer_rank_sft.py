@@ -67,10 +67,9 @@ def batches(examples: Sequence[ForwardInput], size: int, steps: int) -> Iterator
 def train_step(rank: TrainerRank, batch: Sequence[ForwardInput], learning_rate: float) -> float:
     """The mean negative log-likelihood of a token; all ranks go by the same sums."""
     total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for micro_batch in rank.forward_micro_batches([[example] for example in batch]):
+    for micro_batch in rank.forward_micro_batches(batch):
         loss = torch.zeros((), device=rank.facts.device)
-        for (output,) in micro_batch.outputs:
-            assert output.target_logprob_P is not None  # it was asked for
+        for output in micro_batch.outputs:
             loss = loss - output.target_logprob_P.sum()
             count += len(output.target_logprob_P)
         rank.backward(loss)

@@ -209,6 +209,7 @@ class Facts:
     dp_size: int
     device_name: str
     vocab_size: int
+    hidden_size: int
 
 
 @dataclass(frozen=True)

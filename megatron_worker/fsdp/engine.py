@@ -15,6 +15,7 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
+from megatron_worker.families.architecture import Architecture
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
@@ -61,7 +62,7 @@ class FsdpEngine(SlotEngine[Adapter, Optimizer]):
             self._new_base_optimizer,
         )
         self._is_cut_short = False
-        self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
+        self.facts = _facts(self._ranks, layout, dtype, self._model.architecture)
         self._read_base()
         self._model.settle()
 
@@ -166,7 +167,7 @@ def _one_token(empty: Batch) -> Batch:
     return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
 
 
-def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, vocab_size: int) -> Facts:
+def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, architecture: Architecture) -> Facts:
     device = ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Facts(
@@ -177,5 +178,6 @@ def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, vocab_size: int) -> Facts
         dp_rank=ranks.rank,
         dp_size=ranks.size,
         device_name=name,
-        vocab_size=vocab_size,
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.hidden_size,
     )

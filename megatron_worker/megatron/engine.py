@@ -65,7 +65,7 @@ class MegatronEngine(SlotEngine[Adapter, Optimizer]):
             Adapter.new_optimizer,
             self._new_base_optimizer,
         )
-        self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
+        self.facts = _facts(self._mesh, dtype, architecture)
         self._read_base()
 
     def _read_base(self) -> None:
@@ -140,7 +140,7 @@ def shape_of(architecture: Architecture) -> ModelShape:
     )
 
 
-def _facts(mesh: Mesh, dtype: Dtype, vocab_size: int) -> Facts:
+def _facts(mesh: Mesh, dtype: Dtype, architecture: Architecture) -> Facts:
     device = mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Facts(
@@ -151,5 +151,6 @@ def _facts(mesh: Mesh, dtype: Dtype, vocab_size: int) -> Facts:
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         device_name=name,
-        vocab_size=vocab_size,
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.hidden_size,
     )

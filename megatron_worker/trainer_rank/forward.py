@@ -7,7 +7,7 @@ Shape suffixes: T tokens of the pack, N rows, H hidden size, P positions of an i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def forward_slot(
     for (question, rows), rows_NH in zip(asked.items(), parts, strict=True):
         found = answers(question, rows_NH, [requests[number] for number in rows.requests], weight_VH, shard)
         for number, answer in zip(rows.requests, found, strict=True):
-            outputs[number] = replace(outputs[number], **answer)
+            outputs[number].found.update(answer)
     return outputs
 
 

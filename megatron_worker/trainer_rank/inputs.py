@@ -3,17 +3,23 @@
 Shape suffixes: L tokens of an input, P positions asked about, K labels a position, V vocabulary, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar, Union
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_worker.engine import Facts
 from shared.errors import InvalidInput
 
 Ints = NDArray[np.int64]
+FoundT = TypeVar("FoundT")
+Inputs = Union["ForwardInput", Sequence["Inputs"], Mapping[str, "Inputs"]]
+"""Inputs, in lists and dicts as their user likes. The outputs come in the same ones."""
 
 
 class Slot(Enum):
@@ -63,16 +69,44 @@ class TopK:
     logprob_PK: Tensor
 
 
-@dataclass(frozen=True, eq=False)
 class ForwardOutput:
-    """The outputs that an input asked for; others are None. Gradients flow through all but entropy and ids."""
+    """The outputs that an input asked for. Gradients flow through all but entropy and ids.
 
-    target_logprob_P: Tensor | None = None
-    entropy_P: Tensor | None = None
-    label_logprob_PK: Tensor | None = None
-    top_k: TopK | None = None
-    logit_PV: Tensor | None = None
-    hidden_PH: Tensor | None = None
+    To read one that was not asked for raises InvalidInput, which names what asks for it.
+    """
+
+    def __init__(self, **found: "Tensor | TopK") -> None:
+        self.found = found
+
+    @property
+    def target_logprob_P(self) -> Tensor:
+        return self._found("target_logprob_P", Tensor, "target_logprobs=True")
+
+    @property
+    def entropy_P(self) -> Tensor:
+        return self._found("entropy_P", Tensor, "entropy=True")
+
+    @property
+    def label_logprob_PK(self) -> Tensor:
+        return self._found("label_logprob_PK", Tensor, "labels")
+
+    @property
+    def top_k(self) -> TopK:
+        return self._found("top_k", TopK, "top_k")
+
+    @property
+    def logit_PV(self) -> Tensor:
+        return self._found("logit_PV", Tensor, "logits=True")
+
+    @property
+    def hidden_PH(self) -> Tensor:
+        return self._found("hidden_PH", Tensor, "hidden=True")
+
+    def _found(self, name: str, kind: type[FoundT], asked_by: str) -> FoundT:
+        found = self.found.get(name)
+        if not isinstance(found, kind):
+            raise InvalidInput(f"it was not asked for: {asked_by} in the ForwardInput does", name)
+        return found
 
 
 @dataclass(frozen=True, order=True)
@@ -132,6 +166,52 @@ class Request:
                 case _:
                     found.append(Question(kind))
         return found
+
+
+def leaves(inputs: Inputs, place: str) -> Iterator[tuple[str, ForwardInput]]:
+    """Yield inputs, however they are nested, and the place of each. Raises InvalidInput for anything else."""
+    match inputs:
+        case ForwardInput():
+            yield place, inputs
+        case Mapping():
+            for name, each in inputs.items():
+                yield from leaves(each, f"{place}.{name}")
+        case Sequence() if not isinstance(inputs, str | bytes):
+            for number, each in enumerate(inputs):
+                yield from leaves(each, f"{place}[{number}]")
+        case _:
+            raise InvalidInput(f"a ForwardInput is wanted, or lists and dicts of them, not {type(inputs)}", place)
+
+
+def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
+    """Return the next outputs in the lists and dicts of their inputs."""
+    match inputs:
+        case ForwardInput():
+            return next(outputs)
+        case Mapping():
+            return {name: nested_alike(each, outputs) for name, each in inputs.items()}
+        case _:
+            return [nested_alike(each, outputs) for each in inputs]
+
+
+def empty_output(request: Request, facts: Facts) -> ForwardOutput:
+    """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
+    asked, number_0 = request.asked, torch.zeros(0, device=facts.device)
+    found: dict[str, Tensor | TopK] = {}
+    if asked.target_logprobs:
+        found["target_logprob_P"] = number_0
+    if asked.entropy:
+        found["entropy_P"] = number_0
+    if request.label_PK is not None:
+        found["label_logprob_PK"] = number_0.view(0, request.num_labels)
+    if asked.top_k:
+        number_0K = number_0.view(0, asked.top_k)
+        found["top_k"] = TopK(number_0K.long(), number_0K)
+    if asked.logits:
+        found["logit_PV"] = number_0.view(0, facts.vocab_size)
+    if asked.hidden:
+        found["hidden_PH"] = number_0.view(0, facts.hidden_size)
+    return ForwardOutput(**found)
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> Request:

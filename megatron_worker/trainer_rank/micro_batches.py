@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from megatron_worker.engine import Facts
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import default_budget, new_meter
-from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request
+from megatron_worker.trainer_rank.inputs import Inputs, Request
 from megatron_worker.trainer_rank.memory.planner import Planner, Share, Slot
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,19 @@ class Planning:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share of a micro-batch: its items as they were given, their outputs, and their indices."""
+    """This rank's share of a micro-batch: its items as they were given, their outputs, and their indices.
 
-    inputs: tuple[tuple[ForwardInput, ...], ...]
-    outputs: tuple[tuple[ForwardOutput, ...], ...]
+    `outputs`: of each item, ForwardOutputs in the lists and dicts in which it has its inputs.
+    """
+
+    inputs: tuple[Inputs, ...]
+    outputs: tuple[Any, ...]
     indices: tuple[int, ...]
     planning: Planning
+
+    def select(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Return those of one value for each item of all that belong to these items, such as their advantages."""
+        return tuple(values[index] for index in self.indices)
 
 
 class Forwards(Protocol):
@@ -50,15 +58,15 @@ class Forwards(Protocol):
 
     @property
     def facts(self) -> Facts: ...
-    def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]: ...
-    def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]: ...
+    def forward(self, inputs: Sequence[Inputs]) -> list[Any]: ...
+    def checked(self, inputs: Inputs, place: str) -> list[Request]: ...
     def lora_of(self, name: str | None) -> tuple[Lora | None, bool]: ...
     def adapter(self, name: str | None) -> AbstractContextManager[None]: ...
     def agreement(self) -> AbstractContextManager[None]: ...
 
 
 def micro_batches(
-    rank: Forwards, items: Sequence[Sequence[ForwardInput]], budget_bytes: int | None, planner: Planner
+    rank: Forwards, items: Sequence[Inputs], budget_bytes: int | None, planner: Planner
 ) -> Iterator[MicroBatch]:
     """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: `default_budget`."""
     requests = _agreed_requests(rank, items)
@@ -79,7 +87,8 @@ def micro_batches(
             own = shares[rank.facts.dp_rank]
             sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
             planning = Planning(number, len(items) - first, *sizes, in_all - held, peak)
-            yield _handed_over(items, own, answered.pop(), planning)  # nothing here holds its outputs
+            inputs = tuple(items[place] for place in own.items)
+            yield MicroBatch(inputs, tuple(answered.pop()), own.items, planning)  # nothing here holds its outputs
             if measures:
                 peak = meter.peak() - held
                 _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
@@ -90,8 +99,8 @@ def micro_batches(
 
 
 def _as_many_as_fit(
-    rank: Forwards, items: Sequence[Sequence[ForwardInput]], plan: Callable[..., list[Share]]
-) -> tuple[list[Share], list[list[ForwardOutput]]]:
+    rank: Forwards, items: Sequence[Inputs], plan: Callable[..., list[Share]]
+) -> tuple[list[Share], list[list[Any]]]:
     """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
 
     Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that error.
@@ -100,7 +109,7 @@ def _as_many_as_fit(
     while True:
         own, answered = shares[rank.facts.dp_rank], []
         with suppress(torch.OutOfMemoryError):
-            answered.append(rank.forward([asked for place in own.items for asked in items[place]]))
+            answered.append(rank.forward([items[place] for place in own.items]))
         if all(everyone(rank.facts.layout.world_size, len(answered) > 0)):
             return shares, answered
         answered.clear()
@@ -112,13 +121,6 @@ def _as_many_as_fit(
         shares = plan(most=num_items // 2)
 
 
-def _handed_over(
-    items: Sequence[Sequence[ForwardInput]], own: Share, outputs: Sequence[ForwardOutput], planning: Planning
-) -> MicroBatch:
-    inputs, rest = tuple(tuple(items[place]) for place in own.items), iter(outputs)
-    return MicroBatch(inputs, tuple(tuple(islice(rest, len(item))) for item in inputs), own.items, planning)
-
-
 def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
     """Tell the planner of each rank that exceeded its estimate, and by which factor."""
     for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
@@ -126,7 +128,7 @@ def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
             planner.exceeded(frozenset(kind), most)
 
 
-def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
+def _agreed_requests(rank: Forwards, items: Sequence[Inputs]) -> list[list[Request]]:
     """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
     with rank.agreement():
         requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]

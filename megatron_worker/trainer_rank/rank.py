@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -19,7 +20,16 @@ from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.in_step import InStep
-from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, check
+from megatron_worker.trainer_rank.inputs import (
+    ForwardInput,
+    ForwardOutput,
+    Inputs,
+    Request,
+    check,
+    empty_output,
+    leaves,
+    nested_alike,
+)
 from megatron_worker.trainer_rank.memory.planner import Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
@@ -133,13 +143,20 @@ class TrainerRank:
 
     # A step.
 
-    def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
-        """Return the outputs of this data-parallel rank's own inputs, in order. Keeps the graph unless under `no_grad`.
+    @overload
+    def forward(self, inputs: ForwardInput) -> ForwardOutput: ...
+    @overload
+    def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]: ...
+    @overload
+    def forward(self, inputs: Inputs) -> Any: ...
+    def forward(self, inputs: Inputs) -> Any:
+        """Return the outputs of this data-parallel rank's own inputs. Keeps the graph unless under `no_grad`.
 
-        Inputs are grouped by adapter: one packed forward for each. Raises InvalidInput naming the input and the rule.
+        Inputs may stand in lists and dicts, whose outputs stand in the same ones. They are grouped by adapter: one
+        packed forward for each. Raises InvalidInput naming the input and the rule.
         """
         requests, slots = self._to_answer(inputs)
-        outputs = [ForwardOutput() for _ in requests]
+        outputs = [empty_output(request, self.facts) for request in requests]
         for name in sorted(slots, key=_base_first):
             places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
             with self.adapter(name):
@@ -151,9 +168,9 @@ class TrainerRank:
                 )
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
-        return outputs
+        return nested_alike(inputs, iter(outputs))
 
-    def _to_answer(self, inputs: Sequence[ForwardInput]) -> tuple[list[Request], set[str | None]]:
+    def _to_answer(self, inputs: Inputs) -> tuple[list[Request], set[str | None]]:
         """Check inputs. Returns them, and the slots whose backbones must be run."""
         if self._in_step is None:
             requests = self.checked(inputs, "inputs")
@@ -165,7 +182,7 @@ class TrainerRank:
     def _watched(self, hidden_NH: Tensor, name: str | None) -> Tensor:
         return self._graphs.watch(hidden_NH if self._in_step is None else self._in_step.cut(hidden_NH), str(name))
 
-    def forward_micro_batches(self, items: Sequence[Sequence[ForwardInput]]) -> Iterator[MicroBatch]:
+    def forward_micro_batches(self, items: Sequence[Inputs]) -> Iterator[MicroBatch]:
         """Divide items over data-parallel ranks and micro-batches that fit the memory. Yields each one's outputs.
 
         Every rank gives the same items, and gets equally many micro-batches: its share of each may be empty. An item
@@ -176,12 +193,12 @@ class TrainerRank:
         """
         return micro_batches(self, items, self.memory_budget_bytes, self._planner)
 
-    def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]:
-        vocab_size = self.facts.vocab_size
-        requests = [check(i, f"{place}[{n}]", vocab_size, self._active) for n, i in enumerate(inputs)]
-        for number, request in enumerate(requests):
-            if request.adapter is not None:
-                self._adapter(request.adapter, f"{place}[{number}].adapter")
+    def checked(self, inputs: Inputs, place: str) -> list[Request]:
+        requests = []
+        for where, asked in leaves(inputs, place):
+            requests.append(check(asked, where, self.facts.vocab_size, self._active))
+            if (adapter := requests[-1].adapter) is not None:
+                self._adapter(adapter, f"{where}.adapter")
         return requests
 
     def backward(self, loss: Tensor) -> None:

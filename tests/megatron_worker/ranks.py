@@ -4,7 +4,6 @@ Shape suffixes: P positions of an input, K labels a position.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -81,10 +80,7 @@ def random_input(generator: np.random.Generator, prefix: Sequence[int] = (), lon
 
 def tensors_of(output: ForwardOutput) -> dict[str, Tensor]:
     """What an output has, by name. Top ids are left out: equals may change places."""
-    found = {field.name: getattr(output, field.name) for field in fields(output)}
-    if isinstance(found["top_k"], TopK):
-        found["top_k"] = found["top_k"].logprob_PK
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: each.logprob_PK if isinstance(each, TopK) else each for name, each in output.found.items()}
 
 
 def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:

@@ -356,9 +356,10 @@ def _labelled(request: Request, ids: list[list[int]], weights: list[list[float]]
 def _output(scored: _Scored, entropies: tuple[float | None, ...] | None) -> ForwardOutput:
     request, asked = scored.request, scored.request.asked
     shape_PW = scored.logprob_PW.shape
-    return ForwardOutput(
-        target_logprob_P=scored.logprob_PW[:, 0] if asked.target_logprobs else None,
-        entropy_P=None if entropies is None else torch.tensor(entropies).view(shape_PW)[:, 0],
-        label_logprob_PK=None if request.label_PK is None else scored.logprob_PW[:, int(request.scores) :],
-        top_k=TopK(scored.top_id_PK, scored.top_logprob_PK) if asked.top_k else None,
-    )
+    found = {
+        "target_logprob_P": scored.logprob_PW[:, 0] if asked.target_logprobs else None,
+        "entropy_P": None if entropies is None else torch.tensor(entropies).view(shape_PW)[:, 0],
+        "label_logprob_PK": None if request.label_PK is None else scored.logprob_PW[:, int(request.scores) :],
+        "top_k": TopK(scored.top_id_PK, scored.top_logprob_PK) if asked.top_k else None,
+    }
+    return ForwardOutput(**{name: each for name, each in found.items() if each is not None})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_worker.engine import LossFunction
-from megatron_worker.worker import Turns
+from megatron_worker.worker import FairTurns
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
 from shared.jobs.job import Checkpointing, Evaluation, Full, JobPlan, Lora, PackedData, Schedule
 from shared.storage.files import write_atomically
@@ -92,14 +92,14 @@ def test_others_have_their_turn_between_the_bins_of_a_step_an_evaluation_or_scor
 
 
 def test_tenants_have_equal_shares_however_many_runs_they_have():
-    turns, waiting, had = Turns(), [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")], Counter[str]()
+    turns, waiting, had = FairTurns(), [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")], Counter[str]()
     seconds = {"a1": 2.0, "a2": 1.0, "a3": 1.0, "b1": 0.5}
     order = []
     for _ in range(60):
         run_id = turns.next(waiting)
         order.append(run_id)
         tenant = dict(waiting)[run_id]
-        turns.had(tenant, seconds[run_id])
+        turns.count(tenant, seconds[run_id])
         had[tenant] += seconds[run_id]
         waiting.append(waiting.pop(waiting.index((run_id, tenant))))
     assert abs(had["a"] - had["b"]) <= 2.0
@@ -110,7 +110,7 @@ def test_tenants_have_equal_shares_however_many_runs_they_have():
     passes = []
     for _ in range(12):
         passes.append(turns.next(waiting))
-        turns.had(dict(waiting)[passes[-1]], 1.0)
+        turns.count(dict(waiting)[passes[-1]], 1.0)
     assert 3 <= passes.count("c1") <= 5, "a newcomer has its third from now on, and nothing for the time before"
 
 
@@ -120,7 +120,7 @@ def test_a_single_command_waits_for_no_queue_of_another_tenant_s(seed: int) -> N
 
     Else for as much time of the other's as twice the longest pass.
     """
-    rng, turns, longest_s = random.Random(seed), Turns(), 0.0
+    rng, turns, longest_s = random.Random(seed), FairTurns(), 0.0
 
     def do(*waiting: str) -> tuple[str, float]:
         """One pass of the tenants that wait, and the seconds that it took."""
@@ -128,7 +128,7 @@ def test_a_single_command_waits_for_no_queue_of_another_tenant_s(seed: int) -> N
         tenant = turns.next([(each, each) for each in waiting])
         pass_s = 1.0 if seed % 2 == 0 else rng.uniform(0.1, 5.0)
         longest_s = max(longest_s, pass_s)
-        turns.had(tenant, pass_s)
+        turns.count(tenant, pass_s)
         return tenant, pass_s
 
     for _ in range(rng.randrange(1, 50)):  # what they did before
@@ -145,28 +145,28 @@ def test_a_single_command_waits_for_no_queue_of_another_tenant_s(seed: int) -> N
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 3.0])
 def test_a_tenant_has_time_by_its_weight(weight):
-    turns, had = Turns(), Counter[str]()
+    turns, had = FairTurns(), Counter[str]()
     for _ in range(400):
         tenant = turns.next([("a1", "a"), ("a2", "a"), ("b1", "b")])[0]
-        turns.had(tenant, 1.0, weight if tenant == "a" else 1.0)
+        turns.count(tenant, 1.0, weight if tenant == "a" else 1.0)
         had[tenant] += 1
     assert had["a"] / had["b"] == pytest.approx(weight, rel=0.02)
 
 
 def test_nobody_gains_by_going_away_and_nobody_loses():
     """As a tenant does whose jobs are short, or whose inputs take their time to come."""
-    turns, had = Turns(), Counter[str]()
+    turns, had = FairTurns(), Counter[str]()
     for number in range(300):
         waiting = [("a", "a"), ("b", "b")] if number % 3 else [("a", "a")]
         tenant = turns.next(waiting)
-        turns.had(tenant, 1.0 if tenant == "a" else 5.0)
+        turns.count(tenant, 1.0 if tenant == "a" else 5.0)
         had[tenant] += 1 if tenant == "a" else 5
     assert abs(had["a"] - had["b"]) <= 6, had
     for _ in range(1000):
-        turns.had(turns.next([("a", "a")]), 1.0)
+        turns.count(turns.next([("a", "a")]), 1.0)
     passes = [turns.next([("a", "a"), ("b", "b")])]
     for _ in range(9):
-        turns.had(passes[-1], 1.0)
+        turns.count(passes[-1], 1.0)
         passes.append(turns.next([("a", "a"), ("b", "b")]))
     assert 4 <= passes.count("b") <= 6, "nothing is made up for"
 

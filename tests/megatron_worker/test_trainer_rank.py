@@ -133,6 +133,17 @@ class TestAnswers:
         by_three = gradient_of(lambda o: (weights * o.logit_PV[:, :3]).sum(), logits=True)
         assert (by_hidden - by_three).norm() <= 1e-5 * by_three.norm()
 
+    def test_outputs_stand_as_their_inputs_do(self, direct):
+        pair = {"chosen": ForwardInput([1, 2, 3], top_k=2), "rejected": [ForwardInput([1, 2, 4], target_logprobs=True)]}
+        chosen, other = direct.forward([pair["chosen"], *pair["rejected"]])
+        [found] = direct.forward([pair])
+        assert torch.equal(found["chosen"].top_k.id_PK, chosen.top_k.id_PK)
+        assert torch.equal(found["rejected"][0].target_logprob_P, other.target_logprob_P)
+        with pytest.raises(InvalidInput, match=r"entropy_P.*entropy=True"):
+            _ = chosen.entropy_P
+        with pytest.raises(InvalidInput, match=r"inputs\[0\]\.chosen"):
+            direct.forward([{"chosen": [1, 2, 3]}])
+
     def test_nothing_requested_nothing_executed(self, model, folders):
         class Counting(MegatronEngine):
             num_tokens = 0
@@ -144,7 +155,7 @@ class TestAnswers:
         rank = TrainerRank(Counting(model, Layout(), "float32"))
         load_adapters(rank, folders)
         assert tensors_of(rank.forward([ForwardInput([1, 2, 3])])[0]) == {}
-        assert tensors_of(rank.forward([ForwardInput([1, 2, 3], positions=[], logits=True)])[0]) == {}
+        assert rank.forward(ForwardInput([1, 2, 3], positions=[], logits=True)).logit_PV.shape == (0, VOCAB_SIZE)
         assert rank.forward([]) == []
         assert rank.engine.num_tokens == 0
         # what is shared is computed once, and only what is asked about meets a head
@@ -279,7 +290,7 @@ def test_heads_take_kernels_where_there_are_some(rank):
     for ours, theirs in zip(outputs, expected, strict=True):
         for name, tensor in tensors_of(ours).items():
             assert (tensor - tensors_of(theirs)[name]).abs().max() <= 1e-5, name
-        if ours.top_k is not None:
+        if "top_k" in ours.found:
             assert torch.equal(ours.top_k.id_PK, theirs.top_k.id_PK)
             assert (ours.top_k.logprob_PK.diff(dim=1) <= 0).all()
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
