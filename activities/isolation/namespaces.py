@@ -74,8 +74,9 @@ def library_folders() -> list[str]:
 
     Those of packages are left out, wherever they are imported from: a sandbox has none of this process's.
     """
-    names = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    loaded = {Path(name) for name in names if ".so" in name and not name.startswith(_imported_from())}
+    names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    packages = _imported_from()
+    loaded = {Path(name) for name in names if not name.startswith(packages)}
     folders = {str(path.parent) for path in loaded if not set(path.parts) & set(_PACKAGES)} | {str(_STANDARD)}
     return sorted(folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders))
 
