@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests import costs, order
-from tests.test_progress import XDIST_ALONE
+from tests.test_run import XDIST_ALONE
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """

@@ -38,12 +38,6 @@ def files() -> list[Path]:
     return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
 
 
-def test_imports_run_one_way() -> None:
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
 @pytest.mark.parametrize("package", ["shared", "workflows", "activities"])
 def test_import_loads_nothing_heavy(package: str) -> None:
     heavy = ["torch", "transformers", "megatron", "pyarrow", "boto3", "wandb", "tokenizers", "fastapi"]
