@@ -1,7 +1,8 @@
 """Measure the source's structure at a git revision: `python -m benchmarks.structure [REV ...]` (default: HEAD).
 
 Prints one JSON object per revision: lines, files and functions of each package, its rooms (the modules and packages
-directly below it) with the imports between them, import circles, the longest import chain, and the README's lines.
+directly below it) with the imports between them, import circles, the longest import chain, public classes and functions
+that several modules define, branches on the kind of a job's plan, and the README's lines.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-PACKAGES = ("shared", "workflows", "activities", "megatron_worker", "service")
+PACKAGES = ("longshore", "shared", "workflows", "activities", "megatron_worker", "service")
+_PLANS = {"JobPlan", "SessionPlan"}
 Graph = Mapping[str, set[str]]  # a module or room, and those that it imports
 
 
@@ -37,6 +39,8 @@ def measure(revision: str) -> dict[str, Any]:
             "module_circles": len(circles(imports)),
             "longest_chain_modules": len(chain),
             "longest_chain": chain,
+            "public_names_defined_again": len(defined_again(trees)),
+            "branches_on_plans": sum(map(branches_on_plans, trees.values())),
         },
         "readme_lines": _num_lines(files["README.md"]),
     }
@@ -97,6 +101,34 @@ def function_figures(trees: Mapping[str, ast.Module]) -> dict[str, Any]:
         "longest_function_lines": lengths[longest],
         "longest_function": longest,
     }
+
+
+def defined_again(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the public classes and functions that several modules define, with those modules.
+
+    Functions of the web service's routes and of commands are left out: their names are those of paths and commands.
+    """
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_route = bool(node.decorator_list) and not isinstance(node, ast.ClassDef)
+            if not is_route and not node.name.startswith("_") and node.name != "main":
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def branches_on_plans(tree: ast.AST) -> int:
+    """Count where a module asks for the kind of a job's plan: by isinstance, or by a case."""
+    found = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                found += any(isinstance(each, ast.Name) and each.id in _PLANS for each in ast.walk(kinds))
+            case ast.MatchClass(cls=ast.Name(id=name)):
+                found += name in _PLANS
+    return found
 
 
 def room_graph(package: str, imports: Graph) -> dict[str, set[str]]:
