@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -151,30 +151,38 @@ class ForkServer:
         modules: what it imports, so that its children need not.
         kind: which environment it has.
         niceness: of its children, where others wait for the processor.
+        added: variables beside those of its kind.
     """
 
-    def __init__(self, modules: Sequence[str], kind: Kind = "confined", niceness: int = 0) -> None:
+    def __init__(
+        self, modules: Sequence[str], kind: Kind = "confined", niceness: int = 0, added: Mapping[str, str] | None = None
+    ) -> None:
         self._modules = tuple(modules)
         self._kind: Kind = kind
         self._niceness = niceness
+        self._added = dict(added or {})
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def forget_parents(self) -> None:
         """Begin anew in a process that was forked: the server is its parent's."""
-        self.__init__(self._modules, self._kind, self._niceness)  # type: ignore[misc]
+        self.__init__(self._modules, self._kind, self._niceness, self._added)  # type: ignore[misc]
 
     def start(self) -> None:
         with self._lock:
             self._started()
 
-    def fork(self) -> tuple[socket.socket, int]:
-        """Fork a child. Returns its socket, and the pipe on which the fork server reports how it ended."""
+    def fork(self, *output: int) -> tuple[socket.socket, int]:
+        """Fork a child. Returns its socket, and the pipe on which the fork server reports how it ended.
+
+        Args:
+            output: of a program, the descriptors of its output and its errors.
+        """
         ours, childs = socket.socketpair()
         told, tells = os.pipe()
         try:
-            self._hand_over(childs.fileno(), tells)
+            self._hand_over(childs.fileno(), tells, *output)
         except BaseException:
             ours.close()
             os.close(told)
@@ -184,11 +192,11 @@ class ForkServer:
             os.close(tells)
         return ours, told
 
-    def _hand_over(self, data: int, status: int) -> None:
+    def _hand_over(self, *descriptors: int) -> None:
         with self._lock:
             for is_last_try in (False, True):
                 try:
-                    socket.send_fds(self._started(), [b"f"], [data, status])
+                    socket.send_fds(self._started(), [b"f"], descriptors)
                     return
                 except OSError as error:  # it was killed: one more is started
                     if is_last_try or error.errno not in (errno.EPIPE, errno.ECONNRESET):
@@ -207,10 +215,15 @@ class ForkServer:
                     stdout=subprocess.DEVNULL,
                     cwd=Path(__file__).parents[2],
                     start_new_session=True,  # a terminal's Ctrl-C is for the host
-                    env=child_environment(self._kind),
+                    env=child_environment(self._kind) | self._added,
                 )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
         return self._control
+
+    def end(self) -> None:
+        """End it and all its children, as where it does not answer."""
+        with self._lock:
+            self._forget()
 
     def _forget(self) -> None:
         if self._control is not None:

@@ -1,9 +1,9 @@
-"""The fork server of calls.py: a process with everything imported, which forks a child for each call.
+"""The fork server of calls.py and programs.py: a process with everything imported, which forks a child for each call.
 
 It has one thread and reads no untrusted data. Its standard input is a socket of its host, which sends two descriptors a
-call: an end of the call's own socket, and a pipe on which the server reports how the child ended. When that socket
-closes, the host has gone, and the server and its children end. (The kernel's parent-death signal would not do: it comes
-when the thread that started the process ends.)
+call: an end of the call's own socket, and a pipe on which the server reports how the child ended. For a program, two
+more are its output and its errors. When that socket closes, the host has gone, and the server and its children end.
+(The kernel's parent-death signal would not do: it comes when the thread that started the process ends.)
 """
 
 import gc
@@ -26,6 +26,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from activities.isolation.frames import read_frame, write_frame
 from activities.isolation.namespaces import die_with_parent
+from shared.programs import ROOM_OF_COMMAND, become
 from shared.settings import ConfinedSettings
 
 _CHANNEL = 3
@@ -87,7 +88,8 @@ def _serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in sys.argv[1:]:
-        importlib.import_module(name)
+        if name != ROOM_OF_COMMAND:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in children copy no pages
     running: dict[int, _Running] = {}
@@ -97,13 +99,16 @@ def _serve() -> None:
     while True:
         for descriptor, _ in watched.poll():
             if descriptor == control.fileno():
-                _, given, _, _ = socket.recv_fds(control, 1, 2)
-                if len(given) != 2:  # the host is gone
+                _, given, _, _ = socket.recv_fds(control, 1, 4)
+                if len(given) < 2:  # the host is gone
                     for pid in running:
                         os.kill(pid, signal.SIGKILL)
                     os._exit(0)
-                data, status = given
-                running[_fork(data)] = _Running(status, _oom_kills())
+                data, status, *output = given
+                pid = _fork_program(data, *output) if output else _fork(data)
+                for taken in (data, *output):
+                    os.close(taken)
+                running[pid] = _Running(status, _oom_kills())
                 watched.register(status, 0)  # poll always reports errors: the host has closed its end
             elif descriptor == wakes:
                 with suppress(BlockingIOError):
@@ -120,8 +125,30 @@ def _fork(data: int) -> int:
     pid = os.fork()
     if not pid:
         _child(data)
-    os.close(data)
     return pid
+
+
+def _fork_program(data: int, *output: int) -> int:
+    asked = None
+    with suppress(EOFError):  # nobody wants it any more
+        asked = json.loads(read_frame(data))
+        _import(asked["imports"])
+    pid = os.fork()
+    if not pid:
+        if asked is None:
+            os._exit(0)
+        _program(data, output, asked)
+    return pid
+
+
+def _import(names: list[str]) -> None:
+    """Import what a program will need. Where that fails it tells so itself."""
+    gc.disable()  # collections would take a quarter of the time
+    with suppress(Exception):
+        for name in names:
+            importlib.import_module(name)
+    gc.enable()
+    gc.freeze()
 
 
 def _reap(running: dict[int, _Running], watched: select.poll) -> None:
@@ -147,22 +174,42 @@ def _oom_kills() -> int:
     return 0
 
 
+def _begin(data: int, *output: int) -> None:
+    """Have a child keep nothing of its server but its socket. Its standard streams are `output`, or go nowhere."""
+    server = os.getppid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(data, _CHANNEL)
+    null = os.open("/dev/null", os.O_RDWR)
+    for number, descriptor in enumerate((null, *output) if output else (null, null)):
+        os.dup2(descriptor, number)
+    os.closerange(_CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    die_with_parent(server)
+
+
+def _program(data: int, output: tuple[int, ...], asked: dict[str, Any]) -> NoReturn:
+    """Run a program of ours, which is told to the host by its pid as soon as others can find it."""
+
+    def tell() -> None:
+        with suppress(BrokenPipeError):
+            write_frame(_CHANNEL, str(os.getpid()).encode())
+        os.close(_CHANNEL)
+
+    _begin(data, *output)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    os.chdir(asked["cwd"])
+    become(asked["command"], asked["environment"], tell)
+
+
 # The child. It runs our own code, on data that may be anything.
 
 
 def _child(data: int) -> NoReturn:
     status = 1
     try:
-        server = os.getppid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.dup2(data, _CHANNEL)
-        null = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1):
-            os.dup2(null, descriptor)
-        os.closerange(_CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        die_with_parent(server)
+        _begin(data)
         opening = json.loads(read_frame(_CHANNEL))
         limits = ConfinedSettings.model_validate(opening["limits"])
         _limit(limits)

@@ -7,7 +7,9 @@ prints a line for each thing that this machine lacks, and nothing if it lacks no
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
+from activities.confined.programs import start
 from activities.hosts.worker_process import last_words
 from shared.child_environment import child_environment
 from shared.settings import Settings
@@ -78,18 +82,28 @@ def disk_lacks(root: Path, least_bytes: int = LEAST_BYTES) -> tuple[str, ...]:
 
 def trial_lacks(command: list[str], environment: Mapping[str, str], timeout_s: float = _TRIAL_S) -> tuple[str, ...]:
     """Run megatron_worker/training/trial.py as a process of its own: a broken device may hang it, or kill it."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        try:
+            trial = start(command, environment, stdout.fileno(), stderr.fileno())
+            code = trial.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.kill(trial.pid, signal.SIGKILL)
+            trial.wait()
+            return (f"a tiny pass on its devices did not end within {timeout_s:g} s",)
+        except OSError as error:
+            return (f"a tiny pass cannot be tried: {error.strerror}",)
+        said, errors = (_text(file) for file in (stdout, stderr))
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return (f"a tiny pass on its devices did not end within {timeout_s:g} s",)
-    except OSError as error:
-        return (f"a tiny pass cannot be tried: {error.strerror}",)
-    try:
-        return tuple(str(each) for each in json.loads(done.stdout.splitlines()[-1]))
+        return tuple(str(each) for each in json.loads(said.splitlines()[-1]))
     except (IndexError, ValueError):
-        said = last_words(done.stderr)
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        return (f"a tiny pass on its devices ended with {how}" + (f": {said}" if said else ""),)
+        last = last_words(errors)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return (f"a tiny pass on its devices ended with {how}" + (f": {last}" if last else ""),)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def main() -> None:

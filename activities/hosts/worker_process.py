@@ -16,6 +16,7 @@ from typing import Protocol
 
 import psutil
 
+from activities.confined.programs import SPIN_COUNT, Program, start
 from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
 from shared.jobs.layout import check_ranks
@@ -32,9 +33,6 @@ _TAIL_BYTES = 2000
 _TAIL_LINES = 15
 _NEW_S = 10.0
 _POLL_S = 0.01
-# How often an idle OpenMP thread looks for work before it sleeps: about 10 us. libgomp's default, 300,000 or 3 ms, is
-# bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
-_SPIN_COUNT = "1000"
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +61,7 @@ class WorkerProcess:
     `is_suspect`: a job failed on it before any of that, so that it serves no other run.
     """
 
-    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: Program) -> None:
         self.worker_id = paths.root.name
         self.key = key
         self.paths = paths
@@ -220,14 +218,8 @@ def launch(
     # torch's cache of compiled kernels: outside the worker's TMPDIR, so that the next worker can use it.
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}
     with worker.output.open("wb") as output:
-        process = subprocess.Popen(
-            arguments,
-            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **kept, **child_environment("worker"), **environment, **marks},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        variables = {**SPIN_COUNT, **kept, **child_environment("worker"), **environment, **marks}
+        process = start(arguments, variables, output.fileno(), output.fileno())
     started = WorkerProcess(worker, key, process)
     record = record.model_copy(update={"pid": process.pid, "started_at": _start_time(process.pid)})
     try:

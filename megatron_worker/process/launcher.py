@@ -8,6 +8,7 @@ for them, and nothing that a stranger could send is ever unpickled.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from shared.log_lines import escape_output
+from shared.programs import become
 
 RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"  # names the file in which the ranks meet
 _TERM_GRACE_S = 1.0
@@ -33,13 +35,9 @@ class RankProcesses:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._leave)
         signal.signal(signal.SIGALRM, self._kill)
-        safe_path = ["-P"] if sys.flags.safe_path else []
         for rank in range(num):
-            process = subprocess.Popen(
-                [sys.executable, *safe_path, "-m", module, *arguments],
-                env={**os.environ, **_place(rank, num), RENDEZVOUS_VARIABLE: str(rendezvous)},
-            )
-            self._living[process.pid] = rank
+            environment = {**os.environ, **_place(rank, num), RENDEZVOUS_VARIABLE: str(rendezvous)}
+            self._living[_start([sys.executable, "-P", "-m", module, *arguments], environment)] = rank
             if self._is_asked_to_leave:  # between two starts
                 self._end()
 
@@ -76,6 +74,19 @@ class RankProcesses:
                 os.kill(pid, number)
 
 
+def _start(command: list[str], environment: dict[str, str]) -> int:
+    """Start a rank; returns its pid. Where this process has been forked with everything imported, so is the rank."""
+    if "megatron_worker.worker" not in sys.modules:
+        return subprocess.Popen(command if sys.flags.safe_path else [command[0], *command[2:]], env=environment).pid
+    pid = os.fork()
+    if not pid:
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        become(command, environment)
+    return pid
+
+
 def _place(rank: int, num: int) -> dict[str, str]:
     """Return the variables by which torchrun, too, tells a rank its place."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num)}
@@ -84,9 +95,12 @@ def _place(rank: int, num: int) -> dict[str, str]:
 def main() -> int:
     num, module, *arguments = sys.argv[1:]
     ranks = RankProcesses()
-    with tempfile.TemporaryDirectory(prefix="longshore-ranks-") as folder:  # which only this user can open
+    folder = tempfile.mkdtemp(prefix="longshore-ranks-")  # which only this user can open
+    try:
         ranks.start(int(num), module, arguments, Path(folder) / "rendezvous")
         return ranks.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

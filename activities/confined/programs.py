@@ -1,0 +1,131 @@
+"""Starts programs: those of ours that import torch as forks of a process that has imported it, which saves seconds.
+
+That process is this host's, starts with the first such program, ends with the host, and is started anew where it was
+lost. Its programs end with it. Where there is none, programs start as usual.
+"""
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from activities.confined.children import ForkServer
+from activities.isolation.frames import read_frame, write_frame
+from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT
+
+_TRAINER = ("megatron_worker.warm_engine", "megatron_worker.worker")
+_SAMPLER = ("megatron_worker.sampler.decoder", "megatron_worker.sampler.server")
+_IMPORTS = {
+    "megatron_worker": (*_TRAINER, "megatron_worker.megatron.engine"),
+    "megatron_worker.process.launcher": (*_TRAINER, "megatron_worker.megatron.engine"),
+    "megatron_worker.sampler": (*_SAMPLER, "tokenizers", "megatron_worker.sampler.answers"),
+    "megatron_worker.training.trial --role gpu": _TRAINER,
+    "megatron_worker.training.trial --role sampler": _SAMPLER,
+}
+"""Beginnings of command lines behind `python -P -m`, and what their programs import. The longest that fits counts."""
+_PATIENCE_S = 120.0  # for the imports of the first program, on a slow machine
+_GRACE_S = 10.0
+# How often an idle OpenMP thread looks for work before it sleeps: about 10 us. libgomp's default, 300,000 or 3 ms, is
+# bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
+SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
+_log = logging.getLogger(__name__)
+# Its libraries are to start no threads as they are imported. Programs set the number of their own.
+_SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT)
+os.register_at_fork(after_in_child=_server.forget_parents)
+
+
+class Program(Protocol):
+    """A running program, as of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Program:
+    """Start a program in a session of its own, without input. Raises OSError."""
+    if (imports := _imports_of(command)) is not None:
+        try:
+            return _fork(command, environment, stdout, stderr, imports)
+        except (OSError, EOFError) as error:
+            _log.warning("%s starts as a process of its own: %s", command[3], error or "its fork server has ended")
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+    )
+
+
+def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
+    if list(command[:3]) != [sys.executable, "-P", "-m"] or not hasattr(os, "pidfd_open"):
+        return None
+    return _IMPORTS.get(" ".join(command[3:6])) or _IMPORTS.get(command[3])
+
+
+def _fork(
+    command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
+) -> Program:
+    data, status = _server.fork(stdout, stderr)
+    program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd()), "imports": imports}
+    try:
+        with data:
+            write_frame(data.fileno(), json.dumps(program).encode())
+            pid = int(read_frame(data.fileno(), deadline=time.monotonic() + _PATIENCE_S))
+        return Fork(pid, os.pidfd_open(pid), status)
+    except BaseException as error:
+        os.close(status)  # by which the server ends it
+        if isinstance(error, TimeoutError):
+            _server.end()
+        raise
+
+
+class Fork:
+    """A program that was forked. It is killed when nobody has this object any more."""
+
+    def __init__(self, pid: int, ended: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = ended
+        self._status = status
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        os.close(self._ended)
+        os.close(self._status)
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return code
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and _is_readable(self._ended, timeout_s):
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = self._reported()
+        return self.returncode
+
+    def _reported(self) -> int:
+        """Return the exit status by the server's report. Where it was lost, or is stopped, nobody knows any more."""
+        told = os.read(self._status, 4096) if _is_readable(self._status, _GRACE_S) else b""
+        return os.waitstatus_to_exitcode(json.loads(told)[0]) if told else -signal.SIGKILL
+
+
+def _is_readable(descriptor: int, timeout_s: float | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

@@ -1,0 +1,101 @@
+"""Programs of ours as forks of a process that has imported what they need, which saves them seconds."""
+
+import atexit
+import ctypes
+import os
+import runpy
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT = " " * 2048, {"LONGSHORE_ROOM": " " * 8192}
+"""The last argument and a variable of a process that is to be forked: what a fork shows as its own takes their room."""
+
+
+def become(
+    command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], object] = lambda: None
+) -> NoReturn:
+    """Become the program `python -P -m MODULE ARGUMENTS` in a process that was just forked, and end with it.
+
+    `ps` and psutil show it with its own command line and environment, by which others find it. Where that cannot be
+    done, or the parent has done what does not survive a fork, this process executes the program anew.
+
+    Args:
+        is_ready: called as soon as the process can be found.
+    """
+    code: object = 1
+    try:
+        is_shown = _is_sound() and _show(command, environment)
+        is_ready()
+        if not is_shown:
+            os.execve(command[0], [*command], environment)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None  # its TMPDIR is another
+        _, _, _, module, *sys.argv[1:] = command
+        sys.modules.pop(module, None)  # imported for a name in it
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = None
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        traceback.print_exc()
+    _exit(code)
+
+
+def _is_sound() -> bool:
+    """Return False if the parent had threads, or had started CUDA."""
+    cuda_is_lost = getattr(sys.modules.get("torch._C"), "_cuda_isInBadFork", bool)
+    return not cuda_is_lost() and not _had_threads
+
+
+_had_threads = False
+
+
+def _note_threads() -> None:
+    global _had_threads
+    tasks = Path("/proc/self/task")
+    _had_threads = tasks.exists() and len(list(tasks.iterdir())) > 1
+
+
+os.register_at_fork(before=_note_threads)
+
+
+def _show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Write both where the kernel looks for them: over those with which this process was executed."""
+    try:
+        stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        arg_start, arg_end, env_start, env_end = map(int, stat[45:49])
+    except (OSError, ValueError):  # on systems without it
+        return False
+    shown = (
+        _block(command, arg_end - arg_start),
+        _block((f"{k}={v}" for k, v in environment.items()), env_end - env_start),
+    )
+    for start, block in zip((arg_start, env_start), shown, strict=True):
+        if not start or block is None:
+            return False
+        ctypes.memmove(start, block, len(block))
+    return True
+
+
+def _block(texts: Iterable[str], size: int) -> bytes | None:
+    """Return the texts as the kernel keeps them; None if they have no room."""
+    block = b"".join(os.fsencode(text) + b"\0" for text in texts)
+    return block.ljust(size, b"\0") if len(block) <= size else None
+
+
+def _exit(code: object) -> NoReturn:
+    """End as the interpreter does, but for what the parent began: its `with` blocks are not left here."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit((code or 0) & 0xFF)

@@ -1,0 +1,113 @@
+"""Programs as forks: found, ended and lost as if they had been started by themselves, as they are where that fails."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from activities.confined import programs
+from activities.confined.programs import Fork, Program, start
+from activities.hosts.worker_process import processes_of
+from shared.child_environment import child_environment
+from shared.jobs.leases import WORKER_ID_VARIABLE
+from tests.workflows.stand_in import wait_until
+
+
+class Worker:
+    """A worker of ours below a folder, which no host knows."""
+
+    def __init__(self, root: Path, *more: str, num_ranks: int = 1) -> None:
+        root.mkdir()
+        self.worker_id = root.name
+        self.said = root / "said"
+        launcher = ["megatron_worker.process.launcher", str(num_ranks)] if num_ranks > 1 else []
+        self.command = [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(root), *more]
+        environment = child_environment("worker") | {WORKER_ID_VARIABLE: self.worker_id, "OMP_NUM_THREADS": "1"}
+        with self.said.open("wb") as output:
+            self.program: Program = start(self.command, environment, output.fileno(), output.fileno())
+
+    def processes(self) -> list[psutil.Process]:
+        return processes_of(self.worker_id)
+
+    def is_forked(self) -> bool:
+        return isinstance(self.program, Fork)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    programs._server.end()
+
+
+def fork_server() -> psutil.Process:
+    assert programs._server._process is not None
+    return psutil.Process(programs._server._process.pid)
+
+
+def test_a_fork_is_found_by_its_command_and_its_mark(host: Path) -> None:
+    worker = Worker(host / "one")
+    assert worker.is_forked()
+    [process] = worker.processes()
+    assert (process.pid, process.ppid()) == (worker.program.pid, fork_server().pid)
+    assert [text for text in process.cmdline() if text] == worker.command
+    assert process.environ()[WORKER_ID_VARIABLE] == "one" and os.getsid(process.pid) == process.pid
+    assert worker.program.poll() is None
+    process.kill()
+    assert worker.program.wait(60) == worker.program.poll() == -signal.SIGKILL
+
+
+def test_a_program_that_refuses_says_so_by_its_status_and_output(host: Path) -> None:
+    worker = Worker(host / "one", "--no-such-option")
+    assert worker.program.wait(60) == 2
+    assert "unrecognized arguments: --no-such-option" in worker.said.read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_one_rank_or_the_launcher_is_lost_and_all_end(host: Path, victim: int) -> None:
+    worker = Worker(host / "two", num_ranks=2)
+    assert worker.is_forked()
+    wait_until(lambda: len(worker.processes()) == 3 or None, "launcher and ranks", 60)
+    sorted(worker.processes(), key=lambda process: process.pid)[victim].kill()
+    assert worker.program.wait(60) == (-signal.SIGKILL if victim == 0 else 128 + signal.SIGKILL)
+    wait_until(lambda: not worker.processes() or None, "the end of all", 60)
+
+
+def test_the_fork_server_is_killed_its_programs_end_and_the_next_has_another(host: Path) -> None:
+    worker, lost = Worker(host / "one"), fork_server()
+    lost.kill()
+    assert worker.program.wait(60) == -signal.SIGKILL
+    wait_until(lambda: not worker.processes() or None, "its end", 60)
+    again = Worker(host / "again")
+    assert again.is_forked() and again.program.poll() is None and fork_server() != lost
+
+
+def test_the_fork_server_is_stopped_ends_are_known_and_programs_start_all_the_same(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(programs, "_GRACE_S", 0.1)
+    monkeypatch.setattr(programs, "_IMPORTS", {"megatron_worker": ()})
+    worker = Worker(host / "one")
+    fork_server().suspend()
+    os.kill(worker.program.pid, signal.SIGKILL)
+    assert worker.program.wait(60) == -signal.SIGKILL
+    by_itself = Worker(host / "two")
+    assert not by_itself.is_forked() and by_itself.program.poll() is None
+    os.kill(by_itself.program.pid, signal.SIGKILL)
+    by_itself.program.wait(60)
+
+
+def test_a_command_that_cannot_be_shown_is_executed(host: Path) -> None:
+    worker = Worker(host / "one", *(f"--{'x' * 100}" for _ in range(60)))
+    assert worker.is_forked()
+    assert worker.program.wait(60) == 2 and "unrecognized arguments: --xxx" in worker.said.read_text()
+
+
+def test_programs_of_others_start_by_themselves(tmp_path: Path) -> None:
+    with Path(os.devnull).open("wb") as nowhere:
+        program = start([sys.executable, "-c", "raise SystemExit(3)"], {}, nowhere.fileno(), nowhere.fileno())
+    assert not isinstance(program, Fork) and program.wait(60) == 3
