@@ -44,11 +44,11 @@ def listen_apart(model, folder):
 
 
 @contextlib.contextmanager
-def apart(model, folder):
+def apart(model, folder, listen=listen_apart):
     """A sampler in a process of its own, as (path, address, pid)."""
     folder.mkdir()
     said = folder / "said"
-    program = Program(partial(listen_apart, model, folder), sys.argv, environment(), REPOSITORY, said, said)
+    program = Program(partial(listen, model, folder), sys.argv, environment(), REPOSITORY, said, said)
     with forks.running(program) as process:
         while not (folder / "address").exists():
             assert process.is_alive(), said.read_text()

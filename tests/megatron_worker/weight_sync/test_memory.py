@@ -1,17 +1,23 @@
 """What a sync takes of memory beside the weights, on either side: two buckets."""
 
 import ctypes
+import gc
+import json
 import os
+import sys
+from functools import partial
 
 import pytest
 
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
 from megatron_worker.weight_sync.gathering import Sent
+from tests import forks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
+from tests.megatron_worker.launch import REPOSITORY, environment
 from tests.megatron_worker.rows import random_rows
-from tests.megatron_worker.weight_sync.test_kills import apart
+from tests.megatron_worker.weight_sync.test_kills import apart, listen_apart
 from tests.megatron_worker.weight_sync.test_sync import sync
 
 BUCKET = 32 << 20
@@ -28,29 +34,46 @@ def larger_model(tmp_path_factory):
     return make_tiny_model(folder, ["hello"], hidden_size=512, num_layers=10, num_heads=8, num_kv_heads=4, head_dim=64)
 
 
-@pytest.fixture
-def returned_at_once():
-    """Has what is freed go back to the kernel: earlier tests' free memory would hide what a sync takes."""
+def return_at_once():
+    """Have what this process frees go back to the kernel: free memory of before would hide what a sync takes."""
+    gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     libc.malloc_trim(0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sync_takes_two_buckets_beside_the_weights(larger_model, tmp_path, engine, way, returned_at_once):
-    """With `delta` the trainer also keeps a copy of the weights, which its first sync makes."""
-    driven, sent = start(engine, larger_model, "full"), Sent()
-    with apart(larger_model, tmp_path / "sampler") as (sampler, pid):
-        for version, backend in enumerate((way, way, f"delta by {way}", f"delta by {way}")):
+def listen_and_return_at_once(model, folder):
+    return_at_once()
+    listen_apart(model, folder)
+
+
+def measure(engine, model, way, sampler, pid):
+    """The trainer, in a process of its own: free memory that earlier tests have left would hide what a sync takes."""
+    driven, backends = start(engine, model, "full"), (way, way, f"delta by {way}", f"delta by {way}")
+    for number in range(2):  # the first time loads code, too
+        sent = Sent()
+        return_at_once()  # also the last one's copy
+        for place, backend in enumerate(backends):
+            version = len(backends) * number + place
             train(driven, [[random_rows([17], seed=version)]], learning_rate=1e-4)
             trainer, receiver = PeakMemory(os.getpid()), PeakMemory(pid)
             trainer.start()
             receiver.start()
             done = sync(driven, None, [sampler], version, backend, sent, bucket_bytes=BUCKET)
             assert done.problems == {} and done.weight_bytes > 3.5 * BUCKET
-            copy = done.weight_bytes if version == 2 else 0
-            taken = trainer.extra_bytes() - copy, receiver.extra_bytes()
-            print(f"{backend}: {taken[0] / BUCKET:.2f} and {taken[1] / BUCKET:.2f} buckets")
-            if version:  # the first loads code too
-                assert max(taken) <= 2 * BUCKET + SLACK
-                assert min(taken) > 1.5 * BUCKET, "both buffers are seen, or this shows nothing"
+            copy = done.weight_bytes if place == 2 else 0  # of the weights, which the first `delta` makes
+            print(json.dumps([trainer.extra_bytes() - copy, receiver.extra_bytes()]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sync_takes_two_buckets_beside_the_weights(larger_model, tmp_path, engine, way):
+    with apart(larger_model, tmp_path / "sampler", listen_and_return_at_once) as (sampler, pid):
+        call = partial(measure, engine, larger_model, way, sampler, pid)
+        code, stdout, stderr = forks.captured(call, sys.argv, environment(), REPOSITORY, timeout_s=300)
+    assert code == 0, stderr
+    measured = [json.loads(line) for line in stdout.splitlines()]
+    assert len(measured) == 8
+    for taken in measured[5:]:  # the fifth frees what the ones before have kept, which hides what it takes
+        print(f"{taken[0] / BUCKET:.2f} and {taken[1] / BUCKET:.2f} buckets")
+        assert max(taken) <= 2 * BUCKET + SLACK
+        assert min(taken) > 1.5 * BUCKET, "both buffers are seen, or this shows nothing"
