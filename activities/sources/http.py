@@ -1,4 +1,8 @@
-"""Files behind http(s) URIs. A user's URI may not reach into our own network, whatever names and redirects lead to."""
+"""Files behind http(s) URIs. A user's URI may not reach into our own network, whatever names and redirects lead to.
+
+It is http.client's connection that is guarded: httpx needs fifty lines more, as it has no limit on the time of a whole
+head, hides the certificate's error, and may not be loaded with the workflows, which import this.
+"""
 
 import socket
 import ssl

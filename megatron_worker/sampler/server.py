@@ -1,4 +1,8 @@
-"""The sampler's HTTP: a Unix socket or loopback, a bearer key, JSON in and out. Threads wait; one thread computes."""
+"""The sampler's HTTP: a Unix socket or loopback, a bearer key, JSON in and out. Threads wait; one thread computes.
+
+Of the standard library: uvicorn closes no connection that is silent before or within a head, and would need a limit of
+threads raised, a watcher for each client that may hang up, and a hop to its loop for each event of a stream.
+"""
 
 import hmac
 import secrets

@@ -3,6 +3,9 @@
 Numbers, names, `+ - * / ^`, parentheses, and min, max, abs, floor, ceil, exp, sqrt, log (natural). `^` binds tighter
 than a sign and groups to the right, so -2^2 is -4 and 2^3^2 is 512. An expression becomes postfix; nothing is ever
 evaluated as code.
+
+Python's `ast` is no reader for this: it refuses graders called `is` or `lambda`, takes 1_000 and 0x1F, does not say
+where `(1` or `1 +` goes wrong, and whether it reads a sum of 1,900 terms depends on how deep the caller's stack is.
 """
 
 import math
