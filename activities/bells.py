@@ -1,15 +1,20 @@
 """News of sessions' commands on a host, so that nobody has to ask the store again and again.
 
-The web service rings when a command is in the store; the host tells how far results are in the store. Either may be
-missed: both sides look by themselves every few seconds, too.
+The web service rings when a command is in the store; the host tells how far results are in the store. Small commands
+and results come along, so that nobody need read them there. Any of this may be missed: both sides look by themselves
+every few seconds, too.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Tell = Callable[[int | None], object]
-"""Is given the number of the next command without a result; None when nobody attends to the session here any more."""
+from shared.runs.sessions import MOST_TOLD_BYTES
+
+_MOST_HELD = 64
+Tell = Callable[[int | None, bytes | None], object]
+"""Is given the number of the next command without a result; None when nobody attends to the session here any more. Then
+the result before that number, if it is small and new."""
 
 
 class Attended:
@@ -20,19 +25,32 @@ class Attended:
         self._next = next
         self._lock = threading.Lock()
         self._listeners: list[Tell] = []
+        self._commands: dict[int, bytes] = {}
 
-    def stored(self, next: int) -> None:
-        """Tell that all commands before `next` have their results in the store."""
+    def bring(self, number: int, command: bytes) -> None:
+        """Take a command that is in the store, unless there are many already."""
+        with self._lock:
+            if number >= self._next and len(self._commands) < _MOST_HELD:
+                self._commands[number] = command
+
+    def command(self, number: int) -> bytes | None:
+        """Return a command that was brought, once."""
+        with self._lock:
+            return self._commands.pop(number, None)
+
+    def stored(self, next: int, result: bytes) -> None:
+        """Tell that all commands before `next` have their results in the store, the last of which is `result`."""
         with self._lock:
             self._next, listeners = next, list(self._listeners)
+            self._commands = {number: each for number, each in self._commands.items() if number >= next}
         for tell in listeners:
-            tell(next)
+            tell(next, result if len(result) <= MOST_TOLD_BYTES else None)
 
     def listen(self, tell: Tell) -> Callable[[], None]:
         """Have `tell` called now and at each news. Returns what ends that."""
         with self._lock:
             self._listeners.append(tell)
-            tell(self._next)
+            tell(self._next, None)
 
         def end() -> None:
             with self._lock:
@@ -45,7 +63,7 @@ class Attended:
         with self._lock:
             listeners = list(self._listeners)
         for tell in listeners:
-            tell(None)
+            tell(None, None)
 
 
 class Bells:

@@ -221,6 +221,7 @@ class Session(Program):
             raise InvalidInput(message, "denominator")
         self._is_touched = True
         metrics = self.slot.optim_step(number, asked.optimizer, asked.learning_rate, denominator)
+        del metrics["memory_bytes"]  # of this worker: a result is the same whoever repeats the command
         return CommandResult(number=number, kind=asked.kind, metrics=_metrics(sums) | metrics)
 
     def _load_state(self, number: int, asked: LoadStored) -> Doing:

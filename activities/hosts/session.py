@@ -274,7 +274,7 @@ class _Applying:
                 return True
         self._results.put(self._next, data)
         self._next += 1
-        self._session.stored(self._next)
+        self._session.stored(self._next, data)
         self._publishes = self._publishes and self._next <= self._through
         return True
 
@@ -296,6 +296,8 @@ class _Applying:
         return next((checkpoint for checkpoint in found if checkpoint.step <= most), None)
 
     def _command(self, number: int) -> bytes | None:
+        if (brought := self._session.command(number)) is not None:
+            return brought
         with suppress(NotFound):
             return self._store.get_bytes(self._keys.command(number))
         return None

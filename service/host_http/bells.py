@@ -1,7 +1,8 @@
 """The web service's news for sessions on a host, and the host's for it (activities/bells.py).
 
-POST /sessions/RUN/bell ──► 204, or 404 where the session is not attended to here
-GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without one
+POST /sessions/RUN/bell?number=N ──► 204, or 404 where the session is not attended to here. Its body: command N, or none
+GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without one, and behind
+it the JSON of the result before that, if it is small
 """
 
 import asyncio
@@ -20,14 +21,16 @@ def bell_routes(bells: Bells) -> list[Route]:
     async def ring(request: Request) -> Response:
         if (session := bells.find(request.path_params["run_id"])) is None:
             return Response(status_code=404)
+        if "number" in request.query_params and (command := await request.body()):
+            session.bring(int(request.query_params["number"]), command)
         session.rung.set()
         return Response(status_code=204)
 
     async def results(request: Request) -> Response:
         if (session := bells.find(request.path_params["run_id"])) is None:
             return Response(status_code=404)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[int | None]()
-        end = session.listen(lambda next: loop.call_soon_threadsafe(news.put_nowait, next))
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int | None, bytes | None]]()
+        end = session.listen(lambda *told: loop.call_soon_threadsafe(news.put_nowait, told))
         return StreamingResponse(_lines(news, end), media_type="text/plain")
 
     return [
@@ -36,16 +39,18 @@ def bell_routes(bells: Bells) -> list[Route]:
     ]
 
 
-async def _lines(news: "asyncio.Queue[int | None]", end: Callable[[], None]) -> AsyncIterator[str]:
+async def _lines(
+    news: "asyncio.Queue[tuple[int | None, bytes | None]]", end: Callable[[], None]
+) -> AsyncIterator[bytes]:
     try:
         while True:
             try:
-                next = await asyncio.wait_for(news.get(), SIGN_OF_LIFE_S)
+                next, result = await asyncio.wait_for(news.get(), SIGN_OF_LIFE_S)
             except TimeoutError:
-                yield "\n"
+                yield b"\n"
                 continue
             if next is None:
                 return
-            yield f"{next}\n"
+            yield b"%d %b\n" % (next, result or b"")
     finally:
         end()

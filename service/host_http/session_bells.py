@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from service.host_http.clients import HostClients, Unreachable
 from shared.errors import NotFound, StoreUnavailable
+from shared.runs.sessions import MOST_TOLD_BYTES
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -16,21 +17,30 @@ from shared.storage.store import ObjectStore
 # Between looks for the host of a session that has none, or has lost it: at first, and after some in vain.
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
+_MOST_HELD = 16  # results of a session that were told, and nobody has asked for yet
 _MOST_KNOWN = 4096
 _LOST = (httpx.HTTPError, OSError, StoreUnavailable, Unreachable)
 
 
 class _Listening:
-    """What a host tells of one session's results. All before `next` are in the store. `is_over`: it tells no more."""
+    """What a host tells of one session's results. All before `next` are in the store. `is_over`: it tells no more.
+
+    `results`: the newest small ones, by number.
+    """
 
     def __init__(self) -> None:
         self.next = 0
         self.is_over = False
         self.used_at = time.monotonic()
         self.changed = asyncio.Event()
+        self.results: dict[int, bytes] = {}
 
-    def put(self, next: int | None) -> None:
+    def put(self, next: int | None, result: bytes = b"") -> None:
         self.next, self.is_over = next or self.next, next is None
+        if result:
+            self.results[self.next - 1] = result
+            if len(self.results) > _MOST_HELD:
+                del self.results[min(self.results)]
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -46,16 +56,26 @@ class SessionBells:
         self._listening: dict[str, _Listening] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ring(self, run_id: str) -> None:
-        """Tell the host of a session's worker that there is something new in the store, if there is such a host."""
+    async def ring(self, run_id: str, number: int | None = None, command: bytes = b"") -> None:
+        """Tell the host of a session's worker that there is something new in the store, if there is such a host.
+
+        `command`: what is in the store under that number now.
+        """
+        brought = {"number": number} if number is not None and len(command) <= MOST_TOLD_BYTES else None
         try:
             if (host := await self._host(run_id)) is None:
                 return
-            client = await self._clients.to(host)
-            if (await client.post(f"/sessions/{run_id}/bell")).status_code != httpx.codes.NO_CONTENT:
+            client, content = await self._clients.to(host), command if brought else b""
+            answer = await client.post(f"/sessions/{run_id}/bell", params=brought, content=content)
+            if answer.status_code != httpx.codes.NO_CONTENT:
                 self._forget(run_id)
         except _LOST:
             self._forget(run_id)
+
+    def result(self, run_id: str, number: int) -> bytes | None:
+        """Return a result that is in the store, once, if a host has told it along with the news."""
+        heard = self._listening.get(run_id)
+        return None if heard is None else heard.results.pop(number, None)
 
     async def wait(self, run_id: str, number: int, wait_s: float) -> None:
         """Wait until a command's result seems to be in the store, or it is time to look by oneself."""
@@ -86,7 +106,8 @@ class SessionBells:
                 async for line in response.aiter_lines():
                     if line:
                         self._in_vain.pop(run_id, None)
-                        heard.put(int(line))
+                        next, _, result = line.partition(" ")
+                        heard.put(int(next), result.encode())
                     elif heard.used_at < time.monotonic() - _UNUSED_S:
                         return
         except _LOST:

@@ -89,8 +89,7 @@ class TrainingSessions:
         """
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
-        await self._put(record, number, data)
-        await self._bells.ring(run_id)
+        await self._bells.ring(run_id, number, await self._put(record, number, data))
         soon_s = min(wait_s, _ATTENDED_S) if self._is_attended(run_id) else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
             return _view(result)  # a host has found it, so the workflow need not be told
@@ -104,8 +103,7 @@ class TrainingSessions:
         """
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
-        await self._put(record, number, data)
-        await self._bells.ring(run_id)
+        await self._bells.ring(run_id, number, await self._put(record, number, data))
         if not self._is_attended(run_id):
             await self._tell(record, number, data)
 
@@ -197,22 +195,25 @@ class TrainingSessions:
             raise NotFound(f"there is no saved state {state}: the `step` of a save_state's result names one")
         return found[1]
 
-    async def _put(self, record: RunRecord, number: int, data: bytes) -> None:
-        """Put a command into the store, unless there is one with its number."""
-        keys = RunKeys(record.run_id)
+    async def _put(self, record: RunRecord, number: int, data: bytes) -> bytes:
+        """Put a command into the store, unless there is one with its number. Returns what is there then."""
+        keys, stored = RunKeys(record.run_id), data
 
         def put() -> bool:
+            nonlocal stored
             before = number - MAX_WAITING
             if before > 0 and self._store.head(keys.command_result(before)) is None:
                 message = f"{MAX_WAITING} commands may wait, and command {before} has no result yet"
                 raise QueueFull(f"{message}: send command {number} later")
             if self._store.put_if_absent(keys.command(number), data):
                 return True
-            if (found := self._store.get_bytes(keys.command(number))) != data and _is_asked(found):
+            stored = self._store.get_bytes(keys.command(number))
+            if stored != data and _is_asked(stored):
                 raise InvalidInput(f"command {number} was sent before, and was another one", "number")
             return False
 
         await self._quotas.put_noted(record.tenant, record.run_id, f"command-{number}", data, put)
+        return stored
 
     def _take_back(self, key: str, data: bytes) -> None:
         """Delete a command that the session does not take, unless something else lies under its number (a Gap)."""
@@ -235,10 +236,11 @@ class TrainingSessions:
     async def _result_within(self, record: RunRecord, number: int, wait_s: float) -> CommandResult | None:
         """Read a command's result, as soon as it is there."""
         key, end = RunKeys(record.run_id).command_result(number), time.monotonic() + wait_s
-        while (data := await asyncio.to_thread(self._read, key)) is None and (now := time.monotonic()) < end:
+        told = self._bells.result
+        while (data := told(record.run_id, number) or await asyncio.to_thread(self._read, key)) is None:
+            if (now := time.monotonic()) >= end:
+                return None
             await self._bells.wait(record.run_id, number, min(_LOOK_EACH_S, end - now))
-        if data is None:
-            return None
         if len(self._answered) >= _MOST_ANSWERED:
             self._answered.clear()
         self._answered[record.run_id] = time.monotonic()

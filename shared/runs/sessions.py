@@ -9,6 +9,8 @@ from shared.runs.status import RunStatus
 MAX_WAITING = 256
 """The most commands of a session that may wait; further ones are refused, for the client to send again later."""
 MAX_NUMBER = 99_999_999
+MOST_TOLD_BYTES = 64 << 10
+"""Commands and results of at most so many bytes come along with the news of them (activities/bells.py)."""
 
 
 class Sent(Frozen):

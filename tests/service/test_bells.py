@@ -15,6 +15,7 @@ from service.host_http.clients import HostClients
 from service.host_http.server import serving
 from service.host_http.session_bells import SessionBells
 from shared.errors import StoreUnavailable
+from shared.runs.sessions import MOST_TOLD_BYTES
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore
@@ -64,8 +65,12 @@ async def test_a_command_is_rung_for_and_its_result_is_heard_of(
         waiting = asyncio.create_task(bells.wait(RUN, 5, 3600))
         done, _ = await asyncio.wait([waiting], timeout=2.5)  # signs of life come
         assert not done
-        session.stored(6)
+        session.stored(6, b"a result")
         await asyncio.wait_for(waiting, 60)
+        assert (bells.result(RUN, 5), bells.result(RUN, 5)) == (b"a result", None), "it came along, once"
+        await bells.ring(RUN, 6, b"a command")
+        await bells.ring(RUN, 7, b"x" * (MOST_TOLD_BYTES + 1))
+        assert (session.command(6), session.command(7)) == (b"a command", None)
         assert store.num_reads == 1, "for the host alone"
         other = asyncio.create_task(bells.wait(RUN, 6, 3600))
         await asyncio.sleep(0)
@@ -102,14 +107,14 @@ def test_what_is_stored_while_nobody_listens_is_told_to_who_comes_later() -> Non
     bells, heard = Bells(), list[int | None]()
     assert bells.find(RUN) is None
     with bells.attended(RUN, 1) as session:
-        session.stored(8)
+        session.stored(8, b"")
         assert bells.find(RUN) is session
-        end = session.listen(heard.append)
+        end = session.listen(lambda next, _: heard.append(next))
         thread = threading.Thread(target=session.stored, args=(9,))
         thread.start()
         thread.join()
         end()
-        session.stored(10)
+        session.stored(10, b"")
     assert heard == [8, 9]
 
 
@@ -119,7 +124,7 @@ def test_whoever_was_followed_by_another_goes_on_and_leaves_that_one_alone() -> 
     with bells.attended(RUN, 1) as before:
         with bells.attended(RUN, 2) as after:
             assert bells.find(RUN) is after
-        before.stored(2)
+        before.stored(2, b"")
     with bells.attended(RUN, 1), bells.attended(RUN, 2):
         pass
     assert bells.find(RUN) is None
