@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
-from activities.sampling.streamed import StreamedAnswer, Tell, bounded, lines
+from activities.sampling.streamed import StreamedAnswer, Tell, bounded, error_of, lines
 from shared.chat.completions import (
     Choice,
     CompletionRequest,
     CompletionResponse,
     DrawnBy,
-    ErrorResponse,
     ModelCard,
     ModelList,
     SamplerMemory,
@@ -323,7 +322,7 @@ class Sampler:
                 continue
             if 200 <= status < 300:
                 return content
-            message, field = _error(content)
+            message, field = error_of(content)
             problem = f"{status}: {message}"
             if status < 500 and status not in _WORTH_RETRYING:
                 place = f"{self._url}{path}"
@@ -389,15 +388,6 @@ def _hang_up(connection: socket.socket) -> None:
 def _pause_s(attempt: int) -> float:
     """Return the pause before a retry, in seconds: doubled each time up to a bound, and spread at random."""
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-
-
-def _error(answer: bytes) -> tuple[str, str | None]:
-    """Return an error's message and the field that it names, if it has OpenAI's shape; else the answer's beginning."""
-    try:
-        error = ErrorResponse.model_validate_json(answer).error
-    except ValidationError:
-        return answer[:500].decode(errors="replace"), None
-    return error.message[:500], error.param
 
 
 def _parsed(model: type[M], content: bytes, place: str) -> M:

@@ -147,3 +147,12 @@ def lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[st
         if len(rest) > MAX_EVENT_BYTES:
             raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)
         yield from (line.decode(errors="replace") for line in whole)
+
+
+def error_of(answer: bytes) -> tuple[str, str | None]:
+    """Return an error's message and the field that it names, if it has OpenAI's shape; else the answer's beginning."""
+    try:
+        error = ErrorResponse.model_validate_json(answer).error
+    except ValidationError:
+        return answer[:500].decode(errors="replace"), None
+    return error.message[:500], error.param

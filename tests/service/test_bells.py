@@ -110,7 +110,7 @@ def test_what_is_stored_while_nobody_listens_is_told_to_who_comes_later() -> Non
         session.stored(8, b"")
         assert bells.find(RUN) is session
         end = session.listen(lambda next, _: heard.append(next))
-        thread = threading.Thread(target=session.stored, args=(9,))
+        thread = threading.Thread(target=session.stored, args=(9, b""))
         thread.start()
         thread.join()
         end()
