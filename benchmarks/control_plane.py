@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.jobs.job import Lora
 from shared.runs.requests import SFTRun
@@ -66,7 +66,7 @@ def _measure(root: Path, folder: Path, num_runs: int) -> list[float]:
     run = tiny_run(folder)
     connection = Connection.read(root)
     assert connection is not None
-    with Client(connection.api_url, connection.api_key) as client:
+    with CliClient(connection.api_url, connection.api_key) as client:
         _finish(client, client.submit(run, "warm-up").run_id)
         seconds = []
         for number in range(num_runs):
@@ -110,7 +110,7 @@ def _job_file_time(paths: HostPaths, run_id: str) -> float:
     raise TimeoutError(f"no job file of {run_id} within 60 s")
 
 
-def _finish(client: Client, run_id: str) -> None:
+def _finish(client: CliClient, run_id: str) -> None:
     while (view := client.run(run_id)).state == "running":
         time.sleep(0.1)
     assert view.state == "succeeded", view.problem

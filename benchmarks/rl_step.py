@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.jobs.events import Step
 from shared.jobs.job import Lora
@@ -65,7 +65,7 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     connection = Connection.read(root)
     assert connection is not None
     whole, steps = [], []
-    with Client(connection.api_url, connection.api_key) as client:
+    with CliClient(connection.api_url, connection.api_key) as client:
         run_id = client.submit(run, "run").run_id
         for number in range(num_steps + 1):
             uri = client.upload_file(write_groups(folder / f"{number}.jsonl", number))["uri"]

@@ -35,7 +35,7 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.grading.graders import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
@@ -106,7 +106,7 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int) -> dict[s
     connection = Connection.read(root)
     assert connection is not None
     found = {}
-    with Client(connection.api_url, connection.api_key) as client:
+    with CliClient(connection.api_url, connection.api_key) as client:
         for name, case in CASES.items():
             run_id = client.submit(_run(model, prompts, num_steps, case), name).run_id
             with Device(root) as device:

@@ -28,7 +28,7 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.runs.views import RunView
 from shared.jobs.job import Lora
 from shared.jobs.losses import PPO
@@ -118,16 +118,16 @@ def _until_trained(run: RunView) -> float:
 
 
 @contextmanager
-def _started(root: Path, **settings: str) -> Iterator[Client]:
+def _started(root: Path, **settings: str) -> Iterator[CliClient]:
     """Start a stack, and stop it when the block ends."""
-    with stack(root, **settings) as connection, Client(connection.api_url, connection.api_key) as client:
+    with stack(root, **settings) as connection, CliClient(connection.api_url, connection.api_key) as client:
         yield client
 
 
 Work = Callable[[], RunView]
 
 
-def _sft(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _sft(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     rows = [
         {"messages": [_said("user", f"How many at {n}?"), _said("assistant", f"{n * 7} crates")]} for n in range(64)
     ]
@@ -138,7 +138,7 @@ def _sft(client: Client, folder: Path, model: Path, rank: int, num_steps: int, s
     return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
 
 
-def _dpo(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _dpo(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     rows = [
         {
             "input": {"messages": [_said("user", f"How many at {n}?")]},
@@ -154,7 +154,7 @@ def _dpo(client: Client, folder: Path, model: Path, rank: int, num_steps: int, s
     return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
 
 
-def _rl(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _rl(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     """A tenth as many train steps: each is a job of its own."""
     run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=rank), max_tokens=128, bin_tokens=2048)
     files = [write_groups(folder / f"rl-{seed}-{n}.jsonl", 100 * seed + n) for n in range(max(1, num_steps // 10))]
@@ -171,7 +171,7 @@ def _rl(client: Client, folder: Path, model: Path, rank: int, num_steps: int, se
     return work
 
 
-def _ended(client: Client, run_id: str) -> RunView:
+def _ended(client: CliClient, run_id: str) -> RunView:
     for _ in client.events_to_the_end(run_id, None, follow=True):
         pass
     while (run := client.run(run_id)).ended_at is None:

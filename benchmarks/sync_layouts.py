@@ -19,7 +19,7 @@ from megatron_worker.engine import Engine
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.process.process_group import start_group
-from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.gathering import LastSent
 from shared.jobs.job import Full
 
 WAYS = ("shared_memory", "delta by shared_memory")
@@ -29,7 +29,7 @@ def measure(engine: Engine, samplers: list[Receiver], rounds: int) -> dict[str, 
     """Medians of all rounds but the first, by way."""
     figures, version = {}, 0
     for way in WAYS:
-        sent, measured = Sent(), list[dict[str, float]]()
+        sent, measured = LastSent(), list[dict[str, float]]()
         for _ in range(rounds + 1):  # the first fills the copies that changes are found against
             step(engine)
             version += 1
@@ -40,7 +40,7 @@ def measure(engine: Engine, samplers: list[Receiver], rounds: int) -> dict[str, 
     return figures
 
 
-def one_sync(engine: Engine, samplers: list[Receiver], way: str, version: int, sent: Sent) -> dict[str, float]:
+def one_sync(engine: Engine, samplers: list[Receiver], way: str, version: int, sent: LastSent) -> dict[str, float]:
     """Return rank 0's figures; `blocked_s` is of the rank that was blocked longest."""
     dist.barrier()
     if not samplers:

@@ -15,7 +15,7 @@ from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
 from megatron_worker.engine import Engine
 from megatron_worker.tensors.safetensors_files import Entry, write_model
-from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.chat.completions import SamplerReady
 from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
@@ -79,7 +79,7 @@ def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes
 
 
 def timed_sync(
-    engine: Engine, samplers: Sequence[Receiver], target: SyncTarget, sent: Sent | None = None
+    engine: Engine, samplers: Sequence[Receiver], target: SyncTarget, sent: LastSent | None = None
 ) -> tuple[Seconds, SyncOutcome]:
     """Send an engine's weights to samplers, which then serve them as `v<version>`."""
     access = SyncAccess(secret=secret_of_run(_KEY, _RUN).hex())
@@ -96,7 +96,7 @@ def timed_sync(
     return Seconds(blocked_s, update_s, time.perf_counter() - began), done
 
 
-def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: Sent | None = None) -> float:
+def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: LastSent | None = None) -> float:
     """Take part in `timed_sync` on a rank other than 0. Returns the seconds until it can go on with passes."""
     target = SyncTarget(
         sockets=("rank 0's",), version=version, backend=way.partition(" ")[0], bucket_bytes=bucket_bytes

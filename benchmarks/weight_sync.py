@@ -47,7 +47,7 @@ from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch, Engine
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.jobs.job import Adam, Full
 from shared.jobs.layout import EngineName, Layout
@@ -95,7 +95,7 @@ def measure(model: Path, folder: Path, weight_bytes: float, backends: list[str],
             if (reason := why_not_here(backend, engine.facts.device)) is not None:
                 found[backend] = f"not possible here: {reason}"
                 continue
-            sent, measured = Sent(), list[dict[str, float]]()
+            sent, measured = LastSent(), list[dict[str, float]]()
             for _ in range(rounds + 1):  # the first fills the copies that changes are found against
                 step(engine) if is_trained else engine.drift()
                 version += 1
@@ -149,7 +149,7 @@ class Untrained(MegatronEngine):
             part.copy_(master + LEARNING_RATE * torch.randn_like(exact).sign_())
 
 
-def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: Sent) -> dict[str, float]:
+def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: LastSent) -> dict[str, float]:
     own = PeakMemory(os.getpid())
     for memory in (own, *(one.memory for one in samplers)):
         memory.start()

@@ -19,7 +19,7 @@ from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
-from megatron_worker.weight_sync.gathering import Giving, Sent
+from megatron_worker.weight_sync.gathering import Giving, LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
@@ -30,7 +30,7 @@ from shared.models.peft import read_config
 T = TypeVar("T")
 BINS_A_PASS = 8
 LOGPROBS = Outputs()
-Slot = str | None
+SlotName = str | None
 """The name of an adapter with its gradients and optimizer state; None: the base model, trained itself or frozen."""
 
 
@@ -84,8 +84,8 @@ class Dispatcher:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.slots: set[Slot] = set()
-        self._sent: dict[Slot, Sent] = {}
+        self.slots: set[SlotName] = set()
+        self._sent: dict[SlotName, LastSent] = {}
 
     @property
     def facts(self) -> Facts:
@@ -93,7 +93,7 @@ class Dispatcher:
 
     # Slots.
 
-    def create_slot(self, slot: Slot, trainable: Lora | Full, seed: int, adapter: Path | None = None) -> None:
+    def create_slot(self, slot: SlotName, trainable: Lora | Full, seed: int, adapter: Path | None = None) -> None:
         """Begin to train: a fresh adapter, a PEFT adapter from a folder, or every weight of the base.
 
         Raises:
@@ -118,7 +118,7 @@ class Dispatcher:
         self.slots.add(slot)
         self.engine.load_adapter(slot, adapter, None, trainable=False)
 
-    def drop_slot(self, slot: Slot) -> None:
+    def drop_slot(self, slot: SlotName) -> None:
         """Forget a slot, with its gradients and optimizer state; a base that was trained is as published again."""
         if slot not in self.slots:
             return
@@ -140,7 +140,7 @@ class Dispatcher:
         frozen_bytes = 0 if frozen is None else self.engine.slot_bytes(read_config(frozen))["weights"]
         return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
 
-    def load_state(self, slot: Slot, folder: Path, optimizer: bool = True) -> None:
+    def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:
         """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit.
 
         `optimizer`: False to begin with moments and a step count of zero.
@@ -150,23 +150,23 @@ class Dispatcher:
             if not optimizer:
                 self.engine.reset_moments()
 
-    def save_state(self, slot: Slot, folder: Path) -> None:
+    def save_state(self, slot: SlotName, folder: Path) -> None:
         """Write `weights/` and `optimizer/`; rank 0 writes."""
         with self.resident(slot):
             self.engine.save(folder)
 
     def send_weights(
-        self, slot: Slot, run_id: str, target: SyncTarget, access: SyncAccess | None = None
+        self, slot: SlotName, run_id: str, target: SyncTarget, access: SyncAccess | None = None
     ) -> Sending | Giving | None:
         """Begin to send a slot's weights to a target's samplers; they must not change before `wait`.
 
         The slot must be on the device until then (`resident`). Returns and raises as weight_sync.sender.send does.
         """
-        sent = self._sent.setdefault(slot, Sent()) if target.backend == "delta" else None
+        sent = self._sent.setdefault(slot, LastSent()) if target.backend == "delta" else None
         return send(self.engine.outgoing(slot), target, run_id, sent, access)
 
     @contextmanager
-    def resident(self, slot: Slot) -> Iterator[None]:
+    def resident(self, slot: SlotName) -> Iterator[None]:
         """Have a slot and all that trains it on the device over several commands."""
         self.engine.set_adapter(slot)
         with self.engine.training():
@@ -174,7 +174,7 @@ class Dispatcher:
 
     def form_micro_batches(
         self,
-        slot: Slot,
+        slot: SlotName,
         data: PackedBatches,
         loss: LossFunction,
         budget_bytes: int,
@@ -206,7 +206,7 @@ class Dispatcher:
     # Passes over packed data.
 
     def forward_backward(
-        self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction, scores: TargetScores | None = None
+        self, slot: SlotName, data: PackedBatches, step: int, loss: LossFunction, scores: TargetScores | None = None
     ) -> Generator[None, None, dict[str, float]]:
         """Add the gradients of a step's examples to what the slot has accumulated.
 
@@ -232,17 +232,17 @@ class Dispatcher:
                     sums.add(found, batch)
         return self.engine.reduce(sums.totals)
 
-    def optim_step(self, slot: Slot, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def optim_step(self, slot: SlotName, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients, clip, step, zero. A norm that is not finite changes no weight."""
         with self.resident(slot):
             return self.engine.optim_step(adam, learning_rate, denominator)
 
-    def zero_grad(self, slot: Slot) -> None:
+    def zero_grad(self, slot: SlotName) -> None:
         with self.resident(slot):
             self.engine.zero_grad()
 
     def evaluate(
-        self, slot: Slot, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
+        self, slot: SlotName, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
     ) -> Generator[None, None, dict[str, float] | None]:
         """Return the loss's sums over the data's first step, as `forward_backward` does; None if it was cancelled.
 
@@ -261,7 +261,7 @@ class Dispatcher:
         return self.engine.reduce(sums.totals)
 
     def score(
-        self, slot: Slot, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0
+        self, slot: SlotName, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0
     ) -> Iterator[None]:
         """Fill a column of the data with the log-probabilities of its targets, in nats, by the weights as they are.
 
@@ -276,7 +276,7 @@ class Dispatcher:
         data.put(column, scores.found["logprobs"])
 
     def forward(
-        self, slot: Slot, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores
+        self, slot: SlotName, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores
     ) -> Iterator[None]:
         """Score the targets of some steps by the weights as they are. Yields between its passes, as `evaluate` does."""
         facts = self.facts
@@ -289,7 +289,7 @@ class Dispatcher:
 
     # Passes that every rank makes with the same data.
 
-    def probe(self, slot: Slot, token_ids: Sequence[int]) -> tuple[float, ...]:
+    def probe(self, slot: SlotName, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of token_ids[1:] by the weights as they are, in nats, at temperature 1."""
         with self._scoring(slot):
             logprob_N = self.engine.forward(Batch.chain(token_ids, self.facts.device), Outputs()).logprob_N
@@ -297,14 +297,14 @@ class Dispatcher:
         return tuple(logprob_N.tolist())
 
     def greedy(
-        self, slot: Slot, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]
+        self, slot: SlotName, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]
     ) -> list[list[int]]:
         """Greedy continuations of token ids, the stop id left out."""
         with self._scoring(slot):
             return self.engine.greedy(prompts, max_tokens, stop_ids)
 
     @contextmanager
-    def _scoring(self, slot: Slot) -> Iterator[None]:
+    def _scoring(self, slot: SlotName) -> Iterator[None]:
         self.engine.set_adapter(slot)
         with torch.no_grad(), self.engine.scoring():
             yield

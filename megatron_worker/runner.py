@@ -13,11 +13,11 @@ import torch
 
 from megatron_worker.planned import PlannedSteps, open_data
 from megatron_worker.process.background import Awaited
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.faults import CancelledEarly, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders, Inputs, Staging
-from megatron_worker.session import Session
+from megatron_worker.session import SessionProgram
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.checkpoint import (
     CheckpointState,
@@ -35,7 +35,7 @@ def run_job(
     job: Job,
     warm: WarmEngine,
     staging: Staging,
-    report: Report,
+    report: EventLog,
     ranks: WorkerRanks,
     cancelled: Callable[[], bool],
     by_hand: bool = False,
@@ -71,7 +71,7 @@ def _program(
         case JobPlan() as plan:
             return partial(PlannedSteps, plan, folders, *open_data(plan, folders, open_files))
         case SessionPlan() as plan:
-            return partial(Session, plan, folders, warm, staging)
+            return partial(SessionProgram, plan, folders, warm, staging)
 
 
 def _stage_inputs(

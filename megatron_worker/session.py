@@ -53,7 +53,7 @@ Doing = Generator[Awaited | None, None, CommandResult]
 
 
 @dataclass
-class Session(Program):
+class SessionProgram(Program):
     """See the module's docstring.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from megatron_worker.dispatch import Dispatcher, TargetScores
 from megatron_worker.engine import LossFunction
 from megatron_worker.process.background import Awaited
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.faults import Fault, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sums import MAX, reported
@@ -88,7 +88,7 @@ class TrainedSlot:
     slot: str | None
     model_sha256: str
     dispatcher: Dispatcher
-    report: Report
+    report: EventLog
     ranks: WorkerRanks
     cancelled: Callable[[], bool]
     at: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_worker.dispatch import Dispatcher, Slot
+from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Engine
 from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
@@ -190,7 +190,7 @@ class WarmEngine:
         self._move_away(list(self.room.on_device), None)
         self.on_device = False
 
-    def _move_away(self, run_ids: Iterable[str], slots: Collection[Slot] | None) -> None:
+    def _move_away(self, run_ids: Iterable[str], slots: Collection[SlotName] | None) -> None:
         """Take slots of runs without a job off the device; None: all slots, and the base."""
         assert self.dispatcher is not None
         self.dispatcher.engine.place(gradients="dropped", slots=slots)  # they are zero between jobs
@@ -255,7 +255,7 @@ def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
     return not others or (isinstance(plan.trainable, Lora) and are_alike and is_another)
 
 
-def slots_of(run_id: str, trainable: Lora | Full) -> tuple[Slot, str]:
+def slots_of(run_id: str, trainable: Lora | Full) -> tuple[SlotName, str]:
     """Return the slots of a run: the one that it trains, and the one for the adapter that its reference may be."""
     return run_id if isinstance(trainable, Lora) else None, f"{run_id}/reference"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_worker.process.background import Awaited
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.faults import Fault
-from megatron_worker.process.job_queue import Claim, JobQueue
+from megatron_worker.process.job_queue import ClaimedJob, JobQueue
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.runner import run_job
@@ -28,7 +28,7 @@ SOON_S = 10.0
 KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
 
-class Order(Frozen):
+class WorkerOrder(Frozen):
     """Rank 0's order to all ranks: begin a job, go on with a run's job, wait, offload, or end.
 
     `stale`: why a job is refused.
@@ -93,7 +93,7 @@ class InHand:
 
     job: Job
     passes: Passes
-    report: Report
+    report: EventLog
     cancel: CancelFlag
     archive: Callable[[], None]
     awaited: Awaited | None = None
@@ -140,13 +140,13 @@ class Worker:
 
     def do_one(self, job: Job) -> Outcome:
         """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput when its log is in use."""
-        report = Report(Path(job.log_path) if self._ranks.rank == 0 else None)
+        report = EventLog(Path(job.log_path) if self._ranks.rank == 0 else None)
         return self.run(job, report)
 
     def run(
         self,
         job: Job,
-        report: Report,
+        report: EventLog,
         cancelled: Callable[[], bool] = lambda: False,
         archive: Callable[[], None] = lambda: None,
     ) -> Outcome:
@@ -157,9 +157,11 @@ class Worker:
                 time.sleep(SOON_POLL_S)
         return outcome
 
-    def _next_order(self, reader: "QueueReader | None") -> Order:
+    def _next_order(self, reader: "QueueReader | None") -> WorkerOrder:
         order = reader.next_order(self._in_hand, self._turns, self._warm.on_device) if reader else None
-        return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
+        return WorkerOrder.model_validate_json(
+            self._ranks.broadcast(order.model_dump_json().encode() if order else None)
+        )
 
     def _offload(self, paths: WorkerPaths) -> None:
         """Take everything off the device, and tell the host how many bytes of its memory all ranks hold."""
@@ -171,7 +173,7 @@ class Worker:
 
     def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
         claim = reader.claim if reader else None
-        report = claim.report if claim else Report(None)
+        report = claim.report if claim else EventLog(None)
 
         def archive() -> None:
             assert reader is not None and claim is not None
@@ -186,7 +188,7 @@ class Worker:
     def _begin(
         self,
         job: Job,
-        report: Report,
+        report: EventLog,
         cancelled: Callable[[], bool],
         archive: Callable[[], None],
         by_hand: bool = False,
@@ -220,10 +222,10 @@ class QueueReader:
 
     def __init__(self, paths: WorkerPaths) -> None:
         self.queue = JobQueue(paths)
-        self.claim: Claim
+        self.claim: ClaimedJob
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_hand: Mapping[str, InHand], turns: FairTurns, is_on_device: bool) -> Order:
+    def next_order(self, in_hand: Mapping[str, InHand], turns: FairTurns, is_on_device: bool) -> WorkerOrder:
         """Wait for something to do: begin a new job, or go on with the run whose turn it is.
 
         A worker that is on its device and serves no lease any more is to leave the device.
@@ -235,20 +237,20 @@ class QueueReader:
         while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
             is_leaving = self.queue.should_leave()
             if is_leaving and not in_hand:
-                return Order(kind="leave")
+                return WorkerOrder(kind="leave")
             if not is_leaving and (claim := self.queue.claim(lambda plan: fits_beside(plan, plans))) is not None:
                 self.claim = claim
-                return Order(kind="begin", job=claim.job, stale=claim.stale)
+                return WorkerOrder(kind="begin", job=claim.job, stale=claim.stale)
             if ready := [(run_id, task.job.tenant) for run_id, task in in_hand.items() if task.is_ready()]:
-                return Order(kind="go_on", run_id=turns.next(ready))
+                return WorkerOrder(kind="go_on", run_id=turns.next(ready))
             if is_on_device and not in_hand and self.queue.has_no_lease():
-                return Order(kind="offload")
+                return WorkerOrder(kind="offload")
             time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
-        return Order(kind="wait")
+        return WorkerOrder(kind="wait")
 
 
 def end_job(
-    job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks, archive: Callable[[], None]
+    job: Job, outcome: Outcome, warm: WarmEngine, report: EventLog, ranks: WorkerRanks, archive: Callable[[], None]
 ) -> None:
     """End a job, after the runner has returned and freed its own objects, and saved its last checkpoint (1).
 
@@ -263,7 +265,7 @@ def end_job(
         _conclude(job, outcome, warm, report)  # 7
 
 
-def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
+def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: EventLog, ranks: WorkerRanks) -> None:
     """Drop what the job made, and offload what later jobs can use. A job that was refused has nothing to free."""
     if job.plan.run_id not in warm.in_hand or warm.dispatcher is None:
         collect_garbage()
@@ -285,7 +287,7 @@ def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, r
         )
 
 
-def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: Report) -> None:
+def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: EventLog) -> None:
     """Emit the terminal event. `device` says whether the job's own part of the device's memory is still held."""
     is_held = warm.on_device and (job.plan.after == "keep" or not warm.in_hand)
     device = "held" if is_held else "released"

@@ -14,21 +14,21 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import RunStatus
     from workflows import policies
 
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 
 NOT_STARTED = "NotStartedByTheService"
 """The error type of a workflow that must not run: the service did not ask for it, or its start id was used before."""
 
 
 async def do(
-    activity: Callable[[Any, Request], Answer],
-    request: Request,
+    activity: Callable[[Any, RequestT], ResultT],
+    request: RequestT,
     retry: RetryPolicy = policies.RETRY,
     within: timedelta = policies.DATA_TIMEOUT,
-) -> Answer:
+) -> ResultT:
     """Execute an activity on a control host, with a bounded number of retries."""
-    answer: Answer = await workflow.execute_activity_method(
+    answer: ResultT = await workflow.execute_activity_method(
         activity,
         request,
         task_queue=policies.queue_of(policies.activity_name(activity), workflow.info().task_queue),
@@ -39,7 +39,7 @@ async def do(
     return answer
 
 
-async def record(activity: Callable[[Any, Request], Any], request: Request) -> None:
+async def record(activity: Callable[[Any, RequestT], Any], request: RequestT) -> None:
     """Execute an activity that writes a small record into the store, with retries for about an hour."""
     await do(activity, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
 

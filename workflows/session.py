@@ -10,7 +10,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
+    from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
     from activities.records.commands import (
         CommandRecordRequest,
         CommandRecords,
@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.job import SessionPlan
     from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import dtype_of
-    from shared.runs.sessions import Sent, SessionState
+    from shared.runs.sessions import CommandArrived, SessionState
     from shared.runs.start import SessionStart
     from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
@@ -244,7 +244,7 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._next = max(self._next, number)
         self._waiting = {each for each in self._waiting if each >= self._next}
 
-    async def _apply(self, grant: LeaseGrant) -> Applied:
+    async def _apply(self, grant: LeaseGrant) -> AppliedCommands:
         """Have commands done until none come, or one asks to publish its state. Raises ActivityError."""
         request = ApplyRequest(
             run_id=self._start.run_id,
@@ -300,7 +300,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     # Updates and signals.
 
     @workflow.update
-    async def command(self, sent: Sent) -> None:
+    async def command(self, sent: CommandArrived) -> None:
         """Note that a command has been put into the store. Repeating this has no effect."""
         await workflow.wait_condition(lambda: self._state is not None or self._has_ended())
         self._check_command(sent)
@@ -308,7 +308,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             self._waiting.add(sent.number)
 
     @command.validator
-    def _check_command(self, sent: Sent) -> None:
+    def _check_command(self, sent: CommandArrived) -> None:
         if sent.number in self._waiting or sent.number < self._next:
             return
         if self._is_closing or self._has_ended() or self._run.status.state != "running":

@@ -47,7 +47,7 @@ class TokenIds:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """One prompt with the answer that is preferred and the one that is not, each as an example of its own."""
 
     place: str
@@ -55,7 +55,7 @@ class Pair:
     rejected: Chat | PromptCompletion
 
 
-Example = Chat | PromptCompletion | Text | TokenIds | Pair
+Example = Chat | PromptCompletion | Text | TokenIds | PreferencePair
 MASKED_LABEL = -100
 """The label, in TokenIds, of a token that is not learned."""
 

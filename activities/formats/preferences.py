@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from activities.formats.columns import PROMPT, is_given, with_context
-from activities.formats.examples import Chat, Pair, PromptCompletion
+from activities.formats.examples import Chat, PreferencePair, PromptCompletion
 from activities.formats.messages import messages_of, tools_of
 from activities.formats.rows import Row, list_of_objects, text_of, type_name
 from shared.errors import InvalidInput
@@ -15,7 +15,7 @@ from shared.errors import InvalidInput
 Messages = list[dict[str, Any]]
 
 
-def preference(row: Row) -> Pair:
+def preference(row: Row) -> PreferencePair:
     """Parse `chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
 
     Without `prompt`, the messages that both conversations begin with are the prompt. Some datasets repeat it as a text
@@ -39,7 +39,7 @@ def preference(row: Row) -> Pair:
             raise InvalidInput(f"prompt must be text or a list, not {type_name(other)}", row.place)
 
 
-def openai_preference(row: Row) -> Pair:
+def openai_preference(row: Row) -> PreferencePair:
     """Parse `input.messages`, `preferred_output`, `non_preferred_output`, as OpenAI names them. Raises as above."""
     _refuse_weight(row)
     given = row.fields.get("input")
@@ -55,7 +55,7 @@ def _refuse_weight(row: Row) -> None:
         raise InvalidInput("weight must be 1 or absent: dpo weighs all pairs alike", row.place)
 
 
-def _of_texts(row: Row) -> Pair:
+def _of_texts(row: Row) -> PreferencePair:
     if row.fields.get("prompt") is None:
         raise InvalidInput("chosen is text, and there is no prompt: add it, or give messages that share one", row.place)
     prompt, chosen, rejected = (text_of(row, name) for name in ("prompt", "chosen", "rejected"))
@@ -64,7 +64,9 @@ def _of_texts(row: Row) -> Pair:
     if tools_of(row) or any(is_given(row, column) for column in PROMPT):
         answers = {"chosen": _spoken(chosen), "rejected": _spoken(rejected)}
         return _pair(row, "prompt", [{"role": "user", "content": prompt}], answers, tools_of(row))
-    return Pair(row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected))
+    return PreferencePair(
+        row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected)
+    )
 
 
 def _spoken(text: str) -> Messages:
@@ -87,7 +89,7 @@ def _answer(row: Row, field: str) -> Messages:
     return messages_of(row, field)
 
 
-def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) -> Pair:
+def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) -> PreferencePair:
     chosen, rejected = whole.values()
     if chosen == rejected:
         raise _same(row, *reversed(whole))
@@ -111,7 +113,7 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
 
 def _pair(
     row: Row, asked_in: str | None, prompt: Messages, answers: dict[str, Messages], tools: list[dict[str, Any]] | None
-) -> Pair:
+) -> PreferencePair:
     """Make a pair of one prompt and two answers to it.
 
     Args:
@@ -127,7 +129,7 @@ def _pair(
         raise _same(row, *reversed(answers))
     for field, answer in answers.items():
         _check_answer(row, field, answer)
-    return Pair(row.place, _example(row, prompt, chosen, tools), _example(row, prompt, rejected, tools))
+    return PreferencePair(row.place, _example(row, prompt, chosen, tools), _example(row, prompt, rejected, tools))
 
 
 def _check_answer(row: Row, field: str, answer: Messages) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from activities.grading.outcome import NotGraded
-from activities.grading.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, Limits
+from activities.grading.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, SandboxLimits
 from activities.isolation import bubblewrap
 from activities.isolation.frames import FramedProcess
 from shared.errors import InvalidInput
@@ -108,7 +108,7 @@ class PythonSandbox:
         for namespaces in bubblewrap.namespace_options():
             told, tells = os.pipe()
             options = ("--as-pid-1", "--info-fd", str(tells))
-            start = bubblewrap.Start([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
+            start = bubblewrap.BubblewrapStart([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
             program = (*_PROGRAM, self._limits(in_bubblewrap=True))
             try:
                 try:
@@ -139,7 +139,7 @@ class PythonSandbox:
             raise InvalidInput(f"{rule} ({answer['refused']})", "grader")
 
     def _limits(self, *, in_bubblewrap: bool) -> str:
-        limits = Limits(
+        limits = SandboxLimits(
             folder=str(self._folder),
             parent_pid=os.getpid(),
             in_bubblewrap=in_bubblewrap,

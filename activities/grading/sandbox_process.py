@@ -47,7 +47,7 @@ _MAX_ERROR_CHARS = 2_000
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The command line's limits. `time_s` is for one sample. `folder`: an empty folder for the sandbox alone.
 
     `parent_pid`: the process whose end ends the sandbox.
@@ -61,7 +61,7 @@ class Limits:
 
 
 def main() -> None:
-    limits = Limits(**json.loads(sys.argv[1]))
+    limits = SandboxLimits(**json.loads(sys.argv[1]))
     if sys.platform != "linux":
         _send({"refused": "it takes Linux"})
         return
@@ -78,7 +78,7 @@ def main() -> None:
     _supervise(limits)
 
 
-def _isolate(limits: Limits) -> None:
+def _isolate(limits: SandboxLimits) -> None:
     if limits.in_bubblewrap:
         enter_bubblewrap()
     else:
@@ -90,7 +90,7 @@ def _isolate(limits: Limits) -> None:
 # The supervisor.
 
 
-def _supervise(limits: Limits) -> None:
+def _supervise(limits: SandboxLimits) -> None:
     """Read the grader's source from the first frame; then answer each frame, a sample, until stdin ends."""
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGPIPE):
@@ -109,7 +109,7 @@ def _send(answer: dict[str, Any]) -> None:
     write_frame(1, json.dumps(answer).encode())
 
 
-def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:
+def _graded(source: bytes, sample: bytes, limits: SandboxLimits) -> dict[str, Any]:
     """Grade a sample in a child. Returns `{"answer": text}` as the child wrote it, or `{"failed": reason}`."""
     deadline = time.monotonic() + limits.time_s
     supervisor = os.getpid()
@@ -144,7 +144,7 @@ def _answer_until(read_end: int, deadline: float) -> bytes | None:
     return bytes(answer)
 
 
-def _end_of(child: int, deadline: float, limits: Limits) -> str:
+def _end_of(child: int, deadline: float, limits: SandboxLimits) -> str:
     """Describe the end of a child that gave no answer."""
     while True:
         info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -176,7 +176,7 @@ def _end(child: int) -> None:
 # The child. All below runs a stranger's code, or is about to.
 
 
-def _grade_and_leave(source: bytes, sample: bytes, limits: Limits, write_end: int, supervisor: int) -> NoReturn:
+def _grade_and_leave(source: bytes, sample: bytes, limits: SandboxLimits, write_end: int, supervisor: int) -> NoReturn:
     try:
         os.dup2(write_end, 3)
         null = os.open("/dev/null", os.O_RDWR)

@@ -25,7 +25,7 @@ _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
 
-Door = Callable[[str], AbstractContextManager[None]]
+LeaseDoor = Callable[[str], AbstractContextManager[None]]
 
 
 class LeaseRequest(Frozen):
@@ -172,7 +172,7 @@ class Lease:
         store: ObjectStore,
         signals: Signals,
         host_queue: str,
-        door: Door | None = None,
+        door: LeaseDoor | None = None,
         allowed: tuple[str, ...] = (),
         standing: Standing | None = None,
     ) -> None:

@@ -47,7 +47,7 @@ _POLL_S = 0.01
 _SILENCE_S = 120.0
 
 
-class JobRequest(Frozen):
+class RunJobRequest(Frozen):
     """One job for a leased worker. It goes on from the newest checkpoint in the store."""
 
     plan: AnyPlan
@@ -100,7 +100,7 @@ class RunJob:
         self._standing = standing
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
-    def run_job(self, request: JobRequest) -> JobResult:
+    def run_job(self, request: RunJobRequest) -> JobResult:
         """Run a job to its terminal event. A cancelled activity answers too, with the checkpoint that the worker left.
 
         Raises:
@@ -143,7 +143,7 @@ class _Attempt:
     def __init__(
         self,
         worker: WorkerProcess,
-        request: JobRequest,
+        request: RunJobRequest,
         lease: LeaseMark,
         start: CheckpointRef | None,
         store: ObjectStore,

@@ -55,7 +55,7 @@ class ApplyRequest(Frozen):
     tenant: Tenant = FIRST_TENANT
 
 
-class Applied(Frozen):
+class AppliedCommands(Frozen):
     """How far a session's commands have come.
 
     Attributes:
@@ -84,7 +84,7 @@ class ApplyCommands:
         self._at = at
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
-    def apply_commands(self, request: ApplyRequest) -> Applied:
+    def apply_commands(self, request: ApplyRequest) -> AppliedCommands:
         """Have commands done in order, once the session's job has begun on the worker. Returns when none come, the
         session is closed, or a saved state is to be published.
 
@@ -131,7 +131,7 @@ class _Applying:
         self._to_publish: CheckpointRef | None = None
         self._look_at, self._ask_at = 0.0, 0.0  # when the store is asked for a command, and for the session's end
 
-    def run(self) -> Applied:
+    def run(self) -> AppliedCommands:
         began_after = self._wait_for_start()
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._path(self._through).exists():  # the first call on this lease's worker
@@ -147,10 +147,10 @@ class _Applying:
                 if self._store.head(self._keys.is_closed) is not None and self._command(self._next) is None:
                     break
                 if now > idle_since + self._request.idle_s:
-                    return Applied(next=self._next, idle=True)
+                    return AppliedCommands(next=self._next, idle=True)
             else:
                 self._pause()
-        return Applied(next=self._next, checkpoint=self._to_publish)
+        return AppliedCommands(next=self._next, checkpoint=self._to_publish)
 
     def _wait_for_start(self) -> int:
         """Wait for the first event of the worker's log. Returns the number of the command after which it goes on."""

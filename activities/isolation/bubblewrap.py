@@ -35,7 +35,7 @@ _OF_ROOT = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
 @dataclass(frozen=True)
-class Start:
+class BubblewrapStart:
     """What a program in bubblewrap gets.
 
     Attributes:
@@ -51,7 +51,7 @@ class Start:
     options: Sequence[str] = ()
 
 
-def command(bwrap: str, program: Sequence[str], start: Start, namespaces: Sequence[str]) -> list[str]:
+def command(bwrap: str, program: Sequence[str], start: BubblewrapStart, namespaces: Sequence[str]) -> list[str]:
     """The command that starts `python -S PROGRAM` in bubblewrap. The program ends with the thread that starts it.
 
     Args:

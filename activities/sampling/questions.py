@@ -27,7 +27,7 @@ _ATTEMPTS = 3
 _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 
 
-class Asking:
+class OpenQuestion:
     """One question under way. Its client may hang up from another thread at any time.
 
     Args:
@@ -73,7 +73,7 @@ class Questions:
     def close(self) -> None:
         self._prompts.close()
 
-    def answer(self, request: CompleteRequest, asking: Asking) -> ChatCompletion | CompletionResponse:
+    def answer(self, request: CompleteRequest, asking: OpenQuestion) -> ChatCompletion | CompletionResponse:
         """Ask a sampler.
 
         Raises:

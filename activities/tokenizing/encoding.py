@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from activities.confined.fork_server import sign
-from activities.formats.examples import MASKED_LABEL, Chat, Example, Pair, PromptCompletion, Text, TokenIds
+from activities.formats.examples import MASKED_LABEL, Chat, Example, PreferencePair, PromptCompletion, Text, TokenIds
 from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
@@ -104,7 +104,7 @@ def batches_of(
 
 def _rows_of(batch: list[Example]) -> list[Example]:
     """List the rows of examples: each alone, and both answers of a pair, one behind the other."""
-    return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, Pair) else (one,))]
+    return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, PreferencePair) else (one,))]
 
 
 def _is_first_R(places: list[str]) -> list[bool]:
@@ -122,7 +122,7 @@ def _checked_size(example: Example) -> int:
 
 def _size(example: Example) -> int:
     match example:
-        case Pair():
+        case PreferencePair():
             return _size(example.chosen) + _size(example.rejected)
         case Chat():
             return sum(len(m["content"]) for m in example.messages if isinstance(m.get("content"), str))

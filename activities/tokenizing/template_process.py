@@ -181,10 +181,12 @@ def _without_spans(answer: list[Any]) -> Rendered:
     return Rendered(text, [], hidden_thoughts=hidden_thoughts)
 
 
-def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.Start:
+def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.BubblewrapStart:
     ours = [_SOURCES / name for name in ("activities", "shared")]
     others = [Path(file).parent for file in (jinja2.__file__, markupsafe.__file__)]
-    return bubblewrap.Start([*ours, *others], environment, ["CAP_SYS_CHROOT"], ("--ro-bind-try", _ZONES, _ZONES))
+    return bubblewrap.BubblewrapStart(
+        [*ours, *others], environment, ["CAP_SYS_CHROOT"], ("--ro-bind-try", _ZONES, _ZONES)
+    )
 
 
 # The child.

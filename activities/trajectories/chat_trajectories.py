@@ -21,7 +21,14 @@ from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers, is_same_message
 from shared.chat.answer_records import AnswerRecord
-from shared.chat.trajectories import ChatHistory, ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
+from shared.chat.trajectories import (
+    ChatHistory,
+    ChatTrajectory,
+    SampledTurn,
+    SentTokenLogprob,
+    SentTrajectory,
+    Trajectory,
+)
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
@@ -367,12 +374,12 @@ def _end_of(turn: SampledTurn) -> Literal["stop", "length"] | None:
     return _ENDS.get(turn.finish_reason or "")
 
 
-def _id_of(token: TokenLogprob) -> int | None:
+def _id_of(token: SentTokenLogprob) -> int | None:
     number = token.token.removeprefix(_TOKEN_ID)
     return int(number) if number != token.token and number.isdecimal() else None
 
 
-def _is_same(token: TokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> bool:
+def _is_same(token: SentTokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> bool:
     if given is not None:
         return given == own
     if token.bytes is not None and bytes(token.bytes) == tokenizer.bytes_of(own):
@@ -381,7 +388,7 @@ def _is_same(token: TokenLogprob, given: int | None, own: int, tokenizer: ModelT
     return token.token == text and _UNKNOWN not in text
 
 
-def _difference(token: TokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> str:
+def _difference(token: SentTokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> str:
     text = tokenizer.decode([own])
     if given is None and _UNKNOWN in text:
         return f"token {own} is a part of a character, which its text cannot show: ask the server for token ids"

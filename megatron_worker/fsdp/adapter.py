@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.fsdp.optimizer import Optimizer
+from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from megatron_worker.tensors.flat_buffer import Flat
@@ -19,7 +19,7 @@ from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 
 
-class Adapter:
+class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, in one buffer, under PEFT's names."""
 
     def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
@@ -39,12 +39,12 @@ class Adapter:
             if ".lora_A." in s.name:
                 self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
-    def new_optimizer(self) -> Optimizer:
+    def new_optimizer(self) -> FsdpOptimizer:
         """Return an optimizer that trains this adapter."""
-        return Optimizer(self.slices, self.parameters, self.flat.views, self._ranks)
+        return FsdpOptimizer(self.slices, self.parameters, self.flat.views, self._ranks)
 
 
-def add_adapter(adapter: Adapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
+def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
     """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T."""
     a_RI = adapter.parameters.get(_a(linear))
     if a_RI is None:

@@ -16,22 +16,22 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.fsdp.adapter import Adapter
-from megatron_worker.fsdp.model import Model
-from megatron_worker.fsdp.optimizer import Optimizer
+from megatron_worker.fsdp.adapter import FsdpAdapter
+from megatron_worker.fsdp.model import FsdpModel
+from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks, join_ranks
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlotEngine
+from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype, Lora
 from shared.jobs.layout import Layout
 
 
-class FsdpEngine(SlotEngine[Adapter, Optimizer]):
+class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     """See `megatron_worker.engine.Engine`.
 
     Args:
@@ -49,7 +49,7 @@ class FsdpEngine(SlotEngine[Adapter, Optimizer]):
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
         with self._ranks.agreement():  # one rank alone may run out of memory
-            self._model = Model(model, self._ranks, self._dtype)
+            self._model = FsdpModel(model, self._ranks, self._dtype)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
         self._slots = Slots(
@@ -58,7 +58,7 @@ class FsdpEngine(SlotEngine[Adapter, Optimizer]):
             self._read_base,
             self._model.set_adapter,
             self._new_adapter,
-            Adapter.new_optimizer,
+            FsdpAdapter.new_optimizer,
             self._new_base_optimizer,
         )
         self._is_cut_short = False
@@ -70,15 +70,15 @@ class FsdpEngine(SlotEngine[Adapter, Optimizer]):
         with self._ranks.agreement():
             read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
 
-    def _new_adapter(self, lora: Lora, device: torch.device) -> Adapter:
-        return Adapter(lora, self._model.sizes, dataclasses.replace(self._ranks, device=device), self._dtype)
+    def _new_adapter(self, lora: Lora, device: torch.device) -> FsdpAdapter:
+        return FsdpAdapter(lora, self._model.sizes, dataclasses.replace(self._ranks, device=device), self._dtype)
 
-    def _new_base_optimizer(self, device: torch.device) -> Optimizer:
+    def _new_base_optimizer(self, device: torch.device) -> FsdpOptimizer:
         model = self._model
         if device != self._ranks.device:
             shards = {name: torch.empty_like(shard, device=device) for name, shard in model.shards.items()}
-            return Optimizer(model.slices, {}, shards, dataclasses.replace(self._ranks, device=device))
-        return Optimizer(model.slices, model.parameters, model.shards, self._ranks)
+            return FsdpOptimizer(model.slices, {}, shards, dataclasses.replace(self._ranks, device=device))
+        return FsdpOptimizer(model.slices, model.parameters, model.shards, self._ranks)
 
     # What is trained.
 

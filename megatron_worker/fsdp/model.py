@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from megatron_worker.engine import Batch
 from megatron_worker.families import read_architecture
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.fsdp.adapter import Adapter, add_adapter
+from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 from shared.models.shape import check_family
@@ -65,7 +65,7 @@ class _Headed(nn.Module):
         return head(hidden_1TH[0].index_select(0, hidden_index_N), self.causal_lm.lm_head.weight)
 
 
-class Model:
+class FsdpModel:
     """The model, its weights frozen until trained.
 
     Attributes:
@@ -88,7 +88,7 @@ class Model:
         with torch.no_grad():
             self.shards = {name: p.to_local() for name, p in names.items()}
         self._linears = _linears(headed.causal_lm)
-        self._adapter: Adapter | None = None
+        self._adapter: FsdpAdapter | None = None
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._beside(name))
 
@@ -103,7 +103,7 @@ class Model:
         """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
         return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
 
-    def set_adapter(self, adapter: Adapter | None) -> None:
+    def set_adapter(self, adapter: FsdpAdapter | None) -> None:
         self._adapter = adapter
 
     def settle(self) -> None:

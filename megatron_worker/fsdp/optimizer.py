@@ -19,7 +19,7 @@ from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
 
 
-class Optimizer:
+class FsdpOptimizer:
     """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
 
     Args:

@@ -19,23 +19,23 @@ from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
-from megatron_worker.megatron.lora import Adapter
-from megatron_worker.megatron.model import Model
-from megatron_worker.megatron.optimizer import Optimizer
+from megatron_worker.megatron.lora import MegatronAdapter
+from megatron_worker.megatron.model import MegatronModel
+from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
 from megatron_worker.megatron.parallel.stages import placed
-from megatron_worker.megatron.passes import Passes
+from megatron_worker.megatron.passes import PipelinePasses
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlotEngine
+from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.jobs.job import Dtype, Lora
 from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape, check_layout
 
 
-class MegatronEngine(SlotEngine[Adapter, Optimizer]):
+class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     """See `megatron_worker.engine.Engine`.
 
     Args:
@@ -52,8 +52,8 @@ class MegatronEngine(SlotEngine[Adapter, Optimizer]):
         self._mesh = join_mesh(layout, device)
         self._folder = model
         with self._mesh.agreement():  # one rank alone may run out of memory
-            self._model = Model(architecture, self._mesh, getattr(torch, dtype))
-        self._passes = Passes(self._model, self._mesh)
+            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype))
+        self._passes = PipelinePasses(self._model, self._mesh)
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
         base = Base(model, architecture, self._slices_here, self._model.flat.views, [self._model.flat.buffer])
         self._slots = Slots(
@@ -62,7 +62,7 @@ class MegatronEngine(SlotEngine[Adapter, Optimizer]):
             self._read_base,
             self._model.set_adapter,
             self._new_adapter,
-            Adapter.new_optimizer,
+            MegatronAdapter.new_optimizer,
             self._new_base_optimizer,
         )
         self.facts = _facts(self._mesh, dtype, architecture)
@@ -72,15 +72,15 @@ class MegatronEngine(SlotEngine[Adapter, Optimizer]):
         with self._mesh.agreement():
             read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh)
 
-    def _new_adapter(self, lora: Lora, device: torch.device) -> Adapter:
+    def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
-        return Adapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
+        return MegatronAdapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
 
-    def _new_base_optimizer(self, device: torch.device) -> Optimizer:
+    def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         flat, regions = self._model.flat, self._model.regions
         if device != self._mesh.device:
-            return Optimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
-        return Optimizer(self._model.parameters, flat, regions, self._mesh)
+            return MegatronOptimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
+        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh)
 
     # A step.
 

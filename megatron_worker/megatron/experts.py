@@ -53,7 +53,7 @@ class Expert(torch.nn.Module):
         return output_MH
 
 
-class Experts(torch.nn.Module):
+class MegatronExperts(torch.nn.Module):
     """Takes the place of an MLP in megatron's spec."""
 
     def __init__(self, config: TransformerConfig, architecture: Architecture, mesh: Mesh, **_: object) -> None:

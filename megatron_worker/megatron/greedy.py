@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch
-from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
-from megatron_worker.megatron.passes import Passes
+from megatron_worker.megatron.passes import PipelinePasses
 
 
-def next_tokens(passes: Passes, model: Model, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
+def next_tokens(passes: PipelinePasses, model: MegatronModel, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
     """Return the most likely token after each sequence, all in one bin; the same on every rank."""
     last_BH = passes.hidden_states(Batch.of_sequences(sequences, mesh.device))
     token_B = torch.empty(len(sequences), dtype=torch.int64, device=mesh.device)

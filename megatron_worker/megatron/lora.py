@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
-from megatron_worker.megatron.optimizer import Optimizer
+from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
@@ -178,7 +178,7 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
 AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
-class Adapter:
+class MegatronAdapter:
     """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
@@ -200,9 +200,9 @@ class Adapter:
                 whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s.expert)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
-    def new_optimizer(self) -> Optimizer:
+    def new_optimizer(self) -> MegatronOptimizer:
         """Return an optimizer that trains this adapter."""
-        return Optimizer(self.parameters, self.flat, self._regions, self._mesh)
+        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh)
 
     def lora_weights(self) -> dict[str, LoraWeights]:
         """Return the weights by the name of their fused linear."""

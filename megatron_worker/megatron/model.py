@@ -24,9 +24,9 @@ from torch.nn import Parameter
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
-from megatron_worker.megatron.experts import Experts
+from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.local_bins import LocalBin
-from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Adapter
+from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
@@ -57,7 +57,7 @@ class SwigluMLP(MLP):
         return self.linear_fc2(F.silu(gate) * up)
 
 
-class Model:
+class MegatronModel:
     """This rank's part of the model, its parameters views of `flat`. Frozen until trained.
 
     Parameters go by the names that they have in the whole model, whatever this stage calls them.
@@ -102,7 +102,7 @@ class Model:
         """The output embedding of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
 
-    def set_adapter(self, adapter: Adapter | None) -> None:
+    def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
         for name, module in self._gpt.named_modules():
@@ -188,5 +188,5 @@ def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh) -> ModuleSpec:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if a.num_experts:
-        layer.submodules.mlp = ModuleSpec(module=Experts, params={"architecture": a, "mesh": mesh})
+        layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params={"architecture": a, "mesh": mesh})
     return layer

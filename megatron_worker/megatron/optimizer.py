@@ -23,7 +23,7 @@ from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
 
 
-class Optimizer:
+class MegatronOptimizer:
     """Trains parameters that are views of one `Flat`, which `regions` cover.
 
     Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that

@@ -13,17 +13,17 @@ from torch import Tensor
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.head.logprobs import score_targets
 from megatron_worker.megatron.local_bins import LocalBin, localised
-from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
 
 Learned = tuple[Batch, dict[str, Tensor]]
 
 
-class Passes:
+class PipelinePasses:
     """Forward and backward passes. Collective: ranks bring equally many bins, the same where they share data."""
 
-    def __init__(self, model: Model, mesh: Mesh) -> None:
+    def __init__(self, model: MegatronModel, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
         self._link = Link(mesh, model.architecture.hidden_size, model.dtype)

@@ -12,7 +12,7 @@ from shared.jobs.events import Cancelled, Event, Failed, Succeeded
 TERMINAL = (Succeeded, Failed, Cancelled)
 
 
-class Report:
+class EventLog:
     """Appends a job's events to its log. Ranks other than 0 have one without a path, which writes nothing."""
 
     def __init__(self, path: Path | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerPlan
 from shared.jobs.leases import LeaseMark
@@ -15,12 +15,12 @@ from shared.storage.paths import WorkerPaths
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimedJob:
     """A claimed job: its file below `claimed/`, its log, and the reason if it is refused as stale."""
 
     path: Path
     job: Job
-    report: Report
+    report: EventLog
     stale: str | None
 
 
@@ -32,7 +32,7 @@ class JobQueue:
         for folder in (paths.jobs, paths.claimed, paths.archive):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def claim(self, accepts: Callable[[WorkerPlan], bool] = lambda plan: True) -> Claim | None:
+    def claim(self, accepts: Callable[[WorkerPlan], bool] = lambda plan: True) -> ClaimedJob | None:
         """Take the oldest job, by rename. Files that are still being written have other names.
 
         Args:
@@ -48,11 +48,11 @@ class JobQueue:
                 return None
             claimed = self._take(path)
             try:
-                report = Report(Path(job.log_path))
+                report = EventLog(Path(job.log_path))
             except InvalidInput as error:
                 self._set_aside(claimed, error)
                 continue
-            return Claim(claimed, job, report, self._stale(job))
+            return ClaimedJob(claimed, job, report, self._stale(job))
         return None
 
     def _take(self, path: Path) -> Path:

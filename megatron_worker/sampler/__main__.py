@@ -46,7 +46,7 @@ def serve(options: argparse.Namespace) -> None:
         import torch
         from tokenizers import Tokenizer
 
-        from megatron_worker.sampler.answers import Answers, Limits
+        from megatron_worker.sampler.answers import AnswerLimits, Answers
         from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
         from megatron_worker.sampler.models import Models
@@ -61,7 +61,7 @@ def serve(options: argparse.Namespace) -> None:
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
     decoder = Decoder(options.model, getattr(torch, options.dtype), device)
     generator = Generator(decoder, options.slots)
-    limits = Limits(min(options.max_model_len, _context_of(options.model)), options.logprobs_mode)
+    limits = AnswerLimits(min(options.max_model_len, _context_of(options.model)), options.logprobs_mode)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -29,7 +29,7 @@ from shared.chat.completions import (
     ErrorResponse,
     LogprobsMode,
     PromptLogprob,
-    Request,
+    SamplerRequest,
     Sampling,
     TokenLogprobs,
     Usage,
@@ -44,7 +44,7 @@ _NO_CHARACTER = "\ufffd"  # the text of tokens that are a part of a character
 _FORM = "structured_outputs"
 _CANCEL_PERIOD_S = 0.5
 _STREAM_PERIOD_S = 0.03  # between two chunks of a stream
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=SamplerRequest)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Limits:
+class AnswerLimits:
     """The most tokens of prompt and completion together, and the kind of logprobs that is reported."""
 
     max_model_len: int
@@ -111,7 +111,7 @@ class Answers:
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         generator: generation.Generator,
-        limits: Limits,
+        limits: AnswerLimits,
     ) -> None:
         self.models = models
         self._decoder = decoder

@@ -22,8 +22,8 @@ from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
 from megatron_worker.sampler.drawing import PromptScores
-from megatron_worker.sampler.experts import Experts, fuse_experts
-from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse, fuse_mlp
+from megatron_worker.sampler.experts import SamplerExperts, fuse_experts
+from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse, fuse_mlp
 from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
@@ -44,7 +44,7 @@ class Layer:
     key_norm_D: Tensor | None
     output: FusedLinear
     mlp_norm_H: Tensor
-    mlp: Mlp | Experts
+    mlp: Mlp | SamplerExperts
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Decoder:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraWeights]) -> Prefilled:
+    def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
         a = self.architecture
         x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
@@ -179,7 +179,7 @@ class Decoder:
         position_B: Tensor,
         num_blocks: int,
         cache: Cache,
-        lora_weights: Mapping[str, LoraWeights],
+        lora_weights: Mapping[str, LoraFactors],
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
@@ -204,7 +204,7 @@ class Decoder:
         return F.linear(hidden_BH, self._output_VH).float()
 
     def _heads(
-        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights], cos_T1D: Tensor, sin_T1D: Tensor
+        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], cos_T1D: Tensor, sin_T1D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, rotated: [T, heads, D]."""
         a = self.architecture
@@ -220,7 +220,7 @@ class Decoder:
         layer: Layer,
         x_TH: Tensor,
         attended_TX: Tensor,
-        lora_weights: Mapping[str, LoraWeights],
+        lora_weights: Mapping[str, LoraFactors],
         *,
         fixed_shapes: bool,
     ) -> Tensor:
@@ -230,7 +230,7 @@ class Decoder:
         match layer.mlp:
             case Mlp() as mlp:
                 return x_TH + mlp(normed_TH, lora_weights)
-            case Experts() as experts:
+            case SamplerExperts() as experts:
                 return x_TH + experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
 
 
 @dataclass(eq=False)
-class Adapter:
+class LoadedAdapter:
     """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
 
     `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
@@ -316,10 +316,10 @@ class Adapter:
 
     name: str
     folder: str
-    lora_weights: Mapping[str, LoraWeights]
+    lora_weights: Mapping[str, LoraFactors]
     drawn_by: DrawnBy = field(default_factory=DrawnBy)
 
-    def become(self, other: "Adapter") -> None:
+    def become(self, other: "LoadedAdapter") -> None:
         """Take another one's weights, under the same name."""
         self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
 
@@ -332,7 +332,7 @@ class Adapter:
         )
 
 
-def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
+def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder)
     path = folder / peft_format.WEIGHTS
@@ -346,13 +346,13 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
         return adapter_of(name, str(folder), lora, decoder, tensors)
 
 
-def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> Adapter:
+def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
     found = {}
     for linear in decoder.linears:
         if targeted := _targeted(linear, lora):
             found[linear.name] = _lora_weights(linear, targeted, lora, tensors, decoder)
-    return Adapter(name, folder, found)
+    return LoadedAdapter(name, folder, found)
 
 
 def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
@@ -375,7 +375,7 @@ def _name(part: TensorSlice, matrix: str) -> str:
 
 def _lora_weights(
     linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, tensors: Mapping[str, Tensor], decoder: Decoder
-) -> LoraWeights:
+) -> LoraFactors:
     num_outputs, num_inputs = linear.weight_OI.shape
     a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
     b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
@@ -386,4 +386,4 @@ def _lora_weights(
             a_RI[columns] = tensors[_name(part, "A")]
             b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
         row += part.shape[0]
-    return LoraWeights(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
+    return LoraFactors(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse_mlp
+from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
 
 
 @dataclass(frozen=True)
-class Experts:
+class SamplerExperts:
     """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one."""
 
     router_EH: Tensor
@@ -39,7 +39,7 @@ class Experts:
     def linears(self) -> list[FusedLinear]:
         return [linear for mlp in self.mlps for linear in mlp.linears]
 
-    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights], *, fixed_shapes: bool) -> Tensor:
+    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool) -> Tensor:
         """Return each token's weighted sum of its experts' outputs.
 
         Args:
@@ -65,7 +65,7 @@ class Experts:
 
 def fuse_experts(
     module: str, a: Architecture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
-) -> Experts:
+) -> SamplerExperts:
     """Fuse the linears of each expert of the MLP with this Hugging Face name. The router stays in `weights`."""
     mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(a.num_experts))
-    return Experts(weights[f"{module}.gate.weight"], mlps, a.experts_per_token, a.normalised_experts)
+    return SamplerExperts(weights[f"{module}.gate.weight"], mlps, a.experts_per_token, a.normalised_experts)

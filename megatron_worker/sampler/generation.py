@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, Prefilled
+from megatron_worker.sampler.decoder import BLOCK, Cache, Decoder, LoadedAdapter, Prefilled
 from megatron_worker.sampler.drawing import Cuts, Drawn, draw, likeliest
-from megatron_worker.sampler.linears import LoraWeights
+from megatron_worker.sampler.linears import LoraFactors
 from megatron_worker.sampler.sequence import End, Sequence, Ticket
 from shared.errors import InvalidInput
 
@@ -68,7 +68,7 @@ class Generator:
         self._arrivals: queue.SimpleQueue[Ticket | Pause | None] = queue.SimpleQueue()
         self._pause: Pause | None = None
         self.num_changes = 0
-        self._lanes: dict[Adapter, _Lane] = {}
+        self._lanes: dict[LoadedAdapter, _Lane] = {}
         self._widths = dict[Shapes, int]()
 
     def submit(self, ticket: Ticket) -> None:
@@ -134,7 +134,7 @@ class Generator:
         """Bytes of keys and values of the sequences under way, and of their prompts."""
         return sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
-    def _lane(self, adapter: Adapter) -> "_Lane":
+    def _lane(self, adapter: LoadedAdapter) -> "_Lane":
         if adapter not in self._lanes:
             if (shapes := shapes_of(adapter.lora_weights)) not in self._widths:
                 self._widths[shapes] = reliable_width(self._decoder, shapes, self._num_slots)
@@ -151,7 +151,7 @@ class _Seat:
 class _Lane:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: Decoder, adapter: Adapter, num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, adapter: LoadedAdapter, num_slots: int) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._drawn_by = adapter.drawn_by
@@ -175,7 +175,7 @@ class _Lane:
         self._waiting.extend(_Seat(sequence, ticket) for sequence in ticket.sequences)
 
     @property
-    def _lora(self) -> Mapping[str, LoraWeights]:
+    def _lora(self) -> Mapping[str, LoraFactors]:
         return self._adapter.lora_weights
 
     def renew(self) -> None:
@@ -320,7 +320,7 @@ def forward(
     token_B: torch.Tensor,
     position_B: torch.Tensor,
     cache: Cache,
-    lora_weights: Mapping[str, LoraWeights],
+    lora_weights: Mapping[str, LoraFactors],
 ) -> torch.Tensor:
     """Call `Decoder.step` over as many blocks as the longest sequence needs."""
     num_tokens = int(position_B.max()) + 1
@@ -328,7 +328,7 @@ def forward(
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
 
 
-def shapes_of(lora_weights: Mapping[str, LoraWeights]) -> Shapes:
+def shapes_of(lora_weights: Mapping[str, LoraFactors]) -> Shapes:
     return tuple((name, each.a_RI.shape, each.b_OR.shape) for name, each in sorted(lora_weights.items()))
 
 
@@ -345,7 +345,7 @@ def reliable_width(decoder: Decoder, shapes: Shapes, num_slots: int) -> int:
     return num_slots
 
 
-def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraWeights]:
+def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraFactors]:
     """Return an adapter that adds to each linear about as much as an input of that size has."""
     device, dtype = decoder.device, decoder.dtype
     drawn = torch.Generator(device).manual_seed(0)
@@ -353,10 +353,10 @@ def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraWeights]:
     def matrix(shape: torch.Size) -> torch.Tensor:
         return (torch.randn(shape, generator=drawn, device=device) / math.sqrt(shape[1])).to(dtype)
 
-    return {name: LoraWeights(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
+    return {name: LoraFactors(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
 
 
-def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> bool:
+def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], num_slots: int) -> bool:
     """Compare two tokens in all slots, then in slots at either end and in the middle, among others."""
     other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
     alike = _two_tokens(decoder, lora_weights, torch.full_like(other, 1))
@@ -370,7 +370,7 @@ def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], 
     return True
 
 
-def _two_tokens(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], token_B: torch.Tensor) -> torch.Tensor:
+def _two_tokens(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], token_B: torch.Tensor) -> torch.Tensor:
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)

@@ -14,7 +14,7 @@ from megatron_worker.families.tensor_slices import TensorSlice
 
 
 @dataclass(frozen=True)
-class LoraWeights:
+class LoraFactors:
     """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
 
     a_RI: Tensor
@@ -40,7 +40,7 @@ class FusedLinear:
             named |= dict(zip(biases, self.bias_O.split(sizes), strict=True))
         return named
 
-    def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
+    def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         y = F.linear(x, self.weight_OI, self.bias_O)
         extra = lora_weights.get(self.name)
         if extra is not None:
@@ -70,7 +70,7 @@ class Mlp:
     def linears(self) -> list[FusedLinear]:
         return [self.gate_up, self.down]
 
-    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
+    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         gate, up = self.gate_up(x_TH, lora_weights).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up, lora_weights)
 

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from pydantic import ValidationError
 
-from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
 from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
-from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import Announcement, Reply
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.messages import Announcement, SyncReply
 from megatron_worker.weight_sync.receiving import Receiving
 from megatron_worker.weight_sync.unnamed import Unnamed
 from shared.chat.completions import (
@@ -26,7 +26,7 @@ from shared.chat.completions import (
     ModelCard,
     ModelList,
     NameWeightsRequest,
-    Request,
+    SamplerRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
@@ -35,7 +35,7 @@ from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=SamplerRequest)
 
 
 class Refused(Exception):
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncedWeights:
     """The weights that a sampler got by a weight sync: their run, the policy's version, and the weights' digest."""
 
     run_id: str
@@ -67,15 +67,15 @@ class Models:
 
     def __init__(self, name: str, folder: Path, decoder: Decoder, generator: Generator, max_model_len: int) -> None:
         self._decoder = decoder
-        self._base: Adapter | None = self._whole(name, str(folder))
-        self._synced: Synced | None = None
+        self._base: LoadedAdapter | None = self._whole(name, str(folder))
+        self._synced: SyncedWeights | None = None
         self._num_held = 0
         self._let_go = threading.Condition()
-        self._renewed: Adapter | None = None  # weights being written, which samples under way will go on under
+        self._renewed: LoadedAdapter | None = None  # weights being written, which samples under way will go on under
         self._generator = generator
         self._max_model_len = max_model_len
-        self._adapters: dict[str, Adapter] = {}
-        self._unnamed = Unnamed[Adapter]()
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._unnamed = Unnamed[LoadedAdapter]()
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
         self._created = int(time.time())
@@ -88,16 +88,16 @@ class Models:
             return ModelList(data=[])
         return ModelList(data=[self._card(base, None), *(self._card(adapter, base.name) for adapter in adapters)])
 
-    def _card(self, adapter: Adapter, parent: str | None) -> ModelCard:
+    def _card(self, adapter: LoadedAdapter, parent: str | None) -> ModelCard:
         about = {"parent": parent, "max_model_len": self._max_model_len} | adapter.drawn_by.model_dump()
         return ModelCard(id=adapter.name, created=self._created, root=adapter.folder, **about)
 
-    def _whole(self, name: str, folder: str, version: int | None = None) -> Adapter:
+    def _whole(self, name: str, folder: str, version: int | None = None) -> LoadedAdapter:
         """Describe the decoder's weights as they lie in memory."""
         sha256 = weights_sha256(self._decoder.named_weights().items())
-        return Adapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
+        return LoadedAdapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
 
-    def find(self, name: str) -> Adapter:
+    def find(self, name: str) -> LoadedAdapter:
         with self._lock:
             base = self._base or self._renewed
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
@@ -110,12 +110,12 @@ class Models:
 
     # Sleep.
 
-    def adapters(self) -> list[Adapter]:
+    def adapters(self) -> list[LoadedAdapter]:
         """Return all adapters, those without a name too."""
         with self._lock:
             return [*self._adapters.values(), *self._unnamed]
 
-    def drop(self) -> tuple[Adapter | None, list[Adapter]]:
+    def drop(self) -> tuple[LoadedAdapter | None, list[LoadedAdapter]]:
         """Forget the weights and all adapters. Returns those that came from folders, and can be read there again."""
         with self._lock:
             base, adapters = self._base, list(self._adapters.values())
@@ -125,7 +125,7 @@ class Models:
         kept = [adapter for adapter in adapters if Path(adapter.folder).is_dir()]
         return (base if base is not None and Path(base.folder).is_dir() else None), kept
 
-    def restore(self, base: Adapter | None, adapters: list[Adapter]) -> None:
+    def restore(self, base: LoadedAdapter | None, adapters: list[LoadedAdapter]) -> None:
         """Serve again what `drop` returned, after it was read again."""
         with self._lock:
             self._base, self._adapters = base, {adapter.name: adapter for adapter in adapters}
@@ -150,7 +150,7 @@ class Models:
             self._adapters[request.lora_name] = adapter
         return f"Success: LoRA adapter '{request.lora_name}' added successfully."
 
-    def _read_adapter(self, name: str, folder: Path, param: str, version: int | None = None) -> Adapter:
+    def _read_adapter(self, name: str, folder: Path, param: str, version: int | None = None) -> LoadedAdapter:
         try:
             return versioned(load_adapter(name, folder, self._decoder), version)
         except InvalidInput as error:
@@ -184,7 +184,7 @@ class Models:
         if not (folder / "config.json").is_file():
             raise Refused(404, f"no model is at {folder}: it has no config.json", "path")
 
-        def read() -> tuple[Adapter, None]:
+        def read() -> tuple[LoadedAdapter, None]:
             self._decoder.read_weights(folder)
             return self._whole(name, str(folder), version), None
 
@@ -210,7 +210,7 @@ class Models:
             return f"{request.name} is not older"
         match request.lora, request.path:
             case True, None:
-                self._put(versioned(Adapter(request.name, "", {}), request.version), request.version)
+                self._put(versioned(LoadedAdapter(request.name, "", {}), request.version), request.version)
             case True, str(path):
                 self._put(self._read_adapter(request.name, Path(path), "path", request.version), request.version)
             case False, str(path):
@@ -226,7 +226,7 @@ class Models:
             held = base if base is not None and base.name == name else self._adapters.get(name)
         return held is None or held.drawn_by.policy_version is None or held.drawn_by.policy_version < version
 
-    def _put(self, adapter: Adapter, version: int) -> None:
+    def _put(self, adapter: LoadedAdapter, version: int) -> None:
         """Put an adapter in the place of an older version under its name, between two tokens."""
 
         def change() -> None:
@@ -268,7 +268,10 @@ class Models:
         return f"served as {request.name}"
 
     def _change(
-        self, write: Callable[[], tuple[Adapter, Synced | None]], name: str | None = None, version: int | None = None
+        self,
+        write: Callable[[], tuple[LoadedAdapter, SyncedWeights | None]],
+        name: str | None = None,
+        version: int | None = None,
     ) -> None:
         """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none.
 
@@ -298,7 +301,7 @@ class Models:
 
         self._generator.change(change, continues=goes_on is not None)
 
-    def receive(self, connection: Connection, announcement: Announcement) -> None:
+    def receive(self, connection: SyncConnection, announcement: Announcement) -> None:
         """Receive one version from a trainer; others wait. Whatever is wrong is told to it."""
         with self._syncing:
             receiving: Receiving | None = None
@@ -311,7 +314,7 @@ class Models:
                     else:
                         self._receive_adapter(receiving, announcement.lora)
             except (InvalidInput, Refused) as error:
-                connection.write(Reply(refused=str(error)))
+                connection.write(SyncReply(refused=str(error)))
             finally:
                 if receiving is not None:
                     receiving.close()
@@ -331,7 +334,7 @@ class Models:
             with self._lock:
                 self._refuse_asleep()
                 self._unnamed.keep(digest, receiving.announcement.run_id, adapter)
-        receiving.reply(Reply())
+        receiving.reply(SyncReply())
         if name is None:  # the trainer does not wait for it
             content = peft_format.content_sha256(lora, file_sha256({each: tensors[each] for each in assembly.names}))
             with self._lock:
@@ -348,18 +351,18 @@ class Models:
             raise InvalidInput("samples of a version before it are still to be drawn", "weight_sync.version")
         receiving.begin(needs_all=held is None or held.digest != announcement.base_digest)
 
-        def write() -> tuple[Adapter, Synced]:
+        def write() -> tuple[LoadedAdapter, SyncedWeights]:
             receiving.go_on()
             digest, version = _assembled(receiving, Assembly(targets)), announcement.version
             base = self._whole(announcement.name or f"sync-{digest}", digest, version)
-            return base, Synced(announcement.run_id, version, digest)
+            return base, SyncedWeights(announcement.run_id, version, digest)
 
         with receiving.waiting():
             if announcement.name is None:
                 with self._let_go:
                     self._let_go.wait_for(lambda: not self._num_held)
             self._change(write, announcement.name)
-        receiving.reply(Reply())
+        receiving.reply(SyncReply())
 
 
 def parsed(model: type[R], body: bytes) -> R:
@@ -372,7 +375,7 @@ def parsed(model: type[R], body: bytes) -> R:
         raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
 
 
-def versioned(adapter: Adapter, version: int | None = None) -> Adapter:
+def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
     """Say which weights an adapter has."""
     adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
     return adapter

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_worker.sampler.decoder import Adapter
+from megatron_worker.sampler.decoder import LoadedAdapter
 from megatron_worker.sampler.drawing import NO_PENALTIES, Penalties, PromptScores, uniform
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
@@ -112,7 +112,7 @@ class Ticket:
     of what was asked.
     """
 
-    def __init__(self, adapter: Adapter, sequences: list[Sequence], num_changes: int = 0) -> None:
+    def __init__(self, adapter: LoadedAdapter, sequences: list[Sequence], num_changes: int = 0) -> None:
         self.adapter = adapter
         self.sequences = sequences
         self.num_changes = num_changes

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
+from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models, Refused, parsed
 from megatron_worker.tensors.offload import HostCopy
@@ -35,7 +35,7 @@ class Sleep:
         self._level: Literal[0, 1, 2] = 0
         self._weights = HostCopy(_whole(decoder.named_weights().values()))
         self._adapters: list[HostCopy] = []
-        self._dropped: tuple[Adapter | None, list[Adapter]] | None = None
+        self._dropped: tuple[LoadedAdapter | None, list[LoadedAdapter]] | None = None
 
     def sleep(self, body: bytes) -> SamplerMemory:
         """Fall asleep, after the sequences under way. A sampler that is asleep sleeps on, at the deeper level."""
@@ -88,7 +88,7 @@ class Sleep:
         self._level, self._adapters, self._dropped = 0, [], None
         self._models.is_asleep = False
 
-    def _read_again(self, base: Adapter | None, adapters: list[Adapter]) -> None:
+    def _read_again(self, base: LoadedAdapter | None, adapters: list[LoadedAdapter]) -> None:
         self._weights.restore()
         try:
             if base is not None:
@@ -107,7 +107,7 @@ def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
-def _tensors_of(adapter: Adapter) -> list[Tensor]:
+def _tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
     return [tensor for weights in adapter.lora_weights.values() for tensor in (weights.a_RI, weights.b_OR)]
 
 

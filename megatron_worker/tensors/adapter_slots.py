@@ -76,7 +76,7 @@ OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 
 
 @dataclass
-class Training(Generic[OptimizerT]):
+class SlotTraining(Generic[OptimizerT]):
     """What is being trained: an adapter's slot, or (None) the base."""
 
     slot: str | None
@@ -142,14 +142,14 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
-        self.trainings: dict[str | None, Training[OptimizerT]] = {}
+        self.trainings: dict[str | None, SlotTraining[OptimizerT]] = {}
 
     @property
     def is_training(self) -> bool:
         return self.active in self.trainings
 
     @property
-    def training(self) -> Training[OptimizerT]:
+    def training(self) -> SlotTraining[OptimizerT]:
         """The training state of the active slot; without one, that of the base."""
         assert self.is_training, "nothing is being trained"
         return self.trainings[self.active]
@@ -190,7 +190,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self._train(None, self._new_base_optimizer(self._device), self._base.slices)
 
     def _train(self, slot: str | None, optimizer: OptimizerT, slices: list[TensorSlice]) -> None:
-        self.trainings[slot] = Training(slot, optimizer, slices)
+        self.trainings[slot] = SlotTraining(slot, optimizer, slices)
         self.residency.add(slot, _training_parts(optimizer))
 
     def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:

@@ -12,7 +12,7 @@ from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
 from shared.jobs.job import Adam, Full, Lora
 
 
-class SlotEngine(Generic[AdapterT, OptimizerT]):
+class SlottedEngine(Generic[AdapterT, OptimizerT]):
     """The part of `megatron_worker.engine.Engine` that only the slots do. A subclass sets `_slots`."""
 
     _slots: Slots[AdapterT, OptimizerT]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
+from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.heads import logits_of, ranked
-from megatron_worker.trainer_rank.inputs import ForwardOutput, Ints, Question, Request, TopK
+from megatron_worker.trainer_rank.inputs import CheckedInput, ForwardOutput, HeadCall, Ints, TopK
 from megatron_worker.trainer_rank.packing import Pack, pack
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
 
 Watch = Callable[[Tensor], Tensor]
-Answer = dict[str, Any]
+OutputFields = dict[str, Any]
 """Some of the fields of a ForwardOutput, by name."""
 
 
@@ -39,7 +39,7 @@ class _Rows:
 
 
 def forward_slot(
-    engine: SlotEngine, requests: Sequence[Request], min_shared_tokens: int, watch: Watch
+    engine: ForwardEngine, requests: Sequence[CheckedInput], min_shared_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
     """Answer requests with the active slot. `watch` gets the backbone's hidden states, and returns them for the heads.
 
@@ -58,9 +58,9 @@ def forward_slot(
     return outputs
 
 
-def _by_question(requests: Sequence[Request], packed: Pack) -> dict[Question, _Rows]:
+def _by_question(requests: Sequence[CheckedInput], packed: Pack) -> dict[HeadCall, _Rows]:
     """Return rows by question, in the order that the planner assumes: heads with a high peak before whole logits."""
-    found: dict[Question, _Rows] = {}
+    found: dict[HeadCall, _Rows] = {}
     for number in packed.order:
         index_P = packed.index_of[number][requests[number].position_P]
         for question in requests[number].questions:
@@ -70,7 +70,7 @@ def _by_question(requests: Sequence[Request], packed: Pack) -> dict[Question, _R
     return {question: found[question] for question in sorted(found, reverse=True)}
 
 
-def _batch(requests: Sequence[Request], packed: Pack, asked: Sequence[_Rows], device: torch.device) -> Batch:
+def _batch(requests: Sequence[CheckedInput], packed: Pack, asked: Sequence[_Rows], device: torch.device) -> Batch:
     """The pack, and a target for each row. Labels are those that the scoring head wants, and 0 for the others."""
 
     def on_device(array: Ints) -> Tensor:
@@ -84,8 +84,8 @@ def _batch(requests: Sequence[Request], packed: Pack, asked: Sequence[_Rows], de
 
 
 def answers(
-    question: Question, rows_NH: Tensor, requests: Sequence[Request], weight_VH: Tensor, shard: VocabShard
-) -> list[Answer]:
+    question: HeadCall, rows_NH: Tensor, requests: Sequence[CheckedInput], weight_VH: Tensor, shard: VocabShard
+) -> list[OutputFields]:
     """Compute one kind of output for several requests. `rows_NH`: their rows, one request after another."""
     sizes = [len(request.position_P) for request in requests]
     match question.kind:
@@ -100,17 +100,17 @@ def answers(
 
 
 def _scored(
-    question: Question,
+    question: HeadCall,
     rows_NH: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[CheckedInput],
     sizes: list[int],
     weight_VH: Tensor,
     shard: VocabShard,
-) -> list[Answer]:
+) -> list[OutputFields]:
     label_N = np.concatenate([request.token_L[request.position_P + 1] for request in requests])
     outputs = Outputs(entropy=question.entropy, temperature=question.temperature)
     scores = score_targets(rows_NH, weight_VH, torch.from_numpy(label_N).to(rows_NH.device), outputs, shard)
-    found: list[Answer] = [{} for _ in requests]
+    found: list[OutputFields] = [{} for _ in requests]
     for name, values_N in (("target_logprob_P", scores.logprob_N), ("entropy_P", scores.entropy_N)):
         parts = [] if values_N is None else values_N.split(sizes)
         for answer, request, part in zip(found, requests, parts, strict=False):
@@ -120,13 +120,13 @@ def _scored(
 
 
 def _ranked(
-    question: Question,
+    question: HeadCall,
     rows_NH: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[CheckedInput],
     sizes: list[int],
     weight_VH: Tensor,
     shard: VocabShard,
-) -> list[Answer]:
+) -> list[OutputFields]:
     """Compute labels and top-k of all rows at once. Rows with fewer labels than others are padded."""
     labels = [_labels(request) for request in requests]
     widest = max(label_PK.shape[1] for label_PK in labels)
@@ -136,7 +136,7 @@ def _ranked(
     found = []
     for request, *of_request in zip(requests, *(x.split(sizes) for x in parts), strict=True):
         label_logprob_PK, top_id_PK, top_logprob_PK = of_request
-        answer: Answer = {}
+        answer: OutputFields = {}
         if request.label_PK is not None:
             answer["label_logprob_PK"] = label_logprob_PK[:, : request.label_PK.shape[1]]
         if request.asked.top_k:
@@ -145,6 +145,6 @@ def _ranked(
     return found
 
 
-def _labels(request: Request) -> Ints:
+def _labels(request: CheckedInput) -> Ints:
     """Return a request's labels, [P, K]; K is 0 if it has none."""
     return np.zeros((len(request.position_P), 0), dtype=np.int64) if request.label_PK is None else request.label_PK

@@ -22,13 +22,13 @@ Inputs = Union["ForwardInput", Sequence["Inputs"], Mapping[str, "Inputs"]]
 """Inputs, in lists and dicts as their user likes. The outputs come in the same ones."""
 
 
-class Slot(Enum):
+class AdapterChoice(Enum):
     """A choice of an adapter. `ACTIVE`: the one that is set when the forward begins."""
 
     ACTIVE = "active"
 
 
-ACTIVE = Slot.ACTIVE
+ACTIVE = AdapterChoice.ACTIVE
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class ForwardInput:
     top_k: int = 0
     logits: bool = False
     hidden: bool = False
-    adapter: str | Slot | None = ACTIVE
+    adapter: str | AdapterChoice | None = ACTIVE
     temperature: float = 1.0
 
 
@@ -110,7 +110,7 @@ class ForwardOutput:
 
 
 @dataclass(frozen=True, order=True)
-class Question:
+class HeadCall:
     """A kind of output with its settings. Rows of equal questions go through a head together."""
 
     kind: str
@@ -120,7 +120,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class CheckedInput:
     """A checked input, as arrays, with defaults filled in."""
 
     token_L: Ints
@@ -155,16 +155,16 @@ class Request:
         return 0 if self.label_PK is None else self.label_PK.shape[1]
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[HeadCall]:
         asked, found = self.asked, []
         for kind in sorted(self.kinds):
             match kind:
                 case "scores":
-                    found.append(Question(kind, entropy=asked.entropy, temperature=asked.temperature))
+                    found.append(HeadCall(kind, entropy=asked.entropy, temperature=asked.temperature))
                 case "ranks":
-                    found.append(Question(kind, temperature=asked.temperature, top_k=asked.top_k))
+                    found.append(HeadCall(kind, temperature=asked.temperature, top_k=asked.top_k))
                 case _:
-                    found.append(Question(kind))
+                    found.append(HeadCall(kind))
         return found
 
 
@@ -194,7 +194,7 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
             return [nested_alike(each, outputs) for each in inputs]
 
 
-def empty_output(request: Request, facts: Facts) -> ForwardOutput:
+def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
     """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
     asked, number_0 = request.asked, torch.zeros(0, device=facts.device)
     found: dict[str, Tensor | TopK] = {}
@@ -214,7 +214,7 @@ def empty_output(request: Request, facts: Facts) -> ForwardOutput:
     return ForwardOutput(**found)
 
 
-def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> Request:
+def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> CheckedInput:
     """Check an input and fill in its defaults. Raises InvalidInput naming the input, the field and the rule."""
     token_L = _ids(asked.tokens, f"{place}.tokens", vocab_size)
     if token_L.ndim != 1 or not len(token_L):
@@ -237,8 +237,8 @@ def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) 
         raise InvalidInput(f"top_k must lie between 0 and the vocabulary's {vocab_size}", f"{place}.top_k")
     if not asked.temperature > 0:
         raise InvalidInput("the temperature must be positive", f"{place}.temperature")
-    adapter = active if isinstance(asked.adapter, Slot) else asked.adapter
-    return Request(token_L, position_P, label_PK, asked, adapter)
+    adapter = active if isinstance(asked.adapter, AdapterChoice) else asked.adapter
+    return CheckedInput(token_L, position_P, label_PK, asked, adapter)
 
 
 def _ids(values: object, place: str, bound: int) -> Ints:

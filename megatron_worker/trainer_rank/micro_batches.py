@@ -12,8 +12,8 @@ import torch
 from megatron_worker.engine import Facts
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import default_budget, new_meter
-from megatron_worker.trainer_rank.inputs import Inputs, Request
-from megatron_worker.trainer_rank.memory.planner import Planner, Share, Slot
+from megatron_worker.trainer_rank.inputs import CheckedInput, Inputs
+from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner, RankShare
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
@@ -59,7 +59,7 @@ class Forwards(Protocol):
     @property
     def facts(self) -> Facts: ...
     def forward(self, inputs: Sequence[Inputs]) -> list[Any]: ...
-    def checked(self, inputs: Inputs, place: str) -> list[Request]: ...
+    def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]: ...
     def lora_of(self, name: str | None) -> tuple[Lora | None, bool]: ...
     def adapter(self, name: str | None) -> AbstractContextManager[None]: ...
     def agreement(self) -> AbstractContextManager[None]: ...
@@ -99,8 +99,8 @@ def micro_batches(
 
 
 def _as_many_as_fit(
-    rank: Forwards, items: Sequence[Inputs], plan: Callable[..., list[Share]]
-) -> tuple[list[Share], list[list[Any]]]:
+    rank: Forwards, items: Sequence[Inputs], plan: Callable[..., list[RankShare]]
+) -> tuple[list[RankShare], list[list[Any]]]:
     """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
 
     Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that error.
@@ -121,14 +121,14 @@ def _as_many_as_fit(
         shares = plan(most=num_items // 2)
 
 
-def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
+def _learn(rank: Forwards, planner: Planner, own: RankShare, times: float) -> None:
     """Tell the planner of each rank that exceeded its estimate, and by which factor."""
     for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
         if most > 1:
             planner.exceeded(frozenset(kind), most)
 
 
-def _agreed_requests(rank: Forwards, items: Sequence[Inputs]) -> list[list[Request]]:
+def _agreed_requests(rank: Forwards, items: Sequence[Inputs]) -> list[list[CheckedInput]]:
     """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
     with rank.agreement():
         requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
@@ -137,7 +137,7 @@ def _agreed_requests(rank: Forwards, items: Sequence[Inputs]) -> list[list[Reque
     return requests
 
 
-def _digest(requests: list[list[Request]]) -> int:
+def _digest(requests: list[list[CheckedInput]]) -> int:
     digest = zlib.crc32(str(torch.is_grad_enabled()).encode())
     for item in requests:
         digest = zlib.crc32(str(len(item)).encode(), digest)
@@ -149,15 +149,17 @@ def _digest(requests: list[list[Request]]) -> int:
     return digest
 
 
-def measured_slots(rank: Forwards, requests: list[list[Request]], planner: Planner, budget_bytes: float) -> list[Slot]:
+def measured_slots(
+    rank: Forwards, requests: list[list[CheckedInput]], planner: Planner, budget_bytes: float
+) -> list[PlannedSlot]:
     """Return the slots that are used, in the order of their forwards, and measure their unknown costs."""
-    of_slot: dict[str | None, list[Request]] = {}
+    of_slot: dict[str | None, list[CheckedInput]] = {}
     for request in (request for item in requests for request in item):
         of_slot.setdefault(request.adapter, []).append(request)
     found = []
     for name in sorted(of_slot, key=lambda name: (name is not None, name or "")):
         lora, trainable = rank.lora_of(name)
-        found.append(Slot(name, lora, trainable and torch.is_grad_enabled()))
+        found.append(PlannedSlot(name, lora, trainable and torch.is_grad_enabled()))
         with rank.adapter(name):
             planner.measure(found[-1], of_slot[name], budget_bytes)
     return found

@@ -18,13 +18,14 @@ from torch import Tensor
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
+from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.in_step import InStep
 from megatron_worker.trainer_rank.inputs import (
+    CheckedInput,
     ForwardInput,
     ForwardOutput,
     Inputs,
-    Request,
     check,
     empty_output,
     leaves,
@@ -32,7 +33,6 @@ from megatron_worker.trainer_rank.inputs import (
 )
 from megatron_worker.trainer_rank.memory.planner import Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Lora
@@ -60,7 +60,9 @@ class TrainerRank:
         InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
     """
 
-    def __init__(self, engine: SlotEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16) -> None:
+    def __init__(
+        self, engine: ForwardEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16
+    ) -> None:
         _refuse_pipelines(engine)
         self.engine = engine
         self.min_shared_tokens = min_shared_tokens
@@ -170,7 +172,7 @@ class TrainerRank:
                 outputs[place] = answer
         return nested_alike(inputs, iter(outputs))
 
-    def _to_answer(self, inputs: Inputs) -> tuple[list[Request], set[str | None]]:
+    def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[str | None]]:
         """Check inputs. Returns them, and the slots whose backbones must be run."""
         if self._in_step is None:
             requests = self.checked(inputs, "inputs")
@@ -193,7 +195,7 @@ class TrainerRank:
         """
         return micro_batches(self, items, self.memory_budget_bytes, self._planner)
 
-    def checked(self, inputs: Inputs, place: str) -> list[Request]:
+    def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]:
         requests = []
         for where, asked in leaves(inputs, place):
             requests.append(check(asked, where, self.facts.vocab_size, self._active))
@@ -347,7 +349,7 @@ class TrainerRank:
             raise InvalidInput(message, f"adapter {name!r}")
 
 
-def _asked_of(requests: Sequence[Request]) -> set[str | None]:
+def _asked_of(requests: Sequence[CheckedInput]) -> set[str | None]:
     return {request.adapter for request in requests if not request.is_empty}
 
 
@@ -356,7 +358,7 @@ def _base_first(name: str | None) -> tuple[bool, str]:
     return name is not None, name or ""
 
 
-def _refuse_pipelines(engine: SlotEngine) -> None:
+def _refuse_pipelines(engine: ForwardEngine) -> None:
     if engine.facts.layout.pp > 1:
         message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
         raise InvalidInput(message, "layout.pp")

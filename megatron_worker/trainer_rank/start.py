@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_worker.process.process_group import backend, start_group
+from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.rank import TrainerRank
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.jobs.job import Dtype
 from shared.jobs.layout import EngineName, Layout
 
@@ -37,7 +37,7 @@ def start(
     return TrainerRank(_new_engine(engine, model, layout or Layout(dp=num_ranks), dtype), memory_budget_bytes)
 
 
-def _new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> SlotEngine:
+def _new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> ForwardEngine:
     match engine:  # each is slow to load
         case "megatron":
             from megatron_worker.megatron.engine import MegatronEngine

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.weight_sync.gathering import Giving
 from megatron_worker.weight_sync.sender import Sending
@@ -16,7 +16,7 @@ Send = Callable[[SyncTarget, SyncAccess], Sending | Giving | None]
 
 @contextmanager
 def sent_meanwhile(
-    send: Send, job: Job, step: int, report: Report, ranks: WorkerRanks, named: SyncTarget | None = None
+    send: Send, job: Job, step: int, report: EventLog, ranks: WorkerRanks, named: SyncTarget | None = None
 ) -> Iterator[None]:
     """Send weights during a `with` block that does not change them, and report `synced`. Collective.
 

@@ -49,7 +49,7 @@ class Hello(Frozen):
     nonce: Sha256
 
 
-class Connection:
+class SyncConnection:
     """One end of a connection. Threads may write at the same time.
 
     `key`: of a connection over TCP; what is written is sealed with it, and what is read is checked.
@@ -120,7 +120,7 @@ class Connection:
 # A trainer's end.
 
 
-def connect_locally(path: str) -> Connection:
+def connect_locally(path: str) -> SyncConnection:
     """Connect to a sampler's Unix socket. Raises SyncBroken."""
     own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     own.settimeout(PATIENCE_S)
@@ -130,10 +130,10 @@ def connect_locally(path: str) -> Connection:
     except OSError as error:
         own.close()
         raise SyncBroken(f"no sampler of this machine listens: {error.strerror or error}") from error
-    return Connection(own, is_trainer=True)
+    return SyncConnection(own, is_trainer=True)
 
 
-def connect(address: str, run_id: str, secret: bytes) -> Connection:
+def connect(address: str, run_id: str, secret: bytes) -> SyncConnection:
     """Connect to a sampler at `host:port`, and agree on a key. Raises SyncBroken.
 
     The sampler has proved that it knows the secret once a reply of it was read.
@@ -147,8 +147,8 @@ def connect(address: str, run_id: str, secret: bytes) -> Connection:
     try:
         _watch_link(own)
         theirs, hello = exactly(own, _NONCE_BYTES, until), Hello(run_id=run_id, nonce=secrets.token_hex(_NONCE_BYTES))
-        Connection(own).write(hello)
-        return Connection(own, _key(secret, theirs, hello), is_trainer=True)
+        SyncConnection(own).write(hello)
+        return SyncConnection(own, _key(secret, theirs, hello), is_trainer=True)
     except SyncBroken:
         own.close()
         raise
@@ -156,7 +156,7 @@ def connect(address: str, run_id: str, secret: bytes) -> Connection:
 
 # A sampler's end.
 
-Serve = Callable[[Connection, Announcement], None]
+Serve = Callable[[SyncConnection, Announcement], None]
 
 
 def accept_locally(path: Path, serve: Serve) -> None:
@@ -224,7 +224,7 @@ def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
         threading.Thread(target=admit, args=(own,), name="weights", daemon=True).start()
 
 
-def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announcement]:
+def _admitted(own: socket.socket, key: bytes | None) -> tuple[SyncConnection, Announcement]:
     """Return a trainer's connection and announcement. Raises SyncBroken: it does not know its run's secret."""
     until = time.monotonic() + _HANDSHAKE_S
     own.settimeout(_HANDSHAKE_S)
@@ -236,9 +236,9 @@ def _admitted(own: socket.socket, key: bytes | None) -> tuple[Connection, Announ
             own.sendall(nonce)
         except OSError as error:
             raise SyncBroken(f"the other end is gone: {error}") from error
-        hello = Connection(own).read(Hello, 1024, until)
+        hello = SyncConnection(own).read(Hello, 1024, until)
         run_key, run_id = _key(secret_of_run(key, hello.run_id), nonce, hello), hello.run_id
-    connection = Connection(own, run_key)
+    connection = SyncConnection(own, run_key)
     announcement = connection.read(Announcement, _MAX_FIRST_BYTES, until)
     if run_id is not None and announcement.run_id != run_id:
         raise SyncBroken("the announcement is of another run")

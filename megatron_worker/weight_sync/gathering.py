@@ -23,7 +23,7 @@ _STOP, _ROWS, _CHANGES = 0, 1, 2  # orders
 _WHOLE, _FAILED = -1, -2  # in the place of a number of changes
 
 
-class Sent:
+class LastSent:
     """Copies of what this rank holds of the last version that was sent, from which changes are found. On the host.
 
     `digest`: rank 0's, of that version; None while the copies are not of one version.
@@ -43,7 +43,7 @@ class Sent:
 class OwnBlocks:
     """What this rank holds: a block is drawn when its first rows are asked for, and the last one is let go."""
 
-    def __init__(self, outgoing: Outgoing, sent: Sent | None) -> None:
+    def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
         self._outgoing, self._sent = outgoing, sent
         self._block: Block | None = None
         self._held: Tensor | None = None
@@ -75,7 +75,7 @@ class OwnBlocks:
 class Gathering:
     """Rank 0's end. `end` must be called once, after errors too."""
 
-    def __init__(self, outgoing: Outgoing, sent: Sent | None) -> None:
+    def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
         self._own = OwnBlocks(outgoing, sent)
         self._ranks = outgoing.ranks
         self._others = [rank for rank in outgoing.members if rank != outgoing.ranks.rank]
@@ -136,7 +136,7 @@ class Gathering:
 class Giving:
     """Another member's end. What it holds must not change before `wait` has returned."""
 
-    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: Sent | None) -> None:
+    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
         self._call = BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
 
     def wait(self) -> None:
@@ -145,7 +145,7 @@ class Giving:
 
 
 @torch.inference_mode()
-def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: Sent | None) -> None:
+def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
     for pieces in chain(cut(outgoing, bucket_bytes), [[]]):  # after the last bucket, too, comes an order to stop
         outgoing.ranks.receive(order, 0)

@@ -93,7 +93,7 @@ class Commit(Frozen):
     digest: Sha256
 
 
-class Message(Frozen):
+class SyncMessage(Frozen):
     """One message of the trainer, but for the first: exactly one of these."""
 
     connect: Connect | None = None
@@ -101,7 +101,7 @@ class Message(Frozen):
     commit: Commit | None = None
 
 
-class Call(Frozen):
+class SyncCall(Frozen):
     """A sampler's call while it joins a group (transports/rendezvous.py); the last is `joined` or `failed`."""
 
     do: Literal["set", "get", "check", "joined", "failed"]
@@ -109,13 +109,13 @@ class Call(Frozen):
     value: str = Field(default="", pattern=VALUE)
 
 
-class Answer(Frozen):
+class SyncAnswer(Frozen):
     """`value` of a get; absent if nobody has set it in time. Of a check, present where it is set."""
 
     value: str | None = Field(default=None, pattern=VALUE)
 
 
-class Reply(Frozen):
+class SyncReply(Frozen):
     """`refused`: why the sampler takes no more. `needs_all`: it does not have the version that changes are to.
 
     `waits`: the reply is yet to come, as samples are still drawn from the version before. `interrupted`: the group
@@ -126,4 +126,4 @@ class Reply(Frozen):
     needs_all: bool = False
     waits: bool = False
     interrupted: bool = False
-    call: Call | None = None
+    call: SyncCall | None = None

@@ -37,7 +37,7 @@ class _Phase:
         return json.dumps({"name": name, "ph": "X", "pid": os.getpid(), "tid": 0, **times, "args": arguments}) + ",\n"
 
 
-class Profile:
+class SyncProfile:
     """Appends the phases of one sync to a file: a JSON array with an event a line, never closed, as the format allows.
 
     Without a path nothing is kept or written.

@@ -4,9 +4,9 @@ import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_worker.weight_sync.connections import PATIENCE_S, Connection, connect, connect_locally
-from megatron_worker.weight_sync.messages import Announcement, Message, Reply, SyncBroken
-from shared.jobs.weight_sync import EXPERIMENTAL, SamplerPlace, Transport
+from megatron_worker.weight_sync.connections import PATIENCE_S, SyncConnection, connect, connect_locally
+from megatron_worker.weight_sync.messages import Announcement, SyncBroken, SyncMessage, SyncReply
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncPlace, Transport
 
 OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
 """Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
@@ -19,19 +19,19 @@ class Receiver:
     `is_interrupted`: it has answered that its group broke; whoever forms another sets it back.
     """
 
-    place: SamplerPlace
-    connection: Connection
+    place: SyncPlace
+    connection: SyncConnection
     num_owed: int = 0
     is_interrupted: bool = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: SyncMessage) -> None:
         """Send a message without waiting for its reply. Raises SyncBroken."""
         self.connection.write(message)
         self.num_owed += 1
 
-    def take_reply(self) -> Reply:
+    def take_reply(self) -> SyncReply:
         """Read one reply or call. Raises SyncBroken, also if it is a refusal."""
-        reply = self.connection.read(Reply)
+        reply = self.connection.read(SyncReply)
         if reply.refused is not None:
             raise SyncBroken(reply.refused)
         if not reply.waits and reply.call is None:
@@ -47,7 +47,7 @@ class Receivers:
         self.living: list[Receiver] = []
         self.problems: dict[str, str] = {}
 
-    def announce(self, places: tuple[SamplerPlace, ...], announcement: Announcement, secret: bytes | None) -> bool:
+    def announce(self, places: tuple[SyncPlace, ...], announcement: Announcement, secret: bytes | None) -> bool:
         """Connect to all samplers and announce a version. Returns True if one of them needs all elements.
 
         Args:
@@ -55,7 +55,7 @@ class Receivers:
         """
         needs_all = announcement.base_digest is None
         for place in places:
-            connection: Connection | None = None
+            connection: SyncConnection | None = None
             try:
                 connection = _connected(place, announcement, secret)
                 connection.write(announcement)
@@ -77,7 +77,7 @@ class Receivers:
             except SyncBroken as broken:
                 self.lose(receiver, str(broken))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: SyncMessage) -> None:
         self.each(lambda receiver: receiver.send(message))
 
     def settle(self, num_owed: int) -> None:
@@ -119,7 +119,7 @@ def _read(receiver: Receiver, readable: Sequence[object]) -> None:
         receiver.take_reply()
 
 
-def _connected(place: SamplerPlace, announcement: Announcement, secret: bytes | None) -> Connection:
+def _connected(place: SyncPlace, announcement: Announcement, secret: bytes | None) -> SyncConnection:
     if announcement.transport not in OVER_TCP:
         return connect_locally(place.socket)
     if place.address is None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import Announcement, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.messages import Announcement, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
 from shared.errors import InvalidInput
 
@@ -21,16 +21,16 @@ _WAITS_S = 10.0
 class Messages:
     """The trainer's messages. Those behind which a group was given up are kept for later."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SyncConnection) -> None:
         self.connection = connection
-        self._ahead: deque[Message] = deque()
+        self._ahead: deque[SyncMessage] = deque()
 
-    def next(self) -> Message:
-        return self._ahead.popleft() if self._ahead else self.connection.read(Message)
+    def next(self) -> SyncMessage:
+        return self._ahead.popleft() if self._ahead else self.connection.read(SyncMessage)
 
     def is_interrupted(self) -> bool:
         while self.connection.is_readable():
-            self._ahead.append(self.connection.read(Message))
+            self._ahead.append(self.connection.read(SyncMessage))
             if self._ahead[-1].connect is not None:
                 return True
         return False
@@ -39,7 +39,7 @@ class Messages:
 class Receiving:
     """One version on its way from a trainer. Everything that comes is checked against its schema."""
 
-    def __init__(self, connection: Connection, announcement: Announcement, device: torch.device) -> None:
+    def __init__(self, connection: SyncConnection, announcement: Announcement, device: torch.device) -> None:
         """Raises InvalidInput: the transport does not work on this device."""
         self.announcement = announcement
         self.digest = ""
@@ -60,13 +60,13 @@ class Receiving:
 
         Raises SyncBroken.
         """
-        self.reply(Reply(needs_all=needs_all))
+        self.reply(SyncReply(needs_all=needs_all))
         self._thread.start()
         self._has_come.wait()
         if self._broken is not None:
             raise self._broken
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: SyncReply) -> None:
         """Answer a message. Raises SyncBroken."""
         self._connection.write(reply)
 
@@ -77,7 +77,7 @@ class Receiving:
         def tell() -> None:
             with suppress(SyncBroken):
                 while not self._goes_on.wait(_WAITS_S):
-                    self.reply(Reply(waits=True))
+                    self.reply(SyncReply(waits=True))
 
         thread = threading.Thread(target=tell, name="weights-wait", daemon=True)
         thread.start()
@@ -107,7 +107,7 @@ class Receiving:
                     yield bucket, buffer
                     if self._device.type == "cuda":
                         torch.cuda.synchronize(self._device)
-                    self.reply(Reply())
+                    self.reply(SyncReply())
 
     def _read_all(self) -> None:
         try:
@@ -118,7 +118,7 @@ class Receiving:
         except OSError as error:  # no memory for buffers
             self._broken = SyncBroken(str(error))
             with suppress(SyncBroken):
-                self.reply(Reply(refused=str(error)))
+                self.reply(SyncReply(refused=str(error)))
         except Exception as error:  # the sampler's other threads must not wait for this one
             self._broken = SyncBroken(f"{type(error).__name__}: {error}")
         if self._broken is not None:
@@ -132,15 +132,15 @@ class Receiving:
         due = 0  # buckets that come again, because others have missed them, are not read twice
         while True:
             match messages.next():
-                case Message(connect=connect, bucket=None, commit=None) if connect is not None:
+                case SyncMessage(connect=connect, bucket=None, commit=None) if connect is not None:
                     self._inbound.connect(messages, connect)
-                case Message(connect=None, bucket=None, commit=commit) if commit is not None:
+                case SyncMessage(connect=None, bucket=None, commit=commit) if commit is not None:
                     self._put(commit.digest)
                     return
-                case Message(connect=None, bucket=bucket, commit=None) if bucket is not None:
+                case SyncMessage(connect=None, bucket=bucket, commit=None) if bucket is not None:
                     buffer = self._received(bucket, due)
                     if buffer is None or bucket.number < due:
-                        self.reply(Reply(interrupted=buffer is None))
+                        self.reply(SyncReply(interrupted=buffer is None))
                     else:
                         due += 1
                         self._put((bucket, buffer))

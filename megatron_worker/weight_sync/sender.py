@@ -8,20 +8,20 @@ import torch
 from megatron_worker.engine import Outgoing
 from megatron_worker.process.background import BackgroundCall
 from megatron_worker.weight_sync.buckets import Bucket, Digest, all_bytes, check_divisible, cut, shapes_sha256
-from megatron_worker.weight_sync.gathering import Gathering, Giving, Sent
-from megatron_worker.weight_sync.messages import Announcement, Commit, Message
-from megatron_worker.weight_sync.profile import Phases, Profile
+from megatron_worker.weight_sync.gathering import Gathering, Giving, LastSent
+from megatron_worker.weight_sync.messages import Announcement, Commit, SyncMessage
+from megatron_worker.weight_sync.profile import Phases, SyncProfile
 from megatron_worker.weight_sync.receivers import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, choose, why_not
-from shared.jobs.weight_sync import SamplerPlace, SyncAccess, SyncOutcome, SyncTarget
+from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncPlace, SyncTarget
 
 
 def send(
     outgoing: Outgoing,
     target: SyncTarget,
     run_id: str,
-    sent: Sent | None = None,
+    sent: LastSent | None = None,
     host: SyncAccess | None = None,
     phases: Phases | None = None,
 ) -> "Sending | Giving | None":
@@ -59,7 +59,7 @@ def send(
         waits=target.waits,
     )
     host = host or SyncAccess()
-    sending = Sending(announcement, outgoing, target.places, host, phases or Profile(host.profile), sent)
+    sending = Sending(announcement, outgoing, target.places, host, phases or SyncProfile(host.profile), sent)
     sending.start()
     return sending
 
@@ -75,10 +75,10 @@ class Sending:
         self,
         announcement: Announcement,
         outgoing: Outgoing,
-        places: tuple[SamplerPlace, ...],
+        places: tuple[SyncPlace, ...],
         host: SyncAccess,
         phases: Phases,
-        sent: Sent | None = None,
+        sent: LastSent | None = None,
     ) -> None:
         self._announcement = announcement
         self._outgoing = outgoing
@@ -167,7 +167,7 @@ class Sending:
         if self._receivers.living:
             digest = self._digest.value
             with self._phases("commit"):
-                self._receivers.send(Message(commit=Commit(digest=digest)))
+                self._receivers.send(SyncMessage(commit=Commit(digest=digest)))
                 self._receivers.settle(0)
         if base is not None:
             base.digest = digest

@@ -26,7 +26,7 @@ from service.apis import errors as problems
 from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
 from service.apis.page import pages
 from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
-from service.apis.tinker.wire import MAX_BODY_BYTES as MAX_BATCH_BYTES
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
 from service.errors import DatabaseUnavailable
 
 logger = logging.getLogger("longshore.service")

@@ -31,7 +31,7 @@ _CONNECT_S = 5.0
 _PREVIEW_TIMEOUT_S = 310.0
 
 
-class Client:
+class CliClient:
     """Call the native API. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
 
     def __init__(

@@ -12,12 +12,12 @@ import typer
 from service.cli.connection import Globals, Json, connect
 from service.cli.output.render import print_json
 
-Command = Callable[..., "Answer | None"]
+Command = Callable[..., "CommandAnswer | None"]
 _OWN = ("client", "context", "as_json")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandAnswer:
     """The result of a command.
 
     Args:

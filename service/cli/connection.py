@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from shared.runs.requests import Run
     from shared.settings import Settings
 
@@ -52,12 +52,12 @@ class _Place:
     is_bound: bool = False
 
 
-def connect(context: typer.Context, patience_s: float = 2.0) -> "Client":
+def connect(context: typer.Context, patience_s: float = 2.0) -> "CliClient":
     """Return a client of the service that this command talks to. `patience_s`: as for Client."""
-    from service.cli.client import Client
+    from service.cli.client import CliClient
 
     found = address(context.obj)
-    return Client(found.url, found.key, patience_s)
+    return CliClient(found.url, found.key, patience_s)
 
 
 def address(given: Globals) -> Address:
@@ -114,14 +114,14 @@ def read_settings() -> "Settings":
 
 def run_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the ids of the newest runs, each with its state and name. (Typer keeps those that match.)"""
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.cli.exits import Stop
 
     # Nothing was called yet, the callback of the options before the command neither.
     given = context.find_root().params
     try:
         found = address(Globals(False, given.get("api_url"), given.get("api_key"), given.get("profile")))
-        with Client(found.url, found.key, patience_s=0, timeout_s=_COMPLETION_PATIENCE_S) as client:
+        with CliClient(found.url, found.key, patience_s=0, timeout_s=_COMPLETION_PATIENCE_S) as client:
             page = client.runs(_MOST_COMPLETIONS, None, words=incomplete or None)
     except (Stop, OSError):
         return []

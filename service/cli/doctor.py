@@ -82,11 +82,11 @@ def _temporal_program() -> Check:
 
 
 def _service(api_url: str, api_key: str | None) -> Check:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.cli.exits import Stop
 
     try:
-        with Client(api_url, api_key) as client:
+        with CliClient(api_url, api_key) as client:
             health = client.health()
             away = [name for name in ("temporal", "store") if health.get(name) != "ok"]
             if away:
@@ -99,11 +99,11 @@ def _service(api_url: str, api_key: str | None) -> Check:
 
 
 def _hosts(api_url: str, api_key: str | None) -> Check:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.cli.exits import Stop
 
     try:
-        with Client(api_url, api_key) as client:
+        with CliClient(api_url, api_key) as client:
             found = client.ask("GET", "/hosts")
     except Stop as stop:
         return Check("hosts", "warn", f"not known: {stop.message}")

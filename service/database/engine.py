@@ -18,7 +18,7 @@ from service.errors import DatabaseUnavailable
 from shared.errors import InvalidInput
 from shared.settings import Settings
 
-Answer = TypeVar("Answer")
+ResultT = TypeVar("ResultT")
 
 _THREADS = 8
 _BUSY_MS = 10_000
@@ -44,18 +44,18 @@ class Database:
     def is_sqlite(self) -> bool:
         return self.engine.dialect.name == "sqlite"
 
-    async def reading(self, work: Callable[[Session], Answer]) -> Answer:
+    async def reading(self, work: Callable[[Session], ResultT]) -> ResultT:
         """Do `work` in a read-only transaction. Raises DatabaseUnavailable; InvalidInput for a NUL in a text."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self.engine)
 
-    async def writing(self, work: Callable[[Session], Answer]) -> Answer:
+    async def writing(self, work: Callable[[Session], ResultT]) -> ResultT:
         """Do `work` in a transaction, which is rolled back if it raises. Raises DatabaseUnavailable.
 
         If another writer has meanwhile inserted a row that `work` inserts, `work` is done a second time.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self._writer)
 
-    def write(self, work: Callable[[Session], Answer]) -> Answer:
+    def write(self, work: Callable[[Session], ResultT]) -> ResultT:
         """Like `writing`, but blocking."""
         return self._do(work, self._writer)
 
@@ -69,7 +69,7 @@ class Database:
         self._threads.shutdown()
         self.engine.dispose()
 
-    def _do(self, work: Callable[[Session], Answer], engine: Engine) -> Answer:
+    def _do(self, work: Callable[[Session], ResultT], engine: Engine) -> ResultT:
         with _away():
             try:
                 return _done(work, engine)
@@ -86,7 +86,7 @@ def open_database(settings: Settings) -> Database:
     return Database(f"sqlite:///{path}")
 
 
-def _done(work: Callable[[Session], Answer], engine: Engine) -> Answer:
+def _done(work: Callable[[Session], ResultT], engine: Engine) -> ResultT:
     with Session(engine, expire_on_commit=False) as session, session.begin():
         return work(session)
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from activities.sampling.questions import Asking
+from activities.sampling.questions import OpenQuestion
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
 from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
 from shared.storage.host_states import BEAT_S, HostAddress, announce
@@ -27,7 +27,7 @@ from shared.storage.store import ObjectStore
 class Answerer(Protocol):
     """Answers questions, in several threads at once. What it raises is told to the asker."""
 
-    def answer(self, request: CompleteRequest, asking: Asking) -> BaseModel: ...
+    def answer(self, request: CompleteRequest, asking: OpenQuestion) -> BaseModel: ...
     def close(self) -> None: ...
 
 
@@ -80,7 +80,7 @@ class _Answers:
     async def _reply(self, asked: CompleteRequest) -> AsyncIterator[bytes]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         drawn = _Drawn(lambda: loop.call_soon_threadsafe(news.set))
-        asking = Asking(drawn.tell)
+        asking = OpenQuestion(drawn.tell)
         answering = loop.run_in_executor(self._threads, self._answered, asked, asking)
         answering.add_done_callback(lambda _: news.set())
         try:
@@ -99,7 +99,7 @@ class _Answers:
             answering.cancel()
             answering.add_done_callback(_forget)
 
-    def _answered(self, asked: CompleteRequest, asking: Asking) -> bytes:
+    def _answered(self, asked: CompleteRequest, asking: OpenQuestion) -> bytes:
         return self._questions.answer(asked, asking).model_dump_json().encode()
 
 

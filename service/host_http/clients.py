@@ -14,7 +14,7 @@ from shared.storage.host_states import HostAddress
 _CONNECT_S = 5.0
 
 
-class Unreachable(Exception):
+class HostUnreachable(Exception):
     """A host cannot be reached from here."""
 
 
@@ -46,7 +46,7 @@ class HostClients:
         is_here = await asyncio.to_thread(Path(at.socket).is_socket)
         place = at.socket if is_here else at.address
         if place is None:
-            raise Unreachable("it is on another machine, and names no address: set LONGSHORE_HOST_ADDRESS there")
+            raise HostUnreachable("it is on another machine, and names no address: set LONGSHORE_HOST_ADDRESS there")
         if place not in self._clients:  # it may have been made during that look
             self._clients[place] = self._made(place, is_here)
         return self._clients[place]

@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 from pydantic import ValidationError
 
-from service.host_http.clients import HostClients, Unreachable
+from service.host_http.clients import HostClients, HostUnreachable
 from shared.errors import NotFound, StoreUnavailable
 from shared.runs.sessions import MOST_TOLD_BYTES
 from shared.storage.host_states import HostAddress
@@ -19,7 +19,7 @@ _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
 _MOST_HELD = 16  # results of a session that were told, and nobody has asked for yet
 _MOST_KNOWN = 4096
-_LOST = (httpx.HTTPError, OSError, StoreUnavailable, Unreachable)
+_LOST = (httpx.HTTPError, OSError, StoreUnavailable, HostUnreachable)
 
 
 class _Listening:

@@ -24,7 +24,7 @@ from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.inference.named_models import one_form
-from service.inference.published_models import Published, PublishedModels, Target
+from service.inference.published_models import PublishedModel, PublishedModels, Target
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
@@ -326,8 +326,8 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _published(model: ArtModel, step: int) -> Published:
-    return Published("adapters", model.published_as, step)
+def _published(model: ArtModel, step: int) -> PublishedModel:
+    return PublishedModel("adapters", model.published_as, step)
 
 
 def _record_key(model: ArtModel) -> str:

@@ -11,7 +11,7 @@ import httpx
 from pydantic import BaseModel
 
 from service.accounts.limits import FairShare
-from service.host_http.clients import HostClients, Unreachable
+from service.host_http.clients import HostClients, HostUnreachable
 from shared.chat.answer_records import new_answer_id
 from shared.errors import InvalidInput
 from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
@@ -85,7 +85,7 @@ class AnsweringHosts:
                 if response.status_code != httpx.codes.OK:
                     raise QuestionLost(f"the sampler's host refuses: {response.status_code}")
                 return await self._read(response.aiter_raw(), request.tenant, so_far)
-        except Unreachable as error:
+        except HostUnreachable as error:
             raise QuestionLost(f"the sampler's host cannot be asked: {error}") from error
         except (httpx.TransportError, OSError) as error:
             raise QuestionLost(f"the sampler's host does not answer: {error!r}") from error

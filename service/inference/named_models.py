@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longshore.training import SessionRun
-from service.inference.published_models import Published, PublishedModels
+from service.inference.published_models import PublishedModel, PublishedModels
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Lora
@@ -109,7 +109,7 @@ class NamedModels:
             raise InvalidInput(f"{found.id} is a whole model, and an adapter is wanted", place)
         return self._published.artifact(tenant, found).uri
 
-    def _find(self, tenant: str, name: str, place: str) -> Published:
+    def _find(self, tenant: str, name: str, place: str) -> PublishedModel:
         try:
             return self._published.find(tenant, name)
         except NotFound as error:

@@ -40,7 +40,7 @@ class Owner(BaseModel):
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A version in the store; or a checkpoint, whose name is its run's id and whose version is its step."""
 
     kind: Kind
@@ -113,12 +113,12 @@ class PublishedModels:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._targets: dict[tuple[str, Published], Target] = {}
+        self._targets: dict[tuple[str, PublishedModel], Target] = {}
         self._records: dict[str, RunRecord] = {}
 
     def list(self, tenant: str) -> list[ServedModel]:
         """List each name once, with its newest version, in alphabetical order; not those whose run is not on record."""
-        newest: dict[str, Published] = {}
+        newest: dict[str, PublishedModel] = {}
         for kind in reversed(_KINDS):
             newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
         listed = []
@@ -137,7 +137,9 @@ class PublishedModels:
         listed = []
         for name, kind in sorted(names.items()):
             with suppress(NotFound):
-                listed.append(self._view(tenant, Published(kind, name, versions[name, kind][-1]), versions[name, kind]))
+                listed.append(
+                    self._view(tenant, PublishedModel(kind, name, versions[name, kind][-1]), versions[name, kind])
+                )
         return listed
 
     def view(self, tenant: str, model_id: str) -> ModelView:
@@ -150,7 +152,7 @@ class PublishedModels:
         files = self.manifest(tenant, found).files
         return view.model_copy(update={"num_bytes": sum(entry.size for entry in files)})
 
-    def _view(self, tenant: str, found: Published, versions: builtins.list[int]) -> ModelView:
+    def _view(self, tenant: str, found: PublishedModel, versions: builtins.list[int]) -> ModelView:
         record = self.record(tenant, found)
         return ModelView(
             id=found.id,
@@ -163,19 +165,19 @@ class PublishedModels:
             created_at=record.created_at,
         )
 
-    def manifest(self, tenant: str, found: Published) -> Manifest:
+    def manifest(self, tenant: str, found: PublishedModel) -> Manifest:
         """Return the list of a version's files. Raises NotFound when they were deleted."""
         artifact = self.artifact(tenant, found)
         return read_manifest(self._store, artifact.uri.removeprefix(f"{self._store.uri}/"), artifact.sha256)
 
-    def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[Published]:
+    def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[PublishedModel]:
         """Versions in the store, of one name or of all, in order."""
         prefix = published(tenant, kind)
         for info in self._store.list(prefix if name is None else f"{prefix}{name}/v"):
             if match := _VERSION.fullmatch(info.key.removeprefix(prefix)):
-                yield Published(kind, match["name"], int(match["version"]))
+                yield PublishedModel(kind, match["name"], int(match["version"]))
 
-    def find(self, tenant: str, model_id: str) -> Published:
+    def find(self, tenant: str, model_id: str) -> PublishedModel:
         """Find a version by its id. Raises NotFound if the id is malformed, or not of a version of this tenant."""
         if name := CheckpointName.parse(model_id):
             return self._checkpoint(tenant, name)
@@ -189,8 +191,8 @@ class PublishedModels:
             raise NotFound(f"there is no published model {model_id[:300]}")
         return found
 
-    def _checkpoint(self, tenant: str, name: CheckpointName) -> Published:
-        found = Published("checkpoints", name.run_id, name.step)
+    def _checkpoint(self, tenant: str, name: CheckpointName) -> PublishedModel:
+        found = PublishedModel("checkpoints", name.run_id, name.step)
         try:
             record = self.record(tenant, found)
         except NotFound:
@@ -200,20 +202,20 @@ class PublishedModels:
         adapter_of(self._store, record, name.step)
         return found
 
-    def _exact(self, tenant: str, name: str, version: int) -> Published | None:
+    def _exact(self, tenant: str, name: str, version: int) -> PublishedModel | None:
         present = (k for k in _KINDS if self._store.head(f"{published_version(tenant, k, name, version)}/{MANIFEST}"))
-        return next((Published(kind, name, version) for kind in present), None)
+        return next((PublishedModel(kind, name, version) for kind in present), None)
 
-    def _newest(self, tenant: str, name: str) -> Published | None:
+    def _newest(self, tenant: str, name: str) -> PublishedModel | None:
         """Find the newest version. There may be newer claims of versions that are not published yet."""
         for kind in _KINDS:
             claims = sum(1 for _ in self._store.list(f"{published(tenant, kind, name)}/claims/"))
             for version in range(claims, 0, -1):
                 if self._store.head(f"{published_version(tenant, kind, name, version)}/{MANIFEST}"):
-                    return Published(kind, name, version)
+                    return PublishedModel(kind, name, version)
         return None
 
-    def describe(self, tenant: str, found: Published, model_id: str) -> ServedModel:
+    def describe(self, tenant: str, found: PublishedModel, model_id: str) -> ServedModel:
         """Return the view of a version for clients. Raises NotFound when its run is not on record."""
         record = self.record(tenant, found)
         return ServedModel(
@@ -244,7 +246,7 @@ class PublishedModels:
             self._targets[tenant, found] = self._read_target(tenant, found)
         return self._targets[tenant, found]
 
-    def _read_target(self, tenant: str, found: Published) -> Target:
+    def _read_target(self, tenant: str, found: PublishedModel) -> Target:
         artifact, record = self.artifact(tenant, found), self.record(tenant, found)
         plan = self._job(record.run_id).plan
         if found.kind == "checkpoints":
@@ -253,7 +255,7 @@ class PublishedModels:
             return Target(plan.model, artifact, plan.dtype, record.run.model, found.name, found.version)
         return Target(artifact, None, plan.dtype, artifact.uri, found.name, found.version)
 
-    def artifact(self, tenant: str, found: Published) -> Artifact:
+    def artifact(self, tenant: str, found: PublishedModel) -> Artifact:
         """Return the files of an adapter or a model. Raises NotFound when they were deleted."""
         if found.kind == "checkpoints":
             return adapter_of(self._store, self.record(tenant, found), found.version)
@@ -262,7 +264,7 @@ class PublishedModels:
             raise NotFound(f"{found.id} is no longer in the store")
         return artifact
 
-    def record(self, tenant: str, found: Published) -> RunRecord:
+    def record(self, tenant: str, found: PublishedModel) -> RunRecord:
         """Return the record of the run that published a version. Raises NotFound when that is not on record."""
         run_id = found.name
         if found.kind != "checkpoints":
@@ -271,7 +273,7 @@ class PublishedModels:
             self._records[run_id] = RunRecord.model_validate_json(self._store.get_bytes(RunKeys(run_id).record))
         return self._records[run_id]
 
-    def owner(self, tenant: str, found: Published) -> Owner:
+    def owner(self, tenant: str, found: PublishedModel) -> Owner:
         """Return the run that made a version, and its train step. Raises NotFound."""
         claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
         return Owner.model_validate_json(claim)
@@ -283,7 +285,7 @@ class PublishedModels:
     def newest_adapter(self, tenant: str, name: str) -> Artifact | None:
         """The files of the newest version; None while there is none."""
         versions = self.versions(tenant, name)
-        return self.artifact(tenant, Published("adapters", name, versions[-1])) if versions else None
+        return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
 
     def delete_model(self, tenant: str, model_id: str) -> None:
         """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""
@@ -296,7 +298,7 @@ class PublishedModels:
         for each in list(self._versions(tenant, found.kind, found.name)):
             self.delete(tenant, each)
 
-    def delete(self, tenant: str, found: Published) -> None:
+    def delete(self, tenant: str, found: PublishedModel) -> None:
         """Delete a version's files, the manifest first, so that it never seems complete. Its number stays taken."""
         key = published_version(tenant, found.kind, found.name, found.version)
         self._store.delete(f"{key}/{MANIFEST}")

@@ -23,7 +23,7 @@ from shared.jobs.job import Full, Lora
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults
-from shared.runs.sessions import MAX_WAITING, Sent
+from shared.runs.sessions import MAX_WAITING, CommandArrived
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -149,7 +149,7 @@ class TrainingSessions:
 
     async def _tell(self, record: RunRecord, number: int, data: bytes) -> None:
         """Tell the session's workflow of a command. Raises Conflict if it takes no more, and takes the command back."""
-        sent = Sent(number=number)
+        sent = CommandArrived(number=number)
         try:
             await update_run(self._runs, self._temporal, record, "command", sent, place="number", sure=number > 1)
         except Conflict:

@@ -48,18 +48,18 @@ class Sampling(Frozen):
     ignore_eos: bool = Field(default=False, description="go on behind the model's own end tokens")
 
 
-class Request(BaseModel):
+class SamplerRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class StreamOptions(Request):
+class StreamOptions(SamplerRequest):
     """Options of a stream of chunks: what it holds besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class CompletionRequest(Request):
+class CompletionRequest(SamplerRequest):
     """`POST /v1/completions`. Sample j of each prompt is drawn with the seed `seed + j`, as vLLM does."""
 
     model: str
@@ -127,18 +127,18 @@ class CompletionRequest(Request):
         return value
 
 
-class LoadAdapterRequest(Request):
+class LoadAdapterRequest(SamplerRequest):
     """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
 
     lora_name: str = Field(min_length=1, max_length=512)
     lora_path: str = Field(min_length=1)
 
 
-class UnloadAdapterRequest(Request):
+class UnloadAdapterRequest(SamplerRequest):
     lora_name: str = Field(min_length=1)
 
 
-class LoadWeightsRequest(Request):
+class LoadWeightsRequest(SamplerRequest):
     """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
 
     `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
@@ -150,7 +150,7 @@ class LoadWeightsRequest(Request):
     again: bool = False
 
 
-class NameWeightsRequest(Request):
+class NameWeightsRequest(SamplerRequest):
     """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
 
     `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
@@ -160,7 +160,7 @@ class NameWeightsRequest(Request):
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class UpdateWeightsRequest(Request):
+class UpdateWeightsRequest(SamplerRequest):
     """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
 
     `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
@@ -173,17 +173,17 @@ class UpdateWeightsRequest(Request):
     path: str | None = Field(default=None, min_length=1)
 
 
-class SleepRequest(Request):
+class SleepRequest(SamplerRequest):
     """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
 
     level: Literal[1, 2] = 1
 
 
-class Answer(BaseModel):
+class SamplerAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class TokenLogprobs(Answer):
+class TokenLogprobs(SamplerAnswer):
     """Lists with one entry for each sampled token: its text, its logprob in nats, its offset in the text, and the
     logprobs of the likeliest tokens in its place.
     """
@@ -194,7 +194,7 @@ class TokenLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class PromptLogprob(Answer):
+class PromptLogprob(SamplerAnswer):
     """A prompt token's logprob in nats, at temperature 1; its rank: 1 for the likeliest."""
 
     logprob: float
@@ -202,7 +202,7 @@ class PromptLogprob(Answer):
     decoded_token: str | None = None
 
 
-class Choice(Answer):
+class Choice(SamplerAnswer):
     """One sample. `finish_reason` is "stop", or "length" where it was cut off.
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
@@ -221,7 +221,7 @@ class Choice(Answer):
     policy_versions: list[int | None] | None = None
 
 
-class DrawnBy(Answer):
+class DrawnBy(SamplerAnswer):
     """Weights that drew some of an answer: the policy's version, where it is known, and the hash of their bits."""
 
     policy_version: int | None = None
@@ -232,13 +232,13 @@ class DrawnBy(Answer):
         return self.model_copy(update={"policy_version": policy_version})
 
 
-class Usage(Answer):
+class Usage(SamplerAnswer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(SamplerAnswer):
     """The answer to a CompletionRequest. The choices of prompt p have the indices `p * n` to `(p + 1) * n - 1`."""
 
     id: str
@@ -250,7 +250,7 @@ class CompletionResponse(Answer):
     drawn_by: list[DrawnBy] | None = Field(default=None, description="of our own sampler; in their order of use")
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(SamplerAnswer):
     """An event of a stream: choices with what is new of them. The last choice of each index has its finish_reason.
 
     `usage` comes in the last event, which has no choices, if it was asked for.
@@ -264,7 +264,7 @@ class CompletionChunk(Answer):
     usage: Usage | None = None
 
 
-class ModelCard(Answer):
+class ModelCard(SamplerAnswer):
     """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
 
     Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
@@ -281,19 +281,19 @@ class ModelCard(Answer):
     weights_sha256: Sha256 | None = None
 
 
-class ModelList(Answer):
+class ModelList(SamplerAnswer):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class PartMemory(Answer):
+class PartMemory(SamplerAnswer):
     """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
 
     device: int = 0
     host: int = 0
 
 
-class SamplerMemory(Answer):
+class SamplerMemory(SamplerAnswer):
     """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
 
     `caches`: keys and values of the sequences that are under way.
@@ -309,14 +309,14 @@ class SamplerMemory(Answer):
         return self.weights.device + self.adapters.device + self.caches.device
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(SamplerAnswer):
     message: str
     type: str = "server_error"
     param: str | None = None
     code: int | str | None = None
 
 
-class ErrorResponse(Answer):
+class ErrorResponse(SamplerAnswer):
     error: ErrorDetail
 
 

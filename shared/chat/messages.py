@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_va
 
 from shared.chat.completions import (
     MAX_TOP_LOGPROBS,
-    Answer,
     LogitBias,
     MinP,
     Only1,
     Penalty,
-    Request,
+    SamplerAnswer,
+    SamplerRequest,
     StreamOptions,
     TopK,
     Usage,
@@ -28,11 +28,11 @@ MAX_STOPS = 16
 MAX_TOOLS = 128
 
 
-class NamedFunction(Request):
+class NamedFunction(SamplerRequest):
     name: str
 
 
-class NamedTool(Request):
+class NamedTool(SamplerRequest):
     """The tool that is called, of those that are offered."""
 
     type: Literal["function"]
@@ -51,19 +51,19 @@ def _known_choice(value: object) -> object:
 _ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
-class TemplateSettings(Request):
+class TemplateSettings(SamplerRequest):
     """What ART's clients say to every template. Templates here render earlier turns as they do by default."""
 
     preserve_thinking: bool | None = None
 
 
-class MoreFields(Request):
+class MoreFields(SamplerRequest):
     """What ART's clients ask of every server, for the sake of those that know it."""
 
     extra_fields: list[str] = Field(default_factory=list, max_length=64)
 
 
-class ChatRequest(Request):
+class ChatRequest(SamplerRequest):
     """`messages` as the model's chat template takes them; choice j is drawn with the seed `seed + j`."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -190,7 +190,7 @@ def _forced(tools: list[dict[str, JsonValue]], choice: Any) -> list[dict[str, Js
     return [tool for tool in tools if wanted in (None, name_of(tool))]
 
 
-class TopLogprob(Answer):
+class TopLogprob(SamplerAnswer):
     """A token that was likely: its text, its logprob in nats, its bytes where they are known."""
 
     token: str
@@ -204,19 +204,19 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = Field(default_factory=list)
 
 
-class ChoiceLogprobs(Answer):
+class ChoiceLogprobs(SamplerAnswer):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class CalledFunction(Answer):
+class CalledFunction(SamplerAnswer):
     """`arguments`: a JSON object, as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Answer):
+class ToolCall(SamplerAnswer):
     """A tool that the model wants called."""
 
     id: str
@@ -224,7 +224,7 @@ class ToolCall(Answer):
     function: CalledFunction
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(SamplerAnswer):
     """The model's message: text, calls of the tools that were offered, or both."""
 
     role: Literal["assistant"] = "assistant"
@@ -233,7 +233,7 @@ class ChatAnswer(Answer):
     tool_calls: tuple[ToolCall, ...] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(SamplerAnswer):
     """One answer of a completion. `token_ids`: the sampled ids with the end token, if the request asked for them.
 
     `answer_id`: the completion's id, under which its token ids are kept. A client that trains on this choice sends it
@@ -248,7 +248,7 @@ class ChatChoice(Answer):
     answer_id: str | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(SamplerAnswer):
     """The answer to a ChatRequest: its choices in order."""
 
     id: str
@@ -260,7 +260,7 @@ class ChatCompletion(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class ChunkChoice(Answer):
+class ChunkChoice(SamplerAnswer):
     """A piece of a choice. Only the last one has a finish_reason. `answer_id`: as a ChatChoice has it."""
 
     index: int
@@ -271,7 +271,7 @@ class ChunkChoice(Answer):
     answer_id: str | None = None
 
 
-class ChatChunk(Answer):
+class ChatChunk(SamplerAnswer):
     """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
 
     `prompt_token_ids` stand in the first one alone, if ids were asked for.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 
-from shared.chat.completions import Answer
+from shared.chat.completions import SamplerAnswer
 from shared.contract import Frozen
 
 
@@ -42,7 +42,7 @@ class Trajectory(Frozen):
         return [one for one, is_sampled in zip(self.policy_versions, self.sampled, strict=True) if is_sampled]
 
 
-class TokenLogprob(Answer):
+class SentTokenLogprob(SamplerAnswer):
     """A token as chat completions name it: by its text, its bytes where the server knows them, and its logprob in nats.
 
     A text `token_id:123` is the id itself, as vLLM writes it when it is asked to.
@@ -53,25 +53,25 @@ class TokenLogprob(Answer):
     bytes: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = None
 
 
-class ChoiceLogprobs(Answer):
+class SentChoiceLogprobs(SamplerAnswer):
     """The tokens of an answer in order: in `content`, or in `refusal` if the model refused to answer."""
 
-    content: tuple[TokenLogprob, ...] | None = None
-    refusal: tuple[TokenLogprob, ...] | None = None
+    content: tuple[SentTokenLogprob, ...] | None = None
+    refusal: tuple[SentTokenLogprob, ...] | None = None
 
     @property
-    def tokens(self) -> tuple[TokenLogprob, ...]:
+    def tokens(self) -> tuple[SentTokenLogprob, ...]:
         return self.content or self.refusal or ()
 
 
-class SampledTurn(Answer):
+class SampledTurn(SamplerAnswer):
     """The record of how an assistant's turn was sampled: the fields beside the message in a chat completion's choice.
 
     `answer_id`: the id of the completion of this installation that the turn was choice number `index` of. The store
     keeps the token ids of that completion.
     """
 
-    logprobs: ChoiceLogprobs | None = None
+    logprobs: SentChoiceLogprobs | None = None
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     finish_reason: str | None = None
     answer_id: str | None = None

@@ -69,7 +69,7 @@ def newest_name(run_id: str) -> str:
     return f"{run_id}-newest"
 
 
-class SamplerPlace(Frozen):
+class SyncPlace(Frozen):
     """Where a trainer finds a sampler: its socket's path on its machine, and `host:port` where others reach it."""
 
     socket: str
@@ -94,9 +94,9 @@ class SyncTarget(Frozen):
     profile_path: str | None = Field(default=None, pattern=PROFILE_PATH)
 
     @property
-    def places(self) -> tuple[SamplerPlace, ...]:
+    def places(self) -> tuple[SyncPlace, ...]:
         addresses = self.addresses or (None,) * len(self.sockets)
-        return tuple(SamplerPlace(socket=s, address=a) for s, a in zip(self.sockets, addresses, strict=True))
+        return tuple(SyncPlace(socket=s, address=a) for s, a in zip(self.sockets, addresses, strict=True))
 
 
 class SyncAccess(Frozen):

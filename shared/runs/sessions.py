@@ -13,7 +13,7 @@ MOST_TOLD_BYTES = 64 << 10
 """Commands and results of at most so many bytes come along with the news of them (activities/bells.py)."""
 
 
-class Sent(Frozen):
+class CommandArrived(Frozen):
     """Tells a session's workflow that the command of this number has been stored."""
 
     number: int = Field(ge=1, le=MAX_NUMBER)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
 from service.runs.views import RunView
@@ -84,13 +84,13 @@ def _write_data(folder: Path) -> tuple[DatasetSource, DatasetSource, DatasetSour
     )
 
 
-def patiently(root: Path, ask: Callable[[Client], T], patience_s: float) -> T:
+def patiently(root: Path, ask: Callable[[CliClient], T], patience_s: float) -> T:
     """Ask a stack that may be down, or go down under the question, until it answers."""
     deadline = time.monotonic() + patience_s
     while True:
         connection = Connection.read(root)
         assert connection is not None
-        with Client(connection.api_url, connection.api_key, timeout_s=_SILENT_S) as client:
+        with CliClient(connection.api_url, connection.api_key, timeout_s=_SILENT_S) as client:
             try:
                 return ask(client)
             except Unreachable:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.jobs.job import Lora
 from shared.jobs.losses import Reinforce
@@ -58,7 +58,7 @@ def _train(stack: Stack, model: Path, groups: list[str], done: Callable[[int], N
         model=model.as_uri(), loss=Reinforce(), trainable=Lora(rank=4), learning_rate=1e-3, max_tokens=64, idle_s=30
     )
     steps = []
-    with Client(connection.api_url, connection.api_key, patience_s=90) as client:
+    with CliClient(connection.api_url, connection.api_key, patience_s=90) as client:
         run_id = client.submit(run, "endurance").run_id
         for number, uri in enumerate(groups):
             step = client.train_step(run_id, f"key-{number}", uri)

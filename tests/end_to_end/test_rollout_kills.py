@@ -15,7 +15,7 @@ import pytest
 from activities.records.checkpoints import find_newest
 from activities.sampling.client import Sampler
 from activities.sampling.samplers import adapter_name
-from service.cli.client import Client
+from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.chat.completions import SamplerReady
 from shared.jobs.weight_sync import newest_name
@@ -369,7 +369,7 @@ def test_a_run_ends_when_no_sampler_has_the_trainers_weights(fresh_stack: Stack,
     run = {"kind": "rl", "model": given["--model"], "rollouts": rollouts, "max_tokens": 80}
     connection = Connection.read(fresh_stack.root)
     assert connection is not None
-    with Client(connection.api_url, connection.api_key) as client:
+    with CliClient(connection.api_url, connection.api_key) as client:
         run_id = client.submit(RLRun.model_validate(run), "never proved").run_id
     ended = fresh_stack.cli("watch", run_id, "--json", check=False)
     assert ended.json["status"] == "failed" and ended.json["problem"]["kind"] == "sampler_mismatch", ended

@@ -22,7 +22,7 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
@@ -290,9 +290,9 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
     "same-shard": (TensorSlice, "local", _same_shard),
-    "forget-finalize": (Model, "_placement", _placement("partial", "whole")),
-    "forget-tied": (Model, "_placement", _placement("tied", "split")),
-    "forget-copies": (Model, "_placement", _placement("expert", "split")),
+    "forget-finalize": (MegatronModel, "_placement", _placement("partial", "whole")),
+    "forget-tied": (MegatronModel, "_placement", _placement("tied", "split")),
+    "forget-copies": (MegatronModel, "_placement", _placement("expert", "split")),
     "own-context": (attention, "gather_rows", lambda _: collectives.gather_alike),
     "own-tokens": (dispatch, "exchange_rows", _kept),
 }

@@ -33,11 +33,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_worker.engine import Engine, Facts, Norms
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
-from megatron_worker.trainer_rank.inputs import Request, check
+from megatron_worker.trainer_rank.inputs import CheckedInput, check
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.contract import Artifact
@@ -79,7 +79,7 @@ class _Kind(NamedTuple):
 class _Scored:
     """What a forward answered about an input, as leaves of the client's graph."""
 
-    request: Request
+    request: CheckedInput
     id_PW: Tensor
     logprob_PW: Tensor
     top_id_PK: Tensor
@@ -166,7 +166,7 @@ class SessionRank:
             commands_dir=str(folder / "commands"),
         )
         (folder / "commands").mkdir(parents=True, exist_ok=True)
-        report = Report(Path(job.log_path) if self._ranks.rank == 0 else None)
+        report = EventLog(Path(job.log_path) if self._ranks.rank == 0 else None)
         self._worker._begin(job, report, lambda: run_id in self._ended, lambda: None)
         adapter = _Adapter(lora, trainable, job)
         self._do(adapter, Skip())
@@ -206,7 +206,7 @@ class SessionRank:
                 outputs[number] = output
         return outputs
 
-    def _scores(self, kind: _Kind, requests: list[Request]) -> list[ForwardOutput]:
+    def _scores(self, kind: _Kind, requests: list[CheckedInput]) -> list[ForwardOutput]:
         asked = Forward(
             data=tuple(_labelled(r, _ids(r)) if kind.labelled else _plain(r, None) for r in requests),
             entropy=kind.entropy,
@@ -324,25 +324,25 @@ def sayable(rank: AnyRank, asked: ForwardInput) -> ForwardInput:
     return asked if isinstance(rank, TrainerRank) else replace(asked, logits=False, hidden=False)
 
 
-def _is_labelled(request: Request) -> bool:
+def _is_labelled(request: CheckedInput) -> bool:
     """True if other ids are scored than the tokens that follow, or some behind the last token."""
     return request.ranks or not request.scores
 
 
-def _ids(request: Request) -> list[list[int]]:
+def _ids(request: CheckedInput) -> list[list[int]]:
     """The ids that are scored at each position, [P, W]: the token that follows, and the labels."""
     labels = [[] for _ in request.position_P] if request.label_PK is None else request.label_PK.tolist()
     follows = [[int(request.token_L[p + 1])] if request.scores else [] for p in request.position_P]
     return [next_one + others or _NO_LABEL_WANTED for next_one, others in zip(follows, labels, strict=True)]
 
 
-def _plain(request: Request, weight_P: list[float] | None) -> Datum:
+def _plain(request: CheckedInput, weight_P: list[float] | None) -> Datum:
     weight_L = np.zeros(len(request.token_L) - 1)
     weight_L[request.position_P] = 1.0 if weight_P is None else weight_P
     return Datum(tokens=tuple(request.token_L.tolist()), weights=tuple(weight_L.tolist()))
 
 
-def _labelled(request: Request, ids: list[list[int]], weights: list[list[float]] | None = None) -> Datum:
+def _labelled(request: CheckedInput, ids: list[list[int]], weights: list[list[float]] | None = None) -> Datum:
     """A token is appended, for labels of the last place to stand at; no other place sees it."""
     labels: list[list[int]] = [[] for _ in request.token_L]
     label_weights: list[list[float]] = [[] for _ in request.token_L]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.training.evaluation import told
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
@@ -164,7 +164,7 @@ def test_the_end_comes_in_the_order_that_is_promised(workshop: Workshop, ending:
         seen.append(True)
 
     worker = new_worker(workshop.root, build_one)
-    worker.run(job, Report(Path(job.log_path)), lambda: ending == "cancelled" and bool(engines), archive)
+    worker.run(job, EventLog(Path(job.log_path)), lambda: ending == "cancelled" and bool(engines), archive)
     assert seen
     assert read_log(job.log_path)[-1].event == ending
 
@@ -199,7 +199,7 @@ def test_a_cancelled_job_leaves_a_checkpoint_that_goes_on_to_the_same_bits(works
     whole = do(workshop, "whole", plan)
     build_one, cancelled = stop_after(steps_before)
     worker, job = new_worker(workshop.root, build_one), workshop.job("cancelled", plan)
-    worker.run(job, Report(Path(job.log_path)), cancelled=cancelled)
+    worker.run(job, EventLog(Path(job.log_path)), cancelled=cancelled)
     events = read_log(job.log_path)
     assert isinstance(events[-1], Cancelled)
     assert events[-1].step == steps_before
@@ -220,7 +220,7 @@ def test_a_cancel_does_not_wait_for_the_last_token_of_the_samples(workshop: Work
     evaluation = Evaluation(data=workshop.held_out, num_samples=2, sample_tokens=1000)
     worker = new_worker(workshop.root, lambda plan, model: Talking(model))
     job = workshop.job("cancelled", workshop.plan(evaluation=evaluation))
-    worker.run(job, Report(Path(job.log_path)), cancelled=lambda: bool(turns))
+    worker.run(job, EventLog(Path(job.log_path)), cancelled=lambda: bool(turns))
     assert [type(e) for e in read_log(job.log_path)] == [Started, Saved, Offloaded, Cancelled]
     assert len(turns) == 1
     assert turns[0] < 100
@@ -278,7 +278,7 @@ def test_a_probe_is_scored_by_the_weights_that_a_job_leaves(workshop: Workshop, 
 def test_no_probe_after_a_cancel_and_none_unasked(workshop: Workshop):
     build_one, cancelled = stop_after(2)
     worker, job = new_worker(workshop.root, build_one), workshop.job("cancelled", workshop.plan(probe=PROBE))
-    worker.run(job, Report(Path(job.log_path)), cancelled=cancelled)
+    worker.run(job, EventLog(Path(job.log_path)), cancelled=cancelled)
     unasked = do(workshop, "unasked", workshop.plan(num_steps=1))
     for events in (read_log(job.log_path), read_log(unasked.log_path)):
         assert not [e for e in events if isinstance(e, Probed)]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
+from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
 from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
@@ -53,7 +53,7 @@ def folders(mixture, tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapters(decoder, folders):
     loaded = {name: load_adapter(name, folders[name], decoder) for name in LORAS}
-    return {None: Adapter("base", "", {}), **loaded}
+    return {None: LoadedAdapter("base", "", {}), **loaded}
 
 
 def logprobs_of(decoder, ids, lora_weights):
@@ -154,7 +154,7 @@ def test_a_slot_has_the_same_bits_whatever_experts_the_others_choose(decoder, ad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_samples_do_not_depend_on_what_else_is_drawn(mixture, folders, dtype):
     decoder = Decoder(mixture, dtype, CPU)
-    adapter, base = load_adapter("one", folders["one"], decoder), Adapter("base", "", {})
+    adapter, base = load_adapter("one", folders["one"], decoder), LoadedAdapter("base", "", {})
 
     def wanted():
         return [sequence_of(mixture, tuple(ids_of(length, length)), length) for length in (1, 30, 60)]

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from longshore.training import LINEARS
-from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
+from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
 from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
@@ -55,7 +55,7 @@ def test_a_cancelled_ticket_leaves_its_slots(model):
     """It would never end by itself; what comes after it finds its slots free, and it does not grow any more."""
     decoder = Decoder(model, torch.float32, torch.device("cpu"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    generator, base = Generator(decoder, 2), Adapter(NAME, "", {})
+    generator, base = Generator(decoder, 2), LoadedAdapter(NAME, "", {})
 
     def ticket(max_tokens):
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)

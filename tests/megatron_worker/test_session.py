@@ -11,7 +11,7 @@ from torch import Tensor
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
 from megatron_worker.engine import Batch, LossFunction
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from shared.jobs.commands import (
     Command,
     Datum,
@@ -335,7 +335,7 @@ def test_a_cancelled_session_leaves_its_state(workshop: Workshop, tmp_path: Path
     job = session_job(workshop, tmp_path / "s", commands)
     worker = new_worker(workshop.root)
     asked = Path(job.commands_dir or "") / f"{3:08d}.result.json"
-    worker.run(job, Report(Path(job.log_path)), cancelled=asked.exists)
+    worker.run(job, EventLog(Path(job.log_path)), cancelled=asked.exists)
     events = read_log(job.log_path)
     assert isinstance(events[-1], Cancelled | Succeeded)
     assert [e.step for e in events if isinstance(e, Saved)] == [2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import RootModel
 
-from activities.sampling.questions import Asking
+from activities.sampling.questions import OpenQuestion
 from service.host_http.answers import answering
 from service.host_http.clients import HostClients
 from service.host_http.server import serving
@@ -41,7 +41,7 @@ def question(prompt: str = "How many crates?", tenant: str = "default") -> Compl
 class Asked:
     """Answers by a function."""
 
-    answer: Callable[[CompleteRequest, Asking], RootModel[str]]
+    answer: Callable[[CompleteRequest, OpenQuestion], RootModel[str]]
 
     def close(self) -> None:
         pass
@@ -49,7 +49,7 @@ class Asked:
 
 @contextmanager
 def host(
-    root: Path, answer: Callable[[CompleteRequest, Asking], RootModel[str]], address: str | None = None
+    root: Path, answer: Callable[[CompleteRequest, OpenQuestion], RootModel[str]], address: str | None = None
 ) -> Iterator[tuple[Settings, HostAddress]]:
     settings = Settings.model_validate({"root": root, "seal_key": "k" * 32, "host_address": address})
     with answering(Asked(answer)) as routes, serving(settings, "host-one", routes) as at:
@@ -76,7 +76,7 @@ def prompt_of(request: CompleteRequest) -> str:
     return str(request.asked.prompt)
 
 
-def echo(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+def echo(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
     return RootModel(prompt_of(request))
 
 
@@ -123,7 +123,7 @@ def answers(context: ssl.SSLContext, address: str) -> bool:
 async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_path: Path) -> None:
     heard, told = threading.Semaphore(0), [("a",), ("a b", "c"), ("a",), ("a b", "c d")]
 
-    def grow(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+    def grow(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
         assert asking.tell is not None
         for number, texts in enumerate(told):
             asking.tell(texts)
@@ -149,7 +149,7 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
         "failed": ZeroDivisionError("a secret"),
     }
 
-    def fail(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+    def fail(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
         raise errors[prompt_of(request)]
 
     with host(tmp_path, fail) as (settings, at):
@@ -165,7 +165,7 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
 async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
     leave = threading.Event()
 
-    def wait(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+    def wait(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
         leave.wait(60)
         return RootModel("")
 
@@ -182,7 +182,7 @@ async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
 async def test_whoever_hangs_up_takes_the_question_back(tmp_path: Path) -> None:
     connected, closed, seen = threading.Event(), threading.Event(), threading.Event()
 
-    def endless(request: CompleteRequest, asking: Asking) -> RootModel[str]:
+    def endless(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
         with asking.connected(closed.set):
             connected.set()
             assert closed.wait(60)

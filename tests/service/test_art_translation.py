@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_events import TrainStep
+from service.apis.art.job_events import JobStep
 from service.apis.art.job_request import rl_run, sft_run
 from service.apis.art.sent_groups import split
 from service.inference.art_models import ArtName, ArtSettings, new_model
@@ -156,11 +156,11 @@ def test_every_model_is_published_under_a_name(name: str) -> None:
 # Events.
 
 
-def step(state: Any, **fields: Any) -> TrainStep:
-    return TrainStep("rl-1.3", StepStatus(step=3, key="k", groups="g", state=state, **fields))
+def step(state: Any, **fields: Any) -> JobStep:
+    return JobStep("rl-1.3", StepStatus(step=3, key="k", groups="g", state=state, **fields))
 
 
-def told(one: TrainStep) -> list[str]:
+def told(one: JobStep) -> list[str]:
     return [event.type.removeprefix("training_") for event in one.page(None, 10).data]
 
 
@@ -187,5 +187,5 @@ def test_a_step_that_changed_nothing_has_no_gradient() -> None:
 def test_a_step_that_fails_says_why() -> None:
     failed = step("failed", problem=Problem(kind="invalid_input", message="groups.jsonl:1: too long"))
     assert failed.events()[-1].data == {"error_message": "groups.jsonl:1: too long"}
-    lost = TrainStep("rl-1.3", None, "the run was cancelled")
+    lost = JobStep("rl-1.3", None, "the run was cancelled")
     assert (told(lost), lost.status) == (["started", "failed"], "failed")

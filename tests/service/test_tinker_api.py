@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.wire import MAX_BODY_BYTES, MESSAGES, PROTOBUF
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, MESSAGES, PROTOBUF
 from shared.jobs.commands import CommandHead
 from shared.settings import RateLimitSettings
 from shared.storage.paths import RunKeys
@@ -105,11 +105,11 @@ def test_what_is_no_request_is_refused_before_it_is_read(
     refused(door.post("/forward_backward", content=sound, headers=ZSTD), 422, "zstd")
     refused(door.post("/forward_backward", content=sound, headers=SENT | {"content-encoding": "br"}), 422, "br")
     head = MESSAGES["ForwardBackwardRequest"](model_id=model["model_id"], seq_id=500).SerializeToString()
-    bomb = compressed(b"\0" * (MAX_BODY_BYTES + 1), 19)
+    bomb = compressed(b"\0" * (MAX_MESSAGE_BYTES + 1), 19)
     refused(door.post("/forward_backward", content=bomb, headers=ZSTD), 422, "16,777,216")
-    refused(door.post("/forward_backward", content=b"\0" * (MAX_BODY_BYTES + 1), headers=SENT), 413)
+    refused(door.post("/forward_backward", content=b"\0" * (MAX_MESSAGE_BYTES + 1), headers=SENT), 413)
     for field in (b"\x1a\x00", b"\x2a\x00", b"\x1a\x02\x0a\x00"):  # of empty messages, which take memory
-        many = field * ((MAX_BODY_BYTES - 100) // len(field))
+        many = field * ((MAX_MESSAGE_BYTES - 100) // len(field))
         assert len(compressed(many)) < 4096
         refused(door.post("/forward_backward", content=compressed(many), headers=ZSTD), 404)
         refused(door.post("/forward_backward", content=compressed(head + many), headers=ZSTD), 422)

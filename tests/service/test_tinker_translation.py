@@ -14,10 +14,10 @@ from service.apis.tinker import samples
 from service.apis.tinker.addresses import error_body, tinker_key
 from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
-from service.apis.tinker.requests import Sample
+from service.apis.tinker.requests import SampleRequest
 from service.apis.tinker.sessions import about_session
 from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told, with_substitute
-from service.apis.tinker.wire import MAX_BODY_BYTES, SentRequest, plain_body
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, plain_body
 from service.database import migrate
 from service.database.engine import Database
 from service.errors import Conflict
@@ -107,7 +107,7 @@ def test_a_substitute_is_named_to_its_client() -> None:
     assert list(told(command, "cispo", {}, result, "cispo")[1]) == ["loss:sum"]
     assert with_substitute(computed, "dro") == computed, "a loss that was named is computed"
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "record_stability_info": True}
-    Sample.model_validate(body).check(records_nothing=True)
+    SampleRequest.model_validate(body).check(records_nothing=True)
     assert "cispo is, in its place" in about_session(TinkerSettings(stable_reinforce="cispo"))
     assert "stable_reinforce" not in about_session(TinkerSettings())
 
@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said(name: str) -> None:
 def test_bodies_are_bounded_and_whole() -> None:
     body = batch().SerializeToString()
     assert plain_body(compressed(body), "zstd") == body == plain_body(body, "")
-    bomb = compressed(b"\0" * (MAX_BODY_BYTES + 1), 19)
+    bomb = compressed(b"\0" * (MAX_MESSAGE_BYTES + 1), 19)
     assert len(bomb) < 10_000
     for given, encoding, rule in (
         (bomb, "zstd", "more than the 16,777,216 bytes"),
@@ -277,7 +277,7 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
         "sampling_params": {"max_tokens": 4096, "stop": []},
         "num_samples": 150,
     }
-    asked = Sample.model_validate(body)
+    asked = SampleRequest.model_validate(body)
     assert samples.parts(asked) == [(0, 64), (64, 64), (128, 22)]
     last = samples.part_of(samples.question(asked, "m"), 10, 4, 1)
     assert (last.seed, last.n, last.ignore_eos, last.prompt) == (14, 1, True, [5, 6])
@@ -294,7 +294,7 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
         assert caught.value.place == name
     for wrong in (-1, 21, 10**9):
         with pytest.raises(ValidationError, match="topk_prompt_logprobs"):
-            Sample.model_validate(body | {"topk_prompt_logprobs": wrong})
+            SampleRequest.model_validate(body | {"topk_prompt_logprobs": wrong})
     told = asked.model_copy(update={"topk_prompt_logprobs": 20})
     whole = samples.question(told, "m")
     assert [samples.part_of(whole, 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
@@ -308,10 +308,10 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
             check_length(Settings(), text)
     # A long prompt is scored once, and its ids are not copied for each of the questions.
     many = {"prompt": {"chunks": [{"tokens": [5] * 8000}]}, "num_samples": 1024, "sampling_params": {"max_tokens": 512}}
-    scored = Sample.model_validate(many | {"prompt_logprobs": True})
+    scored = SampleRequest.model_validate(many | {"prompt_logprobs": True})
     assert samples.parts(scored) == [(0, 496), (496, 512), (1008, 16)]
     whole = samples.question(scored, "m")
     assert all(samples.part_of(whole, 0, *part).prompt is whole.prompt for part in samples.parts(scored))
     for wrong in (-1, 21, 10**9):
         with pytest.raises(ValidationError):
-            Sample.model_validate(body | {"topk_prompt_logprobs": wrong})
+            SampleRequest.model_validate(body | {"topk_prompt_logprobs": wrong})

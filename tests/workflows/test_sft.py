@@ -19,7 +19,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 
 from activities.hosts.lease import LeaseRecord
 from activities.hosts.progress import ProgressReport
-from activities.hosts.run_job import JobRequest
+from activities.hosts.run_job import RunJobRequest
 from activities.hosts.worker_process import processes_of
 from shared.contract import Fence
 from shared.jobs.events import Step
@@ -130,7 +130,7 @@ async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(st
     first.join()
     await handle.terminate()
     plan = job_plan(artifact(stack.store, stack.settings.root_path / "any", "any", a="b"))
-    request = JobRequest(plan=plan, fence=lease.fence, worker_id=stack.worker_ids()[0], cancel_grace_s=1)
+    request = RunJobRequest(plan=plan, fence=lease.fence, worker_id=stack.worker_ids()[0], cancel_grace_s=1)
     late = await stack.client.start_activity(
         "run_job",
         request,

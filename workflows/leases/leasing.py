@@ -20,8 +20,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed, is_final, problem_of, was_cancelled
 
 
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 
 
 class Lost(Exception):
@@ -104,7 +104,7 @@ class Leasing:
                 _leave(other)
             self._asked = (self._asked[grant.joined],)
 
-    def take(self, activity: Callable[[Any, Request], None], request: Request, epoch: int) -> None:
+    def take(self, activity: Callable[[Any, RequestT], None], request: RequestT, epoch: int) -> None:
         """Start the lease activity that waits for a process. A process that is still held is given back."""
         self.release()
         self.epoch, self._shared_s = epoch, None
@@ -122,7 +122,7 @@ class Leasing:
             self._asked += (self._ask(Lease.join_lease, request, request.join_queue),)
 
     def _ask(
-        self, activity: Callable[[Any, Request], None], request: Request, queue: str
+        self, activity: Callable[[Any, RequestT], None], request: RequestT, queue: str
     ) -> workflow.ActivityHandle[None]:
         return workflow.start_activity_method(
             activity,
@@ -176,15 +176,15 @@ class Leasing:
 
 
 async def on_leased_host(
-    activity: Callable[[Any, Request], Answer],
-    request: Request,
+    activity: Callable[[Any, RequestT], ResultT],
+    request: RequestT,
     grant: LeaseGrant,
     timing: RunTiming,
     retry: RetryPolicy,
     cancellation: workflow.ActivityCancellationType = workflow.ActivityCancellationType.TRY_CANCEL,
-) -> Answer:
+) -> ResultT:
     """Execute an activity on the host that holds a lease, for as long as it takes. Raises ActivityError."""
-    answer: Answer = await workflow.execute_activity_method(
+    answer: ResultT = await workflow.execute_activity_method(
         activity,
         request,
         task_queue=grant.host_queue,

@@ -23,7 +23,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed, is_mismatch, problem_of
     from workflows.rollouts.requests import rollouts_of, sampler_key
 
-Request = TypeVar("Request")
+RequestT = TypeVar("RequestT")
 Answer = TypeVar("Answer")
 REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
 DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn again"
@@ -125,8 +125,8 @@ class Sampling:
 
     async def do(
         self,
-        activity: Callable[[Any, Request], Answer],
-        request: Callable[[SamplerPlace], Request],
+        activity: Callable[[Any, RequestT], Answer],
+        request: Callable[[SamplerPlace], RequestT],
         model: Artifact,
         before: Callable[[LeaseGrant], Coroutine[Any, Any, object]] | None = None,
     ) -> Answer:
@@ -291,8 +291,8 @@ class Sampling:
 
     async def ask(
         self,
-        activity: Callable[[Any, Request], Answer],
-        request: Callable[[SamplerPlace], Request],
+        activity: Callable[[Any, RequestT], Answer],
+        request: Callable[[SamplerPlace], RequestT],
         grant: LeaseGrant,
     ) -> Answer:
         """Execute an activity on one sampler, which is woken first if it sleeps. Raises ActivityError."""
@@ -309,7 +309,9 @@ class Sampling:
         finally:
             self._num_at_work -= 1
 
-    async def _execute(self, activity: Callable[[Any, Request], Answer], request: Request, grant: LeaseGrant) -> Answer:
+    async def _execute(
+        self, activity: Callable[[Any, RequestT], Answer], request: RequestT, grant: LeaseGrant
+    ) -> Answer:
         result: Answer = await workflow.execute_activity_method(
             activity,
             request,

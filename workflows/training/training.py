@@ -10,7 +10,7 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
-    from activities.hosts.run_job import JobRequest, JobResult, RunJob
+    from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
     from shared.errors import AVOIDED, HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, Lora
@@ -262,7 +262,7 @@ class Training:
         self.changed()
 
     async def _run_job(self, plan: AnyPlan, grant: LeaseGrant) -> JobResult:
-        request = JobRequest(
+        request = RunJobRequest(
             plan=plan,
             fence=grant.fence,
             worker_id=grant.worker_id,

@@ -55,10 +55,10 @@ class Link:
 
 
 # A bin's forward on this stage: its number, what was received, and what is sent on, or, of the last stage, the loss.
-Forward = Callable[[int, Tensor | None], Tensor]
+StageForward = Callable[[int, Tensor | None], Tensor]
 
 
-def one_forward_one_backward(link: Link, rows: Sequence[int], forward: Forward) -> None:
+def one_forward_one_backward(link: Link, rows: Sequence[int], forward: StageForward) -> None:
     """Run forward and backward of all bins; gradients accumulate. `rows`: each bin's, between layers on this rank."""
     mesh, num_bins = link.mesh, len(rows)
     alive: deque[tuple[int, Tensor | None, Tensor]] = deque()

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from megatron_worker.tensors.pass_costs import PassBytes, PassCost
-from megatron_worker.trainer_rank.inputs import Question, Request
+from megatron_worker.trainer_rank.forward_engine import ForwardEngine
+from megatron_worker.trainer_rank.inputs import CheckedInput, HeadCall
 from megatron_worker.trainer_rank.memory.probes import block_mask_bytes, mask_elements, measure_backbone, measure_head
 from megatron_worker.trainer_rank.packing import PackSize, pack
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
@@ -26,7 +26,7 @@ _MARGIN = 0.02  # added to an estimate, as a fraction
 _LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of one question in a pack: their number, the most of one input, and the most labels of a row."""
 
     num: int = 0
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     num_labels: int = 0
 
 
-class Slot(NamedTuple):
+class PlannedSlot(NamedTuple):
     name: str | None
     lora: Lora | None
     keeps_graph: bool
@@ -45,25 +45,27 @@ class SlotLoad:
     """The work of one slot in one rank's micro-batch."""
 
     size: PackSize
-    rows: dict[Question, Rows] = field(default_factory=dict)
+    rows: dict[HeadCall, HeadRows] = field(default_factory=dict)
 
-    def with_requests(self, requests: Sequence[Request]) -> "SlotLoad":
+    def with_requests(self, requests: Sequence[CheckedInput]) -> "SlotLoad":
         size, rows = self.size.copy(), self.rows.copy()
         for request in requests:
             size.add(request.token_L)
             count = len(request.position_P)
             for question in request.questions:
-                had = rows.get(question, Rows())
-                rows[question] = Rows(had.num + count, max(had.most, count), max(had.num_labels, request.num_labels))
+                had = rows.get(question, HeadRows())
+                rows[question] = HeadRows(
+                    had.num + count, max(had.most, count), max(had.num_labels, request.num_labels)
+                )
         return SlotLoad(size, rows)
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One rank's share of a micro-batch: the indices of its items, their work by slot, and the estimated bytes."""
 
     items: tuple[int, ...]
-    loads: dict[Slot, SlotLoad]
+    loads: dict[PlannedSlot, SlotLoad]
     planned_bytes: float = 0.0
 
     @property
@@ -88,13 +90,13 @@ class Planner:
     that exceeded its budget took more than its estimate.
     """
 
-    def __init__(self, engine: SlotEngine, min_shared_tokens: int) -> None:
+    def __init__(self, engine: ForwardEngine, min_shared_tokens: int) -> None:
         self._engine, self._min_shared = engine, min_shared_tokens
         self._backbones: dict[tuple[Lora | None, bool, bool], PassCost] = {}
-        self._heads: dict[tuple[Question, int, bool], PassCost] = {}
+        self._heads: dict[tuple[HeadCall, int, bool], PassCost] = {}
         self._excess: dict[frozenset[str], float] = {}
 
-    def measure(self, slot: Slot, requests: Sequence[Request], budget_bytes: float) -> None:
+    def measure(self, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float) -> None:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
         load = SlotLoad(PackSize(self._min_shared)).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
@@ -107,13 +109,13 @@ class Planner:
 
     def next_shares(
         self,
-        items: Sequence[Sequence[Request]],
+        items: Sequence[Sequence[CheckedInput]],
         first: int,
-        slots: Sequence[Slot],
+        slots: Sequence[PlannedSlot],
         budget_bytes: float,
         held_bytes: float = 0.0,
         most: int | None = None,
-    ) -> list[Share]:
+    ) -> list[RankShare]:
         """Divide as many items as fit, from `first` on in order, over the ranks: each goes to the one with least to do.
 
         Args:
@@ -126,7 +128,7 @@ class Planner:
         """
         # Ranks that go in step run the backbones of all slots, if need be with an empty pack.
         nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.in_step}
-        shares = [Share((), nothing)] * self._engine.facts.dp_size
+        shares = [RankShare((), nothing)] * self._engine.facts.dp_size
         for item in range(first, len(items) if most is None else first + most):
             least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
             grown = self._grown(shares[least], item, items[item], slots)
@@ -145,7 +147,9 @@ class Planner:
         """Learn that a micro-batch with these kinds of questions took so many times its estimate."""
         self._excess[kind] = self._excess.get(kind, 1.0) * times
 
-    def _grown(self, share: Share, item: int, requests: Sequence[Request], slots: Sequence[Slot]) -> Share:
+    def _grown(
+        self, share: RankShare, item: int, requests: Sequence[CheckedInput], slots: Sequence[PlannedSlot]
+    ) -> RankShare:
         loads = {}
         for slot in slots:
             own = [request for request in requests if request.adapter == slot.name and not request.is_empty]
@@ -154,10 +158,10 @@ class Planner:
                 loads[slot] = (before or SlotLoad(PackSize(self._min_shared))).with_requests(own)
             elif before:
                 loads[slot] = before
-        grown = Share((*share.items, item), loads)
+        grown = RankShare((*share.items, item), loads)
         return replace(grown, planned_bytes=self._estimate(loads) * (1 + _MARGIN) * self._excess.get(grown.kind, 1.0))
 
-    def _estimate(self, loads: dict[Slot, SlotLoad]) -> float:
+    def _estimate(self, loads: dict[PlannedSlot, SlotLoad]) -> float:
         """Return the bytes at the peak of a micro-batch."""
         live = peak = gradients = largest = 0.0
         passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
@@ -207,7 +211,7 @@ def _mask_elements(unit: tuple[bytes, ...], min_shared_tokens: int) -> int:
     return mask_elements(pack([np.frombuffer(ids, np.int64) for ids in unit], min_shared_tokens).parent_T)
 
 
-def _head_key(question: Question, num_labels: int, keeps_graph: bool) -> tuple[Question, int, bool]:
+def _head_key(question: HeadCall, num_labels: int, keeps_graph: bool) -> tuple[HeadCall, int, bool]:
     """Return the key of a head's cost: settings that do not change its memory are left out, labels are rounded up."""
     rounded = 1 << (num_labels - 1).bit_length() if num_labels and question.kind == "ranks" else 0
     return replace(question, temperature=1.0), rounded, keeps_graph

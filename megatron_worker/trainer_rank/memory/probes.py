@@ -13,8 +13,8 @@ import torch
 from megatron_worker.engine import Batch
 from megatron_worker.tensors.pass_costs import PassBytes, PassCost, measure, two_sequences
 from megatron_worker.trainer_rank.forward import answers
-from megatron_worker.trainer_rank.inputs import ForwardInput, Ints, Question, Request, TopK
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
+from megatron_worker.trainer_rank.forward_engine import ForwardEngine
+from megatron_worker.trainer_rank.inputs import CheckedInput, ForwardInput, HeadCall, Ints, TopK
 from megatron_worker.tree_attention import mask_lengths
 
 # Large enough that an allocator's rounding does not matter. The last two sizes of heads are larger than their chunks.
@@ -23,7 +23,7 @@ _HEAD_ROWS = {"cpu": (16, 256, 512), "cuda": (512, 4096, 8192)}
 _MASK_BLOCK = 128  # tokens, on CUDA
 
 
-def measure_backbone(engine: SlotEngine, keeps_graph: bool, branches: bool, budget_bytes: float) -> PassCost:
+def measure_backbone(engine: ForwardEngine, keeps_graph: bool, branches: bool, budget_bytes: float) -> PassCost:
     """Measure the backbone with the slot that is active. Collective."""
     device, element_bytes = engine.facts.device, getattr(torch, engine.facts.dtype).itemsize
 
@@ -49,7 +49,7 @@ def measure_backbone(engine: SlotEngine, keeps_graph: bool, branches: bool, budg
 
 
 def measure_head(
-    engine: SlotEngine, question: Question, num_labels: int, keeps_graph: bool, budget_bytes: float
+    engine: ForwardEngine, question: HeadCall, num_labels: int, keeps_graph: bool, budget_bytes: float
 ) -> PassCost:
     """Measure a head on hidden states of zeros, whose memory counts as the head's. Collective."""
     device = engine.facts.device
@@ -73,10 +73,10 @@ def measure_head(
     return measure(probe, _HEAD_ROWS[device.type], device, engine.facts.layout.world_size, budget_bytes)
 
 
-def _request(question: Question, num_labels: int, num_rows: int) -> Request:
+def _request(question: HeadCall, num_labels: int, num_rows: int) -> CheckedInput:
     token_L, label_PK = np.zeros(num_rows + 1, np.int64), np.zeros((num_rows, num_labels), np.int64)
     asked = ForwardInput(token_L, target_logprobs=question.kind == "scores", top_k=question.top_k)
-    return Request(token_L, np.arange(num_rows), label_PK, asked, None)
+    return CheckedInput(token_L, np.arange(num_rows), label_PK, asked, None)
 
 
 def _pack(num_tokens: int, branches: bool, device: torch.device) -> Batch:

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Call, Connect, GroupPlace, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.messages import (
+    NUM_BUFFERS,
+    Connect,
+    GroupPlace,
+    SyncBroken,
+    SyncCall,
+    SyncMessage,
+    SyncReply,
+)
 from megatron_worker.weight_sync.receivers import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import Messages, make_buffers
 from megatron_worker.weight_sync.transports.rendezvous import MemberStore, RemoteValues, Values, answer
@@ -133,7 +141,7 @@ class CollectiveOutbound(_Member):
 
     def _broadcast(self, place: int) -> None:
         bucket, _ = self._under_way[place]
-        self._receivers.send(Message(bucket=bucket))
+        self._receivers.send(SyncMessage(bucket=bucket))
         if self._group is None or not bucket.num_bytes:
             return
         try:
@@ -188,7 +196,7 @@ class CollectiveOutbound(_Member):
         for rank, receiver in enumerate(living, 1):
             place = GroupPlace(rank=rank, size=len(living) + 1, name=name)
             with suppress(SyncBroken):  # it is found to be gone where its calls are read
-                receiver.send(Message(connect=Connect(group=place)))
+                receiver.send(SyncMessage(connect=Connect(group=place)))
         found: dict[str, str] = {}
         threads = [threading.Thread(target=_serve, args=(one, values, found), daemon=True) for one in living]
         for thread in threads:
@@ -247,7 +255,7 @@ class CollectiveInbound(_Member):
             self._join(given.group)
         except GroupBroken:
             self._leave()
-        messages.connection.write(Reply(call=Call(do="failed" if self._group is None else "joined")))
+        messages.connection.write(SyncReply(call=SyncCall(do="failed" if self._group is None else "joined")))
 
     def _join(self, place: GroupPlace) -> None:
         connection = self._messages.connection

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, CudaHandle, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, CudaHandle, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.receivers import Receivers
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages
 
@@ -29,7 +29,7 @@ class CudaOutbound(LocalOutbound):
     def connect(self, receivers: Receivers) -> None:
         self._receivers = receivers
         # A handle counts its openings: each sampler gets one of its own.
-        receivers.each(lambda receiver: receiver.send(Message(connect=Connect(handles=self._handles()))))
+        receivers.each(lambda receiver: receiver.send(SyncMessage(connect=Connect(handles=self._handles()))))
         receivers.settle(0)
 
     def _handles(self) -> tuple[CudaHandle, ...]:
@@ -58,7 +58,7 @@ class CudaInbound:
             self._buffers = [_opened(handle, self._num_bytes) for handle in given.handles]
         except RuntimeError as error:
             raise SyncBroken(f"the trainer's buffers cannot be opened: {str(error).splitlines()[0]}") from error
-        messages.connection.write(Reply())
+        messages.connection.write(SyncReply())
 
     def receive(self, bucket: Bucket) -> Tensor | None:
         if not self._buffers:

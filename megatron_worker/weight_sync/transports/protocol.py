@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, Message
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncMessage
 from megatron_worker.weight_sync.receivers import Receivers
 
 
@@ -41,7 +41,7 @@ class Outbound(Protocol):
 class Messages(Protocol):
     """What a sampler's connection has brought, as its transport sees it."""
 
-    connection: Connection
+    connection: SyncConnection
 
     def is_interrupted(self) -> bool:
         """Return True if the trainer has given up what it sent before. Raises SyncBroken: it is gone."""
@@ -75,7 +75,7 @@ class LocalOutbound:
     _receivers: Receivers
 
     def send(self, bucket: Bucket) -> None:
-        self._receivers.send(Message(bucket=bucket))
+        self._receivers.send(SyncMessage(bucket=bucket))
 
     def settle(self, num_under_way: int) -> None:
         self._receivers.settle(num_under_way)

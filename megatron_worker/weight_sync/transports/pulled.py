@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import PATIENCE_S
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, Message, RemoteBuffers, Reply, SyncBroken
+from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.receivers import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
 
@@ -70,7 +70,7 @@ class PulledOutbound(LocalOutbound):
             self._engines[host] = self._make(host, self.buffers)
         addresses = tuple(buffer.data_ptr() for buffer in self.buffers)
         remote = RemoteBuffers(endpoint=self._engines[host].endpoint, addresses=addresses)
-        receiver.send(Message(connect=Connect(remote=remote)))
+        receiver.send(SyncMessage(connect=Connect(remote=remote)))
 
     def finalize(self) -> None:
         for engine in self._engines.values():
@@ -95,7 +95,7 @@ class PulledInbound:
         self._messages, self._remote = messages, given.remote
         self._buffers = make_buffers(self._num_bytes, _CPU)
         self._engine = self._make(messages.connection.local_host, self._buffers)
-        messages.connection.write(Reply())
+        messages.connection.write(SyncReply())
 
     def receive(self, bucket: Bucket) -> Tensor | None:
         if self._engine is None:

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import Answer, Call, Reply
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.messages import SyncAnswer, SyncCall, SyncReply
 from megatron_worker.weight_sync.receivers import Receiver
 
 _MAX_VALUES = 4096
@@ -52,22 +52,22 @@ class Values:
 class RemoteValues:
     """The same for a sampler, by calls."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SyncConnection) -> None:
         self._connection = connection
 
     def set(self, key: str, value: bytes) -> None:
-        self._call(Call(do="set", key=key, value=value.hex()))
+        self._call(SyncCall(do="set", key=key, value=value.hex()))
 
     def get(self, key: str) -> bytes | None:
-        value = self._call(Call(do="get", key=key)).value
+        value = self._call(SyncCall(do="get", key=key)).value
         return None if value is None else bytes.fromhex(value)
 
     def check(self, key: str) -> bool:
-        return self._call(Call(do="check", key=key)).value is not None
+        return self._call(SyncCall(do="check", key=key)).value is not None
 
-    def _call(self, call: Call) -> Answer:
-        self._connection.write(Reply(call=call))
-        return self._connection.read(Answer)
+    def _call(self, call: SyncCall) -> SyncAnswer:
+        self._connection.write(SyncReply(call=call))
+        return self._connection.read(SyncAnswer)
 
 
 class MemberStore(dist.Store):
@@ -105,13 +105,13 @@ def answer(receiver: Receiver, values: Values) -> None:
         values.give_up()
 
 
-def _answer(call: Call, values: Values) -> Answer:
+def _answer(call: SyncCall, values: Values) -> SyncAnswer:
     match call.do:
         case "set":
             values.set(call.key, bytes.fromhex(call.value))
         case "get":
             value = values.get(call.key)
-            return Answer(value=None if value is None else value.hex())
+            return SyncAnswer(value=None if value is None else value.hex())
         case "check":
-            return Answer(value="" if values.check(call.key) else None)
-    return Answer()
+            return SyncAnswer(value="" if values.check(call.key) else None)
+    return SyncAnswer()

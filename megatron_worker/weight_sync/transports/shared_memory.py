@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.receivers import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages
 
@@ -83,7 +83,7 @@ class SharedMemoryOutbound(LocalOutbound):
 
     def _hand_over(self, receiver: Receiver) -> None:
         assert self._shared is not None
-        receiver.send(Message(connect=Connect()))
+        receiver.send(SyncMessage(connect=Connect()))
         try:
             socket.send_fds(receiver.connection.socket, [b"\0"], self._shared.descriptors)
         except OSError as error:
@@ -115,7 +115,7 @@ class SharedMemoryInbound:
             self._shared = Buffers(self._num_bytes, descriptors)
         except OSError as error:
             raise SyncBroken(f"the buffers cannot be mapped: {error}") from error
-        messages.connection.write(Reply())
+        messages.connection.write(SyncReply())
 
     def receive(self, bucket: Bucket) -> Tensor | None:
         if self._shared is None:

@@ -35,7 +35,7 @@ def _off(words: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Sent(Frozen):
+class SentModel(Frozen):
     """The parent of requests: a key that is not known is dropped where its value means off, and else refused."""
 
     @model_validator(mode="before")
@@ -46,7 +46,7 @@ class Sent(Frozen):
         return {name: value for name, value in given.items() if name in cls.model_fields or not is_off(value)}
 
 
-class ExperimentalConfig(Sent):
+class ExperimentalConfig(SentModel):
     """Settings of a reinforcement job. Nulls have ART's defaults."""
 
     learning_rate: float | None = None
@@ -135,14 +135,14 @@ def _refusal(name: str, rule: str) -> InvalidInput:
     return InvalidInput(rule, f"experimental_config.{name}")
 
 
-class MetricLogging(Sent):
+class MetricLogging(SentModel):
     """Asks the service to keep a supervised job's metrics, which it does in any case, by the run's own steps."""
 
     enabled: bool | None = None
     target_training_step: int | None = Field(default=None, ge=0)
 
 
-class SftConfig(Sent):
+class SftConfig(SentModel):
     """Settings of a supervised job. A list of learning rates has one for every batch."""
 
     batch_size: int | None = None

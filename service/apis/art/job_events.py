@@ -46,7 +46,7 @@ class TrainingEvent(BaseModel):
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class JobStep:
     """A train step of a model's run, as a job. `problem`: why it will not be done, if its run has ended before."""
 
     job_id: str
@@ -90,7 +90,7 @@ class TrainStep:
         return page_after(self.events(), after, limit)
 
 
-async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
+async def read_step(backend: Backend, view: RunView, number: int) -> JobStep:
     """Return a train step as a job. Raises NotFound for one that does not exist."""
     job_id = f"{view.run_id}.{number}"
     try:
@@ -98,14 +98,14 @@ async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
     except NotFound:
         if view.state == "running":
             raise NotFound(f"there is no training job {job_id}") from None
-        return TrainStep(job_id, None, last_lines(view)[0])
+        return JobStep(job_id, None, last_lines(view)[0])
     if step.is_final:
-        return TrainStep(job_id, step)
+        return JobStep(job_id, step)
     view = await backend.runs.view(view.tenant, view.run_id)
     if view.state == "running":
-        return TrainStep(job_id, step)
+        return JobStep(job_id, step)
     step = await backend.steps.show(view.tenant, view.run_id, number)  # the step may have ended just before the run
-    return TrainStep(job_id, step, None if step.is_final else last_lines(view)[0])
+    return JobStep(job_id, step, None if step.is_final else last_lines(view)[0])
 
 
 def sft_status(view: RunView) -> JobStatus:

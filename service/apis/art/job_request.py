@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from service.apis.art.job_config import ExperimentalConfig, Sent, SftConfig
+from service.apis.art.job_config import ExperimentalConfig, SentModel, SftConfig
 from service.apis.errors import describe
 from service.inference.art_models import ArtModel, ModelId
 from service.inference.named_models import one_form
@@ -37,7 +37,7 @@ MODEL_LABEL, NAME_LABEL = "art_model", "art_name"
 """Labels of a model's runs, by which they are found."""
 
 
-class SftRequest(Sent):
+class SftRequest(SentModel):
     """`POST /v1/preview/sft-training-jobs`."""
 
     model_id: ModelId
@@ -45,7 +45,7 @@ class SftRequest(Sent):
     config: SftConfig | None = None
 
 
-class RlRequest(Sent):
+class RlRequest(SentModel):
     """`POST /v1/preview/training-jobs`, but for its groups, which are read one by one."""
 
     model_id: ModelId

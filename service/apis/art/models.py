@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, Field, StrictBool
 
 from service.accounts.principals import Asking, reads_or_writes
-from service.apis.art.job_config import ExperimentalConfig, Sent
+from service.apis.art.job_config import ExperimentalConfig, SentModel
 from service.apis.art.job_request import rl_run
 from service.apis.art.training_jobs import stop
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -28,7 +28,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query(max_length=256, description="the id of the last item of the page before")]
 
 
-class NewModel(Sent):
+class NewModel(SentModel):
     """A model to be registered. `entity`: the tenant, if absent."""
 
     entity: ArtWord | None = None

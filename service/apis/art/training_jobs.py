@@ -21,7 +21,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups, wandb_artifacts
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_events import JobStatus, TrainingEvent, TrainStep, error_of, read_step, sft_events, sft_status
+from service.apis.art.job_events import JobStatus, JobStep, TrainingEvent, error_of, read_step, sft_events, sft_status
 from service.apis.art.job_request import (
     MODEL_LABEL,
     RlRequest,
@@ -71,7 +71,7 @@ _ENDING_PATIENCE_S = 15.0
 _LOOK_EVERY_S = 0.2
 
 
-class JobObject(BaseModel):
+class ArtJob(BaseModel):
     """A job as clients see it. `run_id`: the run that it is, or is a step of."""
 
     id: str
@@ -84,7 +84,7 @@ class JobObject(BaseModel):
 
 
 @router.post("/training-jobs", openapi_extra=_BODY)
-async def create_job(request: Request, asking: Asking, backend: Backed) -> JobObject:
+async def create_job(request: Request, asking: Asking, backend: Backed) -> ArtJob:
     """Train a model on trajectory groups: one optimizer step on all of them."""
     decoding = backend.decoding
     async with decoding.received(request, MAX_GROUPS_BYTES) as body, decoding.scratch() as lines:
@@ -96,11 +96,11 @@ async def create_job(request: Request, asking: Asking, backend: Backed) -> JobOb
             groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(file), purpose=_PURPOSE)
     config = asked.experimental_config or ExperimentalConfig()
     run_id, step = await submit_step(backend, asking, model, config, groups.uri)
-    return _job(await backend.runs.view(asking.tenant, run_id), TrainStep(f"{run_id}.{step.step}", step))
+    return _job(await backend.runs.view(asking.tenant, run_id), JobStep(f"{run_id}.{step.step}", step))
 
 
 @router.post("/sft-training-jobs")
-async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Backed) -> JobObject:
+async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Backed) -> ArtJob:
     """Train a model on chats behind a URI, once through."""
     model = await backend.art_models.show(asking.tenant, body.model_id)
     url = body.training_data_url
@@ -110,7 +110,7 @@ async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Ba
 
 
 @router.get("/training-jobs/{job_id}")
-async def get_job(job_id: str, asking: Asking, backend: Backed) -> JobObject:
+async def get_job(job_id: str, asking: Asking, backend: Backed) -> ArtJob:
     """The current status of a job of either kind."""
     view, number = await _found(backend, asking.tenant, job_id)
     return _job(view, None if number is None else await read_step(backend, view, number))
@@ -172,9 +172,9 @@ async def _found(backend: Backend, tenant: str, job_id: str) -> tuple[RunView, i
     return view, number
 
 
-def _job(view: RunView, step: TrainStep | None = None) -> JobObject:
+def _job(view: RunView, step: JobStep | None = None) -> ArtJob:
     """Return a run as a job, or its train step."""
-    return JobObject(
+    return ArtJob(
         id=step.job_id if step else view.run_id,
         model_id=view.source.metadata[MODEL_LABEL],
         kind="rl" if step else "sft",

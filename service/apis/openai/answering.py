@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from service.apis.openai.response_objects import ResponseEvent
 from service.inference.asking import AnswerSoFar, Reply
-from shared.chat.completions import Answer
+from shared.chat.completions import SamplerAnswer
 from shared.errors import LongshoreError
 
 T = TypeVar("T", bound=BaseModel)
@@ -25,9 +25,9 @@ class Chunks(Protocol[A]):
 
     @property
     def end(self) -> str: ...
-    def grown(self, texts: tuple[str, ...]) -> Iterator[Answer]: ...
-    def rest(self, answer: A) -> Iterator[Answer]: ...
-    def failed(self, message: str) -> Answer: ...
+    def grown(self, texts: tuple[str, ...]) -> Iterator[SamplerAnswer]: ...
+    def rest(self, answer: A) -> Iterator[SamplerAnswer]: ...
+    def failed(self, message: str) -> SamplerAnswer: ...
 
 
 async def answered(
@@ -110,6 +110,6 @@ async def _events(task: "asyncio.Future[Reply[T]]", so_far: AnswerSoFar, chunks:
     yield chunks.end
 
 
-def _event(chunk: Answer) -> str:
+def _event(chunk: SamplerAnswer) -> str:
     name = f"event: {chunk.type}\n" if isinstance(chunk, ResponseEvent) else ""
     return f"{name}data: {chunk.model_dump_json()}\n\n"

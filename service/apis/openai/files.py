@@ -153,7 +153,7 @@ class UploadRequest(Frozen):
     mime_type: str = Field(max_length=256, description="not looked at: what a file holds is seen when it is read")
 
 
-class CompleteRequest(Frozen):
+class CompleteUpload(Frozen):
     """The parts in the order of the file, and what it must be."""
 
     part_ids: tuple[Annotated[str, Field(max_length=64)], ...] = Field(min_length=1, max_length=MAX_PARTS)
@@ -202,7 +202,7 @@ async def add_part(upload_id: str, request: Request, asking: Asking, backend: Ba
 
 @uploads.post("/{upload_id}/complete")
 async def complete_upload(
-    upload_id: str, body: JsonBody[CompleteRequest], asking: Asking, backend: Backed
+    upload_id: str, body: JsonBody[CompleteUpload], asking: Asking, backend: Backed
 ) -> UploadObject:
     """Make a file of the parts."""
     record, file = await backend.uploads.complete(asking.tenant, upload_id, body.part_ids, body.md5)

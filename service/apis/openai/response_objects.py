@@ -5,31 +5,31 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from service.apis.openai.streams import Sent
-from shared.chat.completions import Answer
+from service.apis.openai.streams import SentTexts
+from shared.chat.completions import SamplerAnswer
 from shared.chat.messages import ChatCompletion, ToolCall
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputText(Answer):
+class OutputText(SamplerAnswer):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[JsonValue] = Field(default_factory=list, max_length=0)
     logprobs: list[JsonValue] = Field(default_factory=list, max_length=0)
 
 
-class OutputMessage(Answer):
+class OutputMessage(SamplerAnswer):
     """The model's text."""
 
     type: Literal["message"] = "message"
     id: str
-    status: Status
+    status: ResponseStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
 
 
-class OutputCall(Answer):
+class OutputCall(SamplerAnswer):
     """A function that the model wants called. `arguments`: a JSON object, as text."""
 
     type: Literal["function_call"] = "function_call"
@@ -37,27 +37,27 @@ class OutputCall(Answer):
     call_id: str
     name: str
     arguments: str
-    status: Status
+    status: ResponseStatus
 
 
-class Incomplete(Answer):
+class Incomplete(SamplerAnswer):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class Problem(Answer):
+class ResponseProblem(SamplerAnswer):
     code: str
     message: str
 
 
-class InputDetails(Answer):
+class InputDetails(SamplerAnswer):
     cached_tokens: int = 0
 
 
-class OutputDetails(Answer):
+class OutputDetails(SamplerAnswer):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(SamplerAnswer):
     input_tokens: int
     input_tokens_details: InputDetails = InputDetails()
     output_tokens: int
@@ -65,14 +65,14 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class ResponseObject(Answer):
+class ResponseObject(SamplerAnswer):
     """An answer, and the settings that it was asked with. Nothing of it is stored."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status
-    error: Problem | None = None
+    status: ResponseStatus
+    error: ResponseProblem | None = None
     incomplete_details: Incomplete | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -91,7 +91,7 @@ class ResponseObject(Answer):
     usage: ResponseUsage | None = None
 
 
-class ResponseEvent(Answer):
+class ResponseEvent(SamplerAnswer):
     """An event of a stream. `type` says which other fields it has."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -107,7 +107,7 @@ def response_id(completion_id: str) -> str:
 def completed(asked: ResponseObject, answer: ChatCompletion) -> ResponseObject:
     """Return a response with its answer. Of a request it has at first only the settings (`asked`)."""
     [choice] = answer.choices
-    status: Status = "incomplete" if choice.finish_reason == "length" else "completed"
+    status: ResponseStatus = "incomplete" if choice.finish_reason == "length" else "completed"
     output: list[OutputMessage | OutputCall] = []
     if choice.message.content or not choice.message.tool_calls:
         output.append(_message(asked.id, choice.message.content or "", status))
@@ -126,7 +126,7 @@ def completed(asked: ResponseObject, answer: ChatCompletion) -> ResponseObject:
     return asked.model_copy(update=told)
 
 
-def _message(of_response: str, text: str, status: Status) -> OutputMessage:
+def _message(of_response: str, text: str, status: ResponseStatus) -> OutputMessage:
     return OutputMessage(
         id=of_response.replace("resp_", "msg_"), status=status, content=[OutputText(text=text)] if text else []
     )
@@ -149,7 +149,7 @@ class ResponseEvents:
 
     def __init__(self, asked: ResponseObject) -> None:
         self._asked = asked
-        self._sent = Sent()
+        self._sent = SentTexts()
         self._num_events = 0
         self._has_message = False
 
@@ -171,7 +171,7 @@ class ResponseEvents:
 
     def failed(self, message: str) -> ResponseEvent:
         """Return the event that ends a stream whose answer does not come."""
-        problem = Problem(code="server_error", message=message)
+        problem = ResponseProblem(code="server_error", message=message)
         return self._event(
             "response.failed", response=self._asked.model_copy(update={"status": "failed", "error": problem})
         )

@@ -14,7 +14,7 @@ from service.apis.openai.answering import answered
 from service.apis.openai.response_objects import ResponseEvents, ResponseObject, completed, response_id
 from service.backend import Backed
 from service.inference.asking import AnswerSoFar, Reply
-from shared.chat.completions import Request as ClientRequest
+from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
 from shared.field_rules import first_error, only

@@ -11,7 +11,7 @@ from shared.errors import SamplerUnavailable
 DONE = "data: [DONE]\n\n"
 
 
-class Sent:
+class SentTexts:
     """The text that was sent of each choice."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ChatChunks:
     def __init__(self, so_far: AnswerSoFar, model: str, include_usage: bool = False) -> None:
         self._include_usage = include_usage
         self._head = ChatChunk(id=so_far.answer_id, created=so_far.created, model=model, choices=[])
-        self._sent = Sent()
+        self._sent = SentTexts()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[ChatChunk]:
         """Return what is new in the texts of the choices."""
@@ -107,7 +107,7 @@ class TextChunks:
         self._include_usage = include_usage
         id = so_far.answer_id.replace("chatcmpl", "cmpl")
         self._head = CompletionChunk(id=id, created=so_far.created, model=model, choices=[])
-        self._sent = Sent()
+        self._sent = SentTexts()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[CompletionChunk]:
         """Return what is new in the texts of the choices."""

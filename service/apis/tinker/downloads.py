@@ -22,7 +22,7 @@ from service.apis.tinker.samples import weights_of
 from service.backend import Backed, Backend
 from service.errors import Forbidden
 from service.files.files import PublishedFiles
-from service.inference.published_models import Published
+from service.inference.published_models import PublishedModel
 from service.seals import seal_key
 from shared.errors import NotFound
 
@@ -43,7 +43,7 @@ async def unpublish(door: Door, checkpoint: CheckpointRecord) -> None:
     with suppress(NotFound):
         model, result = await door.saved(checkpoint)
         if result.version is not None:
-            version = Published("adapters", model.published_as, result.version)
+            version = PublishedModel("adapters", model.published_as, result.version)
             await asyncio.to_thread(door.backend.published.delete, door.tenant, version)
 
 

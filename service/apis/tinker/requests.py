@@ -15,15 +15,15 @@ Number = Annotated[int, Field(ge=0, le=999_999)]
 Seq = Annotated[int, Field(ge=1, le=9_000_000)]
 
 
-class Request(Frozen):
+class TinkerRequest(Frozen):
     type: str | None = None
 
 
-class ClientConfigRequest(Request):
+class ClientConfigRequest(TinkerRequest):
     sdk_version: str = Field(default="", max_length=64)
 
 
-class CreateSession(Request):
+class CreateSession(TinkerRequest):
     tags: tuple[Annotated[str, Field(max_length=256)], ...] = Field(default=(), max_length=64)
     user_metadata: Metadata | None = None
     sdk_version: str = Field(default="", max_length=64)
@@ -31,7 +31,7 @@ class CreateSession(Request):
     display_name: str | None = Field(default=None, max_length=512)
 
 
-class OfSession(Request):
+class OfSession(TinkerRequest):
     session_id: Id
 
 
@@ -39,7 +39,7 @@ class FinishReason(Frozen):
     type: Literal["success", "errored", "interrupted"]
 
 
-class FinishSession(Request):
+class FinishSession(TinkerRequest):
     reason: FinishReason
     detail: str | None = Field(default=None, max_length=4096)
 
@@ -64,7 +64,7 @@ class OptimizerConfig(Frozen):
         return value
 
 
-class CreateModel(Request):
+class CreateModel(TinkerRequest):
     session_id: Id
     model_seq_id: Number
     base_model: str = Field(min_length=1, max_length=2048)
@@ -73,7 +73,7 @@ class CreateModel(Request):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class OfModel(Request):
+class OfModel(TinkerRequest):
     model_id: Id
 
 
@@ -89,7 +89,7 @@ class AdamParams(Frozen):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(OfModel):
+class OptimStepRequest(OfModel):
     seq_id: Seq
     adam_params: AdamParams | None = None
     optimizer_params: JsonValue = None
@@ -119,7 +119,7 @@ class SaveExternal(OfModel):
     age_encryption_recipients: tuple[str, ...] | None = None
 
 
-class LoadWeights(Request):
+class LoadWeights(TinkerRequest):
     """Of a model (`model_id`, `seq_id`), or as the first thing of a new one (`session_id`, `model_seq_id`)."""
 
     model_id: Id | None = None
@@ -134,12 +134,12 @@ class LoadWeights(Request):
     weights_access_token: str | None = None
 
 
-class RetrieveFuture(Request):
+class RetrieveFuture(TinkerRequest):
     request_id: str = Field(max_length=4096)
     allow_metadata_only: bool = False
 
 
-class CreateSampler(Request):
+class CreateSampler(TinkerRequest):
     session_id: Id
     sampling_session_seq_id: Number
     base_model: str | None = Field(default=None, max_length=2048)
@@ -168,7 +168,7 @@ class SamplingParams(Frozen):
     top_p: float = Field(default=1.0, gt=0, le=1)
 
 
-class Sample(Request):
+class SampleRequest(TinkerRequest):
     num_samples: int = Field(default=1, ge=1, le=1024)
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -202,19 +202,19 @@ class Sample(Request):
             raise InvalidInput("there is no token", "prompt")
 
 
-class TinkerPath(Request):
+class TinkerPath(TinkerRequest):
     tinker_path: Path
 
 
-class SetTtl(Request):
+class SetTtl(TinkerRequest):
     ttl_seconds: int | None = None
 
 
-class SetProject(Request):
+class SetProject(TinkerRequest):
     project_id: str = Field(max_length=256)
 
 
-class CancelFuture(Request):
+class CancelFuture(TinkerRequest):
     request_id: str = Field(max_length=4096)
 
 
@@ -223,7 +223,7 @@ class SearchCursor(Frozen):
     last_session_id: Id
 
 
-class SearchSessions(Request):
+class SearchSessions(TinkerRequest):
     session_id: Id | None = None
     project_ids: tuple[Id, ...] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict, max_length=64)

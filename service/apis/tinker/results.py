@@ -35,14 +35,14 @@ _BEING_OPENED = ("queued", "checking")
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedFuture:
     """Why a request came to nothing."""
 
     message: str
     category: str = "user"
 
 
-Done = dict[str, Any] | bytes | Failed
+DoneFuture = dict[str, Any] | bytes | FailedFuture
 
 
 @router.post("/retrieve_future")
@@ -56,7 +56,7 @@ async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, door
         case None:
             pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(pending, status_code=408)
-        case Failed(message, category):
+        case FailedFuture(message, category):
             return JSONResponse({"error": message, "category": category})
         case bytes():
             return Response(done, media_type=PROTOBUF)
@@ -77,16 +77,16 @@ def _samples(request: Request) -> Samples:
     return samples
 
 
-async def _sample(door: Door, request: Request, request_id: str) -> Done | None:
+async def _sample(door: Door, request: Request, request_id: str) -> DoneFuture | None:
     try:
         return await _samples(request).result(door, request_id, _WAIT_S)
     except NotFound:
         raise
     except LongshoreError as error:
-        return Failed(str(error))
+        return FailedFuture(str(error))
 
 
-async def _trained(door: Door, request: Request, future: TrainingFuture) -> Done | None:
+async def _trained(door: Door, request: Request, future: TrainingFuture) -> DoneFuture | None:
     model = await door.model(future.model_id)
     if future.kind == "create":
         return await _created(door, model)
@@ -94,22 +94,22 @@ async def _trained(door: Door, request: Request, future: TrainingFuture) -> Done
     if view.state == "waiting":
         return None
     if view.result is None:
-        return Failed(view.message or "the request was dropped", "server")
+        return FailedFuture(view.message or "the request was dropped", "server")
     if (problem := view.result.problem) is not None:
-        return Failed(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
+        return FailedFuture(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
     if view.result.expired:
-        return Failed("the scores of this request are no longer kept")
+        return FailedFuture("the scores of this request are no longer kept")
     return await _answer(door, request, model, future, view.result)
 
 
-async def _created(door: Door, model: ModelRecord) -> Done | None:
+async def _created(door: Door, model: ModelRecord) -> DoneFuture | None:
     """Wait until the session's model and adapter have been checked."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _WAIT_S
     while True:
         view = await door.backend.runs.view(door.tenant, model.run_id)
         if view.problem is not None:
-            return Failed(view.problem.message)
+            return FailedFuture(view.problem.message)
         if view.phase not in _BEING_OPENED:
             return {"type": "create_model", "model_id": model.model_id}
         if loop.time() > end:
@@ -119,7 +119,7 @@ async def _created(door: Door, model: ModelRecord) -> Done | None:
 
 async def _answer(
     door: Door, request: Request, model: ModelRecord, future: TrainingFuture, result: CommandResult
-) -> Done:
+) -> DoneFuture:
     """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
     match future.kind, result.kind:
         case "passes", "forward" | "forward_backward":

@@ -23,7 +23,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.door import AtDoor, Door
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
-from service.apis.tinker.requests import CreateSampler, Sample, SamplingParams
+from service.apis.tinker.requests import CreateSampler, SampleRequest, SamplingParams
 from service.apis.tinker.wire import Drawn, Likely, PromptScores, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
@@ -58,7 +58,7 @@ class SampleRecord(TinkerRecord):
     hour: int
     name: str
     seed: int
-    asked: Sample
+    asked: SampleRequest
 
     @property
     def place(self) -> str:
@@ -75,7 +75,7 @@ class Samples:
     _asked_at: dict[tuple[str, str], float] = field(default_factory=dict)
     _places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
-    async def ask(self, door: Door, sampler: SamplerRecord, asked: Sample) -> str:
+    async def ask(self, door: Door, sampler: SamplerRecord, asked: SampleRequest) -> str:
         """Begin to draw. Returns the request's id; the same request of a sampling session has the same one.
 
         Raises:
@@ -163,7 +163,7 @@ class Samples:
                 drawn += await self._part(door, target, asked, part_of(whole, record.seed, *part))
         return drawn
 
-    async def _part(self, door: Door, target: Target, asked: Sample, question: CompletionRequest) -> bytes:
+    async def _part(self, door: Door, target: Target, asked: SampleRequest, question: CompletionRequest) -> bytes:
         """Return a SampleResponse with some of a request's samples. One behind the other they are one with all."""
         reply = await _patiently(partial(self.backend.inference.complete_with, door.tenant, target, question))
         if len(reply.content) <= _SMALL_BYTES:
@@ -196,7 +196,7 @@ async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
             await asyncio.sleep(_BUSY_PAUSE_S)
 
 
-async def target_of(door: Door, asked: Sample) -> tuple[Target, str]:
+async def target_of(door: Door, asked: SampleRequest) -> tuple[Target, str]:
     """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
     if asked.sampling_session_id is None:
         return await weights_of(door, asked.base_model, asked.model_path)
@@ -245,7 +245,7 @@ async def _published(door: Door, name: str) -> tuple[Target, str]:
 # Questions to samplers, and what they answer. Pure.
 
 
-def parts(asked: Sample) -> list[tuple[int, int]]:
+def parts(asked: SampleRequest) -> list[tuple[int, int]]:
     """Divide a request's samples over questions whose answers have a bounded size: (first, how many).
 
     The prompt is scored with the first of them alone.
@@ -258,7 +258,7 @@ def parts(asked: Sample) -> list[tuple[int, int]]:
     return [(0, first), *((begin, min(most, asked.num_samples - begin)) for begin in rest)]
 
 
-def question(asked: Sample, model: str) -> CompletionRequest:
+def question(asked: SampleRequest, model: str) -> CompletionRequest:
     """Translate a request to draw its first sample. Raises InvalidInput that names the setting."""
     params = asked.sampling_params
     stop, stop_ids = _stops(params)
@@ -291,7 +291,7 @@ def part_of(question: CompletionRequest, seed: int, first: int, n: int) -> Compl
     return question.model_copy(update=changes if first == 0 else changes | {"prompt_logprobs": None})
 
 
-def _scores_prompt(asked: Sample) -> bool:
+def _scores_prompt(asked: SampleRequest) -> bool:
     return bool(asked.prompt_logprobs or asked.topk_prompt_logprobs)
 
 
@@ -304,12 +304,12 @@ def _stops(params: SamplingParams) -> tuple[list[str], list[int]]:
     ]
 
 
-def write_answer(asked: Sample, answer: Path, made: Path) -> None:
+def write_answer(asked: SampleRequest, answer: Path, made: Path) -> None:
     """Translate the answer in a file, as a child does for large ones."""
     made.write_bytes(answer_bytes(asked, answer.read_bytes()))
 
 
-def answer_bytes(asked: Sample, content: bytes) -> bytes:
+def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
     """Translate the answer to one of a request's questions: the prompt's scores are in the first one's alone."""
     answer, drawn = CompletionResponse.model_validate_json(content), []
     for choice in sorted(answer.choices, key=lambda each: each.index):
@@ -328,7 +328,7 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
-def _prompt_scores(asked: Sample, told: Sequence[Mapping[int, PromptLogprob] | None]) -> PromptScores:
+def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> PromptScores:
     """Return what is told of the prompt's tokens: nothing of the first, and of those that nobody wants."""
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
@@ -374,7 +374,7 @@ async def get_sampler(sampler_id: str, door: AtDoor) -> dict[str, Any]:
 
 
 @router.post("/asample")
-async def sample(body: JsonBody[Sample], request: Request, door: AtDoor) -> dict[str, Any]:
+async def sample(body: JsonBody[SampleRequest], request: Request, door: AtDoor) -> dict[str, Any]:
     """Begin to draw samples."""
     body.check(records_nothing=door.settings.stable_reinforce is not None)
     samples: Samples = request.app.state.tinker_samples

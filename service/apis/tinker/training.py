@@ -22,12 +22,12 @@ from service.apis.tinker.requests import (
     LoadWeights,
     LoraConfig,
     OfModel,
-    OptimStep,
+    OptimStepRequest,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
-from service.apis.tinker.wire import MAX_BODY_BYTES, PROTOBUF
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF
 from service.runs.sessions import StoredCommand
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
@@ -122,7 +122,7 @@ async def forward_backward(request: Request, door: AtDoor) -> Future:
         raise HTTPException(415, f"data comes as {PROTOBUF}: clients since 0.30 send it so")
     encoding = request.headers.get("content-encoding", "").strip().lower()
     decoding = door.backend.decoding
-    async with decoding.received(request, MAX_BODY_BYTES) as body, decoding.scratch() as made:
+    async with decoding.received(request, MAX_MESSAGE_BYTES) as body, decoding.scratch() as made:
         is_small = await asyncio.to_thread(translation.is_small, body, encoding)
         sent = str(body.path), encoding
         head = await decoding.call(request, translation.head_of, *sent, is_small=is_small)
@@ -142,7 +142,7 @@ def _check_seq(seq_id: int) -> None:
 
 
 @router.post("/optim_step")
-async def optim_step(body: JsonBody[OptimStep], door: AtDoor) -> Future:
+async def optim_step(body: JsonBody[OptimStepRequest], door: AtDoor) -> Future:
     """Make an optimizer step with the gradients as they are: sums, which nothing divides."""
     model = await door.model(body.model_id)
     async with door.numbered(model, body.seq_id):

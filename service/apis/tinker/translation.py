@@ -55,7 +55,7 @@ MISSING = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class TinkerLoss:
     """A loss of Tinker's: our loss, and its value as Tinker defines it, by log-probabilities, in float64.
 
     `value`: of arrays of equal shape, of the scored places of one datum: log-probabilities, the sampler's, advantages.
@@ -70,18 +70,18 @@ def _ratio(logprobs: Floats, sampled: Floats) -> Floats:
     return np.exp(np.clip(logprobs - sampled, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
-def policy_loss(name: str, config: Config) -> Loss:
+def policy_loss(name: str, config: Config) -> TinkerLoss:
     """Return a policy loss by Tinker's name and settings. Raises InvalidInput for one that is not served."""
     match name:
         case "importance_sampling":
-            return Loss(Reinforce(), lambda new, old, advantage: -_ratio(new, old) * advantage)
+            return TinkerLoss(Reinforce(), lambda new, old, advantage: -_ratio(new, old) * advantage)
         case "ppo":
             low, high = _bounds(config)
 
             def surrogate(new: Floats, old: Floats, advantage: Floats) -> Floats:
                 return _clipped(_ratio(new, old), low, high, advantage)
 
-            return Loss(PPO(clip_low=1 - low, clip_high=high - 1), surrogate, (_CLIP_LOW, _CLIP_HIGH))
+            return TinkerLoss(PPO(clip_low=1 - low, clip_high=high - 1), surrogate, (_CLIP_LOW, _CLIP_HIGH))
         case "gspo":
             low, high = _bounds(config)
 
@@ -89,19 +89,19 @@ def policy_loss(name: str, config: Config) -> Loss:
                 return _clipped(_ratio(np.full_like(new, np.mean(new - old)), np.zeros_like(new)), low, high, advantage)
 
             ours = GSPO(aggregation="token_mean", clip_low=1 - low, clip_high=high - 1)
-            return Loss(ours, of_sequence, (_CLIP_LOW, _CLIP_HIGH))
+            return TinkerLoss(ours, of_sequence, (_CLIP_LOW, _CLIP_HIGH))
         case "cispo":
             low, high = _bounds(config)
 
             def weighed(new: Floats, old: Floats, advantage: Floats) -> Floats:
                 return -np.clip(_ratio(new, old), low, high) * advantage * new
 
-            return Loss(CISPO(clip_low=1 - low, clip_high=high - 1), weighed, (_CLIP_LOW, _CLIP_HIGH))
+            return TinkerLoss(CISPO(clip_low=1 - low, clip_high=high - 1), weighed, (_CLIP_LOW, _CLIP_HIGH))
         case "dro":
             beta = _number(config, _BETA, _DRO_BETA)
             if beta <= 0:
                 raise InvalidInput("it must be above 0", f"loss_fn_config.{_BETA}")
-            return Loss(
+            return TinkerLoss(
                 DRO(beta=beta), lambda new, old, advantage: -advantage * new + beta / 2 * (new - old) ** 2, (_BETA,)
             )
         case _:

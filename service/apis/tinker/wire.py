@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.errors import InvalidInput
 
 PROTOBUF = "application/x-protobuf"
-MAX_BODY_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Of a forward_backward, as sent and decompressed. The SDK is told to send chunks of a fraction of it."""
 _MAX_WINDOW_BYTES = 32 << 20
 MAX_FIELDS = 200_000
@@ -139,8 +139,10 @@ def plain_bytes(body: bytes, encoding: str) -> int:
         raise InvalidInput(f"this is no body under zstd: {error}", "body") from None
     if size < 0:
         raise InvalidInput("its zstd frame does not say how many bytes it holds", "body")
-    if size > MAX_BODY_BYTES:
-        raise InvalidInput(f"decompressed, the body has more than the {MAX_BODY_BYTES:,} bytes that are taken", "body")
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidInput(
+            f"decompressed, the body has more than the {MAX_MESSAGE_BYTES:,} bytes that are taken", "body"
+        )
     return int(size)
 
 

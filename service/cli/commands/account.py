@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.commands.sign_in import who_in_words
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, plain, print_table, say, seconds_of, size, span
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
 
 _KEYS_EXAMPLES = """\b
 Examples:
@@ -57,37 +57,37 @@ class ScopeName(StrEnum):  # Typer takes no list of a Literal
 
 
 @command(app)
-def whoami(client: "Client") -> Answer:
+def whoami(client: "CliClient") -> CommandAnswer:
     """Show the service that commands talk to, your key, tenant and scopes."""
     who = client.ask("GET", "/whoami")
-    return Answer({"api_url": client.api_url, **who}, partial(print, f"{who_in_words(who)} at {client.api_url}"))
+    return CommandAnswer({"api_url": client.api_url, **who}, partial(print, f"{who_in_words(who)} at {client.api_url}"))
 
 
 @command(app)
-def usage(client: "Client") -> Answer:
+def usage(client: "CliClient") -> CommandAnswer:
     """Show what your tenant uses, and its quotas."""
     return _usage(client.ask("GET", "/usage"))
 
 
 @command(app)
 def audit(
-    client: "Client",
+    client: "CliClient",
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
     everybody: Annotated[
         bool, typer.Option("--everybody", help="Of all tenants; for admins of the first tenant.")
     ] = False,
-) -> Answer:
+) -> CommandAnswer:
     """Show the audit log: what was changed or refused, newest first. Needs the scope admin."""
     entries = client.ask("GET", "/audit", params={"limit": limit, "everybody": everybody})["entries"]
     names = ("tenant", "key_id", "method", "path", "target", "status", "address")
     rows = ((ago(e["time"]), *(plain(str(e[name] or "")) for name in names)) for e in entries)
     columns = ("when", "tenant", "key", "", "path", "changed", "answer", "from")
-    return Answer(entries, partial(print_table, columns, rows))
+    return CommandAnswer(entries, partial(print_table, columns, rows))
 
 
 @command(keys)
 def create(
-    client: "Client",
+    client: "CliClient",
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Whose it is, or what for: its title in lists.")] = "",
     title: Annotated[str, typer.Option(help="The same as NAME.")] = "",
     scope: Annotated[
@@ -95,7 +95,7 @@ def create(
         typer.Option(help="May be repeated; read, write and inference if absent."),
     ] = None,
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Create a key. It is shown only once."""
     if name and title:
         raise Stop("NAME and --title are the same: give one of them", USAGE)
@@ -105,11 +105,11 @@ def create(
     if expires is not None:
         body["expires_at"] = time.time() + seconds_of(expires, "--expires")
     made = client.ask("POST", "/keys", json=body)
-    return Answer(made, partial(_print_key, made))
+    return CommandAnswer(made, partial(_print_key, made))
 
 
 @command(keys, "ls")
-def ls_keys(client: "Client") -> Answer:
+def ls_keys(client: "CliClient") -> CommandAnswer:
     """List keys, newest first: of each its beginning only."""
     found = client.ask("GET", "/keys")
     rows = (
@@ -124,22 +124,24 @@ def ls_keys(client: "Client") -> Answer:
         )
         for k in found
     )
-    return Answer(found, partial(print_table, ("key", "title", "prefix", "scopes", "created", "last used", ""), rows))
+    return CommandAnswer(
+        found, partial(print_table, ("key", "title", "prefix", "scopes", "created", "last used", ""), rows)
+    )
 
 
 @command(keys)
 def revoke(
-    client: "Client",
+    client: "CliClient",
     key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `longshore keys ls` shows it.")],
-) -> Answer:
+) -> CommandAnswer:
     """Revoke a key for good."""
     ended = client.ask("DELETE", f"/keys/{key_id}")
-    return Answer(ended, partial(say, f"{key_id} ({ended['prefix']}) is revoked"))
+    return CommandAnswer(ended, partial(say, f"{key_id} ({ended['prefix']}) is revoked"))
 
 
 @command(tenants, "create")
 def create_tenant(
-    client: "Client",
+    client: "CliClient",
     tenant: TenantName,
     title: Title = "",
     concurrent_runs: ConcurrentRuns = None,
@@ -148,18 +150,18 @@ def create_tenant(
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
     worker_weight: Weight = None,
-) -> Answer:
+) -> CommandAnswer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
     quotas = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     body = {"tenant": tenant, "title": title, "quotas": quotas}
     made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
         say(f"warning: {warning}")
-    return Answer(made, partial(_print_key, made["key"]))
+    return CommandAnswer(made, partial(_print_key, made["key"]))
 
 
 @command(tenants, "ls")
-def ls_tenants(client: "Client") -> Answer:
+def ls_tenants(client: "CliClient") -> CommandAnswer:
     """List tenants, with their own quotas."""
     found = client.ask("GET", "/tenants")
 
@@ -169,18 +171,18 @@ def ls_tenants(client: "Client") -> Answer:
         print_table(("tenant", "title", "quota: runs", "quota: GPU hours", "quota: stored"), rows)
         say("-: the installation's own quota holds; `longshore tenants usage NAME` shows it")
 
-    return Answer(found, show)
+    return CommandAnswer(found, show)
 
 
 @command(tenants, "usage")
-def usage_of(client: "Client", tenant: TenantName) -> Answer:
+def usage_of(client: "CliClient", tenant: TenantName) -> CommandAnswer:
     """Show what a tenant uses, and its quotas."""
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
 @command(tenants)
 def quotas(
-    client: "Client",
+    client: "CliClient",
     tenant: TenantName,
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
@@ -188,7 +190,7 @@ def quotas(
     stored_bytes: StoredBytes = None,
     worker_sharing: Sharing = None,
     worker_weight: Weight = None,
-) -> Answer:
+) -> CommandAnswer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
     body = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
@@ -214,7 +216,7 @@ def _quotas(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _usage(found: dict[str, Any]) -> Answer:
+def _usage(found: dict[str, Any]) -> CommandAnswer:
     rows = (
         (words, _in_units(name, found[name]), _in_units(name, found["quotas"][name], "no limit"))
         for words, name in (
@@ -228,7 +230,7 @@ def _usage(found: dict[str, Any]) -> Answer:
     spending = ("cost of 30 days", cost, "no limit" if most is None else f"{most:,.2f} {money}")
     weight = ("part of shared workers", "", str(found["quotas"]["worker_weight"] or 1))
     sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "tenant")
-    return Answer(
+    return CommandAnswer(
         found,
         partial(
             print_table,

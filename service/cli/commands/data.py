@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.command import Answer, answering, command
+from service.cli.command import CommandAnswer, answering, command
 from service.cli.commands.submit import checked, model_uri, naming_options, run_of, uploaded
 from service.cli.exits import DONE, FAILED, USAGE, Stop
 from service.cli.output.render import console, plain, print_table, say, span
@@ -17,7 +17,7 @@ from service.cli.run_options import fields_of, given, options_of, run_command, r
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.runs.estimates import Estimate
     from shared.runs.previews import Preview, PreviewRequest, Span
     from shared.runs.requests import Run
@@ -42,11 +42,11 @@ _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
     _FIELDS,
 )
 @answering
-def validate(context: typer.Context, client: "Client") -> Answer:
+def validate(context: typer.Context, client: "CliClient") -> CommandAnswer:
     with _request(context, client, num_rows=0) as request:
         found = client.preview(request, "/validate")
     document = found.model_dump(mode="json", exclude={"rows"})
-    return Answer(document, partial(_print_report, found), FAILED if found.problem else DONE)
+    return CommandAnswer(document, partial(_print_report, found), FAILED if found.problem else DONE)
 
 
 @run_command(
@@ -59,9 +59,9 @@ def validate(context: typer.Context, client: "Client") -> Answer:
 @answering
 def preview(
     context: typer.Context,
-    client: "Client",
+    client: "CliClient",
     num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Rows to show.")] = 4,
-) -> Answer:
+) -> CommandAnswer:
     with _request(context, client, num_rows) as request:
         found = client.preview(request)
 
@@ -69,11 +69,11 @@ def preview(
         _print_rows(found)
         _print_report(found)
 
-    return Answer(found, show)
+    return CommandAnswer(found, show)
 
 
 @contextmanager
-def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterator[PreviewRequest]":
+def _request(context: typer.Context, client: "CliClient", num_rows: int) -> "Iterator[PreviewRequest]":
     """The request of the options; a local dataset is uploaded once they are known to be right.
 
     What was uploaded for the look alone is deleted after it.
@@ -161,11 +161,11 @@ def _counts(found: "Preview") -> list[tuple[str, str]]:
 )
 def estimate(
     context: typer.Context,
-    client: "Client",
+    client: "CliClient",
     words: Annotated[
         list[str], typer.Argument(metavar="sft|dpo|rl", help="As after `longshore submit`; nothing is started.")
     ],
-) -> Answer:
+) -> CommandAnswer:
     """Estimate tokens, steps, time and cost of a run, without starting it.
 
     A local dataset is uploaded, and its rows are counted, for two minutes at most. Exit code 100 if a run would refuse
@@ -183,7 +183,7 @@ def estimate(
     def show() -> None:
         _print_estimate(run, found)
 
-    return Answer(found, show, FAILED if found.problem else DONE)
+    return CommandAnswer(found, show, FAILED if found.problem else DONE)
 
 
 def _print_estimate(run: "Run", found: "Estimate") -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, print_table, say
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
 
 _EXAMPLES = """\b
 Examples:
@@ -25,7 +25,7 @@ app = group("files", help="Upload, list, download and delete files in the store.
 
 
 @command(app)
-def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> Answer:
+def ls(client: "CliClient", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> CommandAnswer:
     """List files, newest first."""
     page = client.ask("GET", "/files", params={"limit": limit})
 
@@ -35,35 +35,35 @@ def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 
         if page["has_more"]:
             say(f"there are more: --limit shows up to 1000, {limit} now")
 
-    return Answer(page["files"], show)
+    return CommandAnswer(page["files"], show)
 
 
 @command(app)
 def upload(
-    client: "Client",
+    client: "CliClient",
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")],
-) -> Answer:
+) -> CommandAnswer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
         if not path.is_file():
             raise Stop(f"there is no file {path}", USAGE)
     sent = [client.upload_file(path) for path in paths]
-    return Answer(sent, partial(print, *(record["uri"] for record in sent), sep="\n"))
+    return CommandAnswer(sent, partial(print, *(record["uri"] for record in sent), sep="\n"))
 
 
 @command(app)
-def rm(client: "Client", file_id: FileId) -> Answer:
+def rm(client: "CliClient", file_id: FileId) -> CommandAnswer:
     """Delete a file. A run that has not read it yet fails."""
     deleted = client.ask("DELETE", f"/files/{file_id}")
-    return Answer(deleted, partial(say, f"{file_id} ({deleted['name']}) is deleted"))
+    return CommandAnswer(deleted, partial(say, f"{file_id} ({deleted['name']}) is deleted"))
 
 
 @command(app)
 def download(
-    client: "Client",
+    client: "CliClient",
     file_id: FileId,
     into: Annotated[Path | None, typer.Option(help="The file to make; ./NAME if absent.")] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Download a file, and check its hash."""
     record = client.ask("GET", f"/files/{file_id}")
     target = into or Path(record["name"])
@@ -76,4 +76,4 @@ def download(
             if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
                 raise Stop(f"{file_id}: the SHA-256 is not the file's", advice="try the download again")
         part.rename(target)
-    return Answer(record | {"path": str(target.resolve())}, partial(print, target))
+    return CommandAnswer(record | {"path": str(target.resolve())}, partial(print, target))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import DONE, FAILED, USAGE, Stop
 from service.cli.output.render import plain, print_table, say
 from service.cli.run_options import json_of
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from shared.grading.graders import Grader
 
 _MOST = 100
@@ -33,7 +33,7 @@ app = group("grader", help="Try a grader on samples, before a run.", epilog=_EXA
 
 @command(app)
 def run(
-    client: "Client",
+    client: "CliClient",
     grader: GraderFile,
     samples: Annotated[
         str | None,
@@ -42,21 +42,21 @@ def run(
     text: Annotated[str | None, typer.Option(help="What the model wrote, instead of SAMPLES.")] = None,
     item: Annotated[str | None, typer.Option(help="With --text: the dataset's row, as JSON.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Samples to grade, from the first.")] = 20,
-) -> Answer:
+) -> CommandAnswer:
     """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
     rows = list(_rows(samples, text, item, limit))
     grades = [{"place": place, **client.grade(checked, sample)} for place, sample in rows]
     code = FAILED if any(each["grade"] is None for each in grades) else DONE
-    return Answer(grades, partial(_print, grades), code)
+    return CommandAnswer(grades, partial(_print, grades), code)
 
 
 @command(app)
-def check(client: "Client", grader: GraderFile) -> Answer:
+def check(client: "CliClient", grader: GraderFile) -> CommandAnswer:
     """Check a grader: parse its fields, templates and formula, and load its source."""
     checked = _checked(grader)
     client.grade(checked, None)
-    return Answer(checked, partial(say, f"{checked.name} can be used"))
+    return CommandAnswer(checked, partial(say, f"{checked.name} can be used"))
 
 
 def _checked(given: str) -> "Grader":

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import FAILED, NOT_FOUND, USAGE, Stop, Unreachable
 from service.cli.output.render import plain, print_table, say
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.cli.openai_account import Account, TheirJob
 
 State = Literal["started", "would start", "imported before", "waits", "no counterpart", "left out"]
@@ -56,7 +56,7 @@ def _group() -> None:
 
 @command(app)
 def openai(
-    client: "Client",
+    client: "CliClient",
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="THEIRS=OURS", help="The model that is trained here in the place of one of OpenAI's."),
@@ -65,7 +65,7 @@ def openai(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and start nothing.")] = False,
     base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Of OpenAI's API.")] = _THEIR_URL,
     max_file_bytes: Annotated[int, typer.Option(min=1, help="The longest file that is read.")] = 1 << 30,
-) -> Answer:
+) -> CommandAnswer:
     """Start the fine-tuning jobs of an account at OpenAI here, with their files, settings and graders.
 
     The account's key is read from OPENAI_API_KEY. A job that was imported before is not started again.
@@ -85,7 +85,7 @@ def openai(
             say("checkpoints stay where they are: OpenAI gives no weights away; --json names them")
 
     is_partial = any(each.state in ("waits", "no counterpart") for each in found)
-    return Answer(found, show, FAILED if is_partial else 0)
+    return CommandAnswer(found, show, FAILED if is_partial else 0)
 
 
 def _notes(imported: Imported) -> list[str]:
@@ -111,7 +111,7 @@ class _Waits(Exception):
 class _Import:
     """One import of an account."""
 
-    def __init__(self, client: "Client", account: "Account", models: Mapping[str, str], is_dry: bool) -> None:
+    def __init__(self, client: "CliClient", account: "Account", models: Mapping[str, str], is_dry: bool) -> None:
         self._client = client
         self._account = account
         self._models = models

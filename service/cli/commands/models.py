@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import NOT_FOUND, USAGE, Stop
 from service.cli.output.fetching import Body, fetch_files, fetch_tar, fetched
 from service.cli.output.render import ago, plain, print_table, say, size
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.inference.published_models import ModelView
     from shared.models.merging import Merger
     from shared.storage.artifacts import FileEntry
@@ -30,7 +30,7 @@ Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if a
 
 
 @command(models)
-def ls(client: "Client") -> Answer:
+def ls(client: "CliClient") -> CommandAnswer:
     """List what was published: each name with its newest version."""
     from service.inference.published_models import ModelView
 
@@ -40,11 +40,13 @@ def ls(client: "Client") -> Answer:
         rows = ((m.id, m.kind, plain(m.base or ""), m.run_id, ago(m.created_at)) for m in found)
         print_table(("model", "", "trained from", "run", "submitted"), rows)
 
-    return Answer(found, show if found else partial(say, "nothing is published; a run publishes when it succeeds"))
+    return CommandAnswer(
+        found, show if found else partial(say, "nothing is published; a run publishes when it succeeds")
+    )
 
 
 @command(models)
-def show(client: "Client", name: ModelName) -> Answer:
+def show(client: "CliClient", name: ModelName) -> CommandAnswer:
     """Show what a name stands for, and its files."""
     from shared.storage.artifacts import FileEntry
 
@@ -63,19 +65,19 @@ def show(client: "Client", name: ModelName) -> Answer:
         print_table(("", ""), [row for row in rows if row[1]])
         print_table(("file", "bytes"), ((plain(each.path), f"{each.size:,}") for each in files))
 
-    return Answer(view.model_dump() | {"files": files}, show)
+    return CommandAnswer(view.model_dump() | {"files": files}, show)
 
 
 @command(models)
-def rm(client: "Client", name: ModelName) -> Answer:
+def rm(client: "CliClient", name: ModelName) -> CommandAnswer:
     """Delete one version (`name:v3`), or all of a name. Their numbers are not given again."""
     deleted = client.ask("DELETE", f"/models/{name}")
-    return Answer(deleted, partial(say, f"{name} is deleted"))
+    return CommandAnswer(deleted, partial(say, f"{name} is deleted"))
 
 
 @command(app)
 def chat(
-    client: "Client",
+    client: "CliClient",
     as_json: bool,
     name: ModelName,
     message: Annotated[
@@ -84,7 +86,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the likeliest tokens.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-) -> Answer | None:
+) -> CommandAnswer | None:
     """Talk to a published model; its answers are printed as they are drawn."""
     said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     settings = {"model": name, "temperature": temperature, "max_tokens": max_tokens}
@@ -98,7 +100,7 @@ def chat(
         if not as_json:
             print()
         said.append({"role": "assistant", "content": answer})
-    return Answer(said, lambda: None)
+    return CommandAnswer(said, lambda: None)
 
 
 def _lines() -> Iterator[str]:
@@ -113,7 +115,7 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _texts(client: "Client", request: dict[str, Any]) -> Iterator[str]:
+def _texts(client: "CliClient", request: dict[str, Any]) -> Iterator[str]:
     for chunk in client.chat(request):
         for choice in chunk["choices"]:
             yield choice["delta"].get("content") or ""
@@ -121,7 +123,7 @@ def _texts(client: "Client", request: dict[str, Any]) -> Iterator[str]:
 
 @command(app)
 def download(
-    client: "Client",
+    client: "CliClient",
     name: Annotated[
         str,
         typer.Argument(metavar="NAME|RUN", help="A published name, also `name:v3` or `run:step-30`; or a run's id."),
@@ -131,7 +133,7 @@ def download(
         int | None,
         typer.Option(metavar="STEP", min=0, help="Of a run: its checkpoint of this step, optimizer and all."),
     ] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Download an adapter (a PEFT folder), a model, or a checkpoint, and check the hash of every file."""
     target = _free(into or Path(name.replace(":", "-") + ("" if checkpoint is None else f"-step-{checkpoint}")))
     if checkpoint is not None:
@@ -139,10 +141,10 @@ def download(
     else:
         files = _fetch(client, name, target)
     document = {"name": name, "folder": str(target.resolve()), "files": [each.model_dump() for each in files]}
-    return Answer(document, partial(print, target))
+    return CommandAnswer(document, partial(print, target))
 
 
-def _fetch(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]":
+def _fetch(client: "CliClient", name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch what a run of this id published; or what has this name."""
     if ":" not in name:
         try:
@@ -159,7 +161,7 @@ def _fetch(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]"
         raise Stop(f"there is no run {name}, and nothing is published as {name}", NOT_FOUND, advice) from None
 
 
-def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) -> "tuple[FileEntry, ...]":
+def _fetch_checkpoint(client: "CliClient", run_id: str, step: int, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch a run's checkpoint; of a step that two workers saved, the newer one."""
     from shared.runs.status import CheckpointRef
 
@@ -174,11 +176,11 @@ def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) ->
 
 @command(app)
 def export(
-    client: "Client",
+    client: "CliClient",
     name: ModelName,
     merged: Annotated[bool, typer.Option("--merged", help="An adapter merged into its base: a whole model.")] = False,
     into: Into = None,
-) -> Answer:
+) -> CommandAnswer:
     """Write a model for other programs: with --merged a whole one, in safetensors, merged as it is downloaded.
 
     Weights pass through in blocks of a few megabytes: only the adapter is held in memory.
@@ -189,10 +191,10 @@ def export(
         merged = False
     files = _merge(client, name, target) if merged else fetch_files(client, f"/models/{name}", "files", target)
     document = {"name": name, "folder": str(target.resolve()), "files": [each.path for each in files]}
-    return Answer(document, partial(print, target))
+    return CommandAnswer(document, partial(print, target))
 
 
-def _merge(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]":
+def _merge(client: "CliClient", name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Write the base model's files with the adapter in them.
 
     Raises:
@@ -228,7 +230,7 @@ def _keep_end_tokens(adapter: Path, folder: Path) -> None:
         shutil.copyfile(adapter / GENERATION, folder / GENERATION)
 
 
-def _merger(client: "Client", name: str, folder: Path) -> "Merger":
+def _merger(client: "CliClient", name: str, folder: Path) -> "Merger":
     from shared.models.merging import Merger
     from shared.models.peft import WEIGHTS, read_config
 
@@ -237,7 +239,7 @@ def _merger(client: "Client", name: str, folder: Path) -> "Merger":
         return Merger.of(read_config(folder), weights, WEIGHTS)
 
 
-def _merge_file(client: "Client", path: str, entry: "FileEntry", merger: "Merger", target: Path) -> None:
+def _merge_file(client: "CliClient", path: str, entry: "FileEntry", merger: "Merger", target: Path) -> None:
     with client.body(path) as chunks, target.open("wb") as file:
         body = Body(chunks)
         merger.merge(body, file, entry.path)
@@ -249,7 +251,7 @@ def _check(sha256: str, entry: "FileEntry") -> None:
         raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try it again")
 
 
-def _view(client: "Client", name: str) -> "ModelView":
+def _view(client: "CliClient", name: str) -> "ModelView":
     from service.inference.published_models import ModelView
 
     return client.get(f"/models/{name}", ModelView)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import connect, run_ids
 from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
@@ -16,7 +16,7 @@ from service.cli.output.runs import doing, outcome, print_details, summary
 from service.cli.output.step_table import print_step_metrics, print_steps, step_line
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.runs.views import Metrics, RunView
     from shared.runs.status import StepStatus
 
@@ -38,13 +38,13 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ru
 
 @command(app)
 def ls(
-    client: "Client",
+    client: "CliClient",
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
     kind: Annotated[Literal["sft", "dpo", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     idle: Annotated[bool, typer.Option("--all", help="With sessions that have waited for a day.")] = False,
-) -> Answer:
+) -> CommandAnswer:
     """List runs, newest first."""
     page = client.runs(limit, state, kind=kind, words=words, idle=idle or None)
 
@@ -64,11 +64,11 @@ def ls(
             say(f"there are more: --limit shows up to 200, {limit} now")
         say_hidden()
 
-    return Answer([outcome(view) for view in page.runs], show if page.runs else show_none)
+    return CommandAnswer([outcome(view) for view in page.runs], show if page.runs else show_none)
 
 
 @command(app)
-def get(client: "Client", run_id: RunId) -> Answer:
+def get(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Show a run."""
     view = client.run(run_id)
 
@@ -76,11 +76,11 @@ def get(client: "Client", run_id: RunId) -> Answer:
         print(summary(view, client.places().get(run_id) if _waits(view) else None))
         print_details(view)
 
-    return Answer(outcome(view) | {"run": view.run}, show)
+    return CommandAnswer(outcome(view) | {"run": view.run}, show)
 
 
 @command(app, patience_s=20)
-def watch(client: "Client", run_id: RunId, timeout: Timeout = None) -> Answer:
+def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
     """Follow a run to its end. Ctrl-C leaves; the run goes on."""
     from service.cli.commands.submit import finish
 
@@ -121,7 +121,7 @@ def events(
 
 
 @command(app)
-def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_json: bool) -> Answer | None:
+def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_json: bool) -> CommandAnswer | None:
     """List the train steps of an RL run: rewards, published versions, errors.
 
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
@@ -132,17 +132,19 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
             _follow_steps(client, run_id, as_json)
             return None
         found = list(client.steps(run_id))
-    return Answer(found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet"))
+    return CommandAnswer(
+        found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet")
+    )
 
 
-def _demand_train_steps(client: "Client", run_id: str) -> None:
+def _demand_train_steps(client: "CliClient", run_id: str) -> None:
     """Raise Stop for a run that has no train steps with rewards: an SFT or a DPO run, a session."""
     if (kind := client.run(run_id).kind) != "rl":
         message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
         raise Stop(message, USAGE, f"longshore metrics {run_id}")
 
 
-def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
+def _follow_steps(client: "CliClient", run_id: str, as_json: bool) -> None:
     try:
         for step in client.steps_to_the_end(run_id):
             print(step.model_dump_json() if as_json else step_line(step), flush=True)
@@ -151,12 +153,12 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
 
 
 @command(app)
-def metrics(client: "Client", run_id: RunId) -> Answer:
+def metrics(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Show the main metrics of every step and evaluation; with --json, all."""
     from service.runs.views import Metrics
 
     found = client.get(f"/runs/{run_id}/metrics", Metrics)
-    return Answer(found, partial(_print_metrics, found))
+    return CommandAnswer(found, partial(_print_metrics, found))
 
 
 def _print_metrics(found: "Metrics") -> None:
@@ -174,33 +176,33 @@ def _print_metrics(found: "Metrics") -> None:
 
 
 @command(app)
-def checkpoints(client: "Client", run_id: RunId) -> Answer:
+def checkpoints(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """List the checkpoints in the store."""
     from shared.runs.status import CheckpointRef
 
     found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
     rows = ((str(c.step), c.fence.label, c.artifact.uri) for c in found)
-    return Answer(found, partial(print_table, ("step", "written by", "uri"), rows))
+    return CommandAnswer(found, partial(print_table, ("step", "written by", "uri"), rows))
 
 
 @command(app)
-def cancel(client: "Client", run_id: RunId) -> Answer:
+def cancel(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
     view = client.change(run_id, "cancel")
     words = f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there"
-    return Answer(outcome(view), partial(say, words))
+    return CommandAnswer(outcome(view), partial(say, words))
 
 
 @command(app)
-def pause(client: "Client", run_id: RunId) -> Answer:
+def pause(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
     view = client.change(run_id, "pause")
     words = f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there"
-    return Answer(outcome(view), partial(say, words))
+    return CommandAnswer(outcome(view), partial(say, words))
 
 
 @command(app)
-def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> Answer:
+def resume(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
     """Resume a paused, cancelled or failed run from its last checkpoint."""
     from service.cli.commands.submit import finish
 
@@ -208,7 +210,7 @@ def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout
 
 
 @command(app)
-def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> Answer:
+def retry(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
     """Submit the request of a failed or cancelled run again, as a new run. Prints its id."""
     from service.cli.commands.submit import finish
 
@@ -253,7 +255,7 @@ def _left(command: str) -> None:
 
 @command(app, patience_s=20)
 def step(
-    client: "Client",
+    client: "CliClient",
     run_id: RunId,
     groups: Annotated[str, typer.Argument(help="Trajectory groups as JSONL: a file (uploaded), or a URI.")],
     key: Annotated[
@@ -261,7 +263,7 @@ def step(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the step's end.")] = False,
     timeout: Timeout = None,
-) -> Answer:
+) -> CommandAnswer:
     """Train one file of trajectory groups, and publish the next version of the policy.
 
     Exit codes: 0 done (or queued, without --wait), 2 usage, 100 failed, 101 not finished within --timeout.
@@ -280,13 +282,15 @@ def step(
         if found.key != key:  # it was resumed meanwhile, and the number is another's
             raise Stop("the run ended before this step, and was resumed: send it again", FAILED)
     code = FAILED if found.state == "failed" else NOT_FINISHED if wait and not found.is_final else DONE
-    return Answer(found, partial(print, _words(found)), code)
+    return CommandAnswer(found, partial(print, _words(found)), code)
 
 
 @command(app, "finish")
-def finish_run(client: "Client", run_id: RunId) -> Answer:
+def finish_run(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """End an RL run after the steps that are queued."""
-    return Answer(outcome(client.change(run_id, "finish")), partial(say, f"{run_id} ends when its steps are done"))
+    return CommandAnswer(
+        outcome(client.change(run_id, "finish")), partial(say, f"{run_id} ends when its steps are done")
+    )
 
 
 def _words(step: "StepStatus") -> str:
@@ -305,21 +309,23 @@ def _words(step: "StepStatus") -> str:
 
 @command(session, "ls")
 def ls_sessions(
-    client: "Client",
+    client: "CliClient",
     state: Annotated[State | None, typer.Option(help="Sessions in this state only.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
-) -> Answer | None:
+) -> CommandAnswer | None:
     """List sessions, newest first."""
     return ls(client, state, "session", None, limit)
 
 
 @command(session, "get")
-def get_session(client: "Client", run_id: RunId) -> Answer | None:
+def get_session(client: "CliClient", run_id: RunId) -> CommandAnswer | None:
     """Show a session: its state, its last step's metrics, what it has published."""
     return get(client, run_id)
 
 
 @command(session)
-def close(client: "Client", run_id: RunId) -> Answer:
+def close(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Close a session: it ends after the commands that were sent, and its state stays."""
-    return Answer(outcome(client.close_session(run_id)), partial(say, f"{run_id} ends when its commands are done"))
+    return CommandAnswer(
+        outcome(client.close_session(run_id)), partial(say, f"{run_id} ends when its commands are done")
+    )

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, print_table, say, seconds_of
 
 if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from shared.runs.requests import Run
     from shared.runs.schedules import ScheduledRun
 
@@ -24,7 +24,7 @@ app = group("schedule", help="Start runs at set times.")
 @command(app, patience_s=20)
 def create(
     context: typer.Context,
-    client: "Client",
+    client: "CliClient",
     name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
     cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
@@ -38,7 +38,7 @@ def create(
     even_unchanged: Annotated[
         bool, typer.Option("--even-unchanged", help="Also if the data has not changed since the last run.")
     ] = False,
-) -> Answer:
+) -> CommandAnswer:
     """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
 
     Data that has not changed since the schedule's last run is not trained on again: `show` says so.
@@ -63,7 +63,7 @@ def create(
 
 
 @command(app)
-def ls(client: "Client") -> Answer:
+def ls(client: "CliClient") -> CommandAnswer:
     """List schedules."""
     from service.automation.schedule_views import ScheduleView
 
@@ -72,11 +72,11 @@ def ls(client: "Client") -> Answer:
         (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
         for view in found
     )
-    return Answer(found, partial(print_table, ("schedule", "run", "when", "next", "triggered"), rows))
+    return CommandAnswer(found, partial(print_table, ("schedule", "run", "when", "next", "triggered"), rows))
 
 
 @command(app)
-def show(client: "Client", name: ScheduleName) -> Answer:
+def show(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Show a schedule, its next time, and its last runs."""
     from service.automation.schedule_views import ScheduleView
 
@@ -85,34 +85,34 @@ def show(client: "Client", name: ScheduleName) -> Answer:
 
 @command(app)
 def pause(
-    client: "Client",
+    client: "CliClient",
     name: ScheduleName,
     note: Annotated[str | None, typer.Option(help="The reason, shown by `show`.")] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Pause a schedule: it starts no runs until it is resumed."""
     return _tell(client, name, "pause", params={"note": note} if note else {})
 
 
 @command(app)
-def resume(client: "Client", name: ScheduleName) -> Answer:
+def resume(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Resume a paused schedule."""
     return _tell(client, name, "resume")
 
 
 @command(app)
-def trigger(client: "Client", name: ScheduleName) -> Answer:
+def trigger(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Trigger a schedule now, once. Its rules about overlap and unchanged data hold."""
     return _tell(client, name, "trigger")
 
 
 @command(app)
 def backfill(
-    client: "Client",
+    client: "CliClient",
     name: ScheduleName,
     begin: Annotated[datetime, typer.Option("--from", help="In UTC, as 2026-01-31T02:00:00.")],
     end: Annotated[datetime, typer.Option("--to", help="In UTC; at most 31 days later.")],
     overlap: Annotated[Overlap, typer.Option(help="Between these runs.")] = "buffer_all",
-) -> Answer:
+) -> CommandAnswer:
     """Start the runs of a period in the past."""
     span = {
         "begin": begin.replace(tzinfo=UTC).timestamp(),
@@ -123,10 +123,10 @@ def backfill(
 
 
 @command(app)
-def rm(client: "Client", name: ScheduleName) -> Answer:
+def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Delete a schedule. Its runs stay, also one that is running."""
     view = client.ask("DELETE", f"/schedules/{name}")
-    return Answer(view, partial(say, f"schedule {name} is removed; its runs stay"))
+    return CommandAnswer(view, partial(say, f"schedule {name} is removed; its runs stay"))
 
 
 def _run_of(context: typer.Context, command: list[str]) -> "Run":
@@ -149,14 +149,14 @@ def _checked(fields: dict[str, Any]) -> "ScheduledRun":
         raise Stop(first_rule(error), USAGE, "--help lists the options") from None
 
 
-def _tell(client: "Client", name: str, verb: str, **options: Any) -> Answer:
+def _tell(client: "CliClient", name: str, verb: str, **options: Any) -> CommandAnswer:
     from service.automation.schedule_views import ScheduleView
 
     return _answer(client.post(f"/schedules/{name}/{verb}", ScheduleView, **options))
 
 
-def _answer(view: "ScheduleView") -> Answer:
-    return Answer(view, partial(_print, view))
+def _answer(view: "ScheduleView") -> CommandAnswer:
+    return CommandAnswer(view, partial(_print, view))
 
 
 def _print(view: "ScheduleView") -> None:

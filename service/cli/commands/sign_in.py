@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import Globals, address, profile_names, read_settings
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import plain, print_table, say
@@ -38,13 +38,13 @@ def login(
     profile_name: ProfileName = None,
     *,
     as_json: bool,
-) -> Answer:
+) -> CommandAnswer:
     """Check an API key, and keep it for later commands.
 
     The key is asked for, or read from stdin where that is no terminal. It is kept with its URL as a profile (`default`,
     or that of --profile), in a file that you alone can read, and is sent to that URL alone.
     """
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.cli.profiles import FIRST_PROFILE, Profile, Profiles, credentials_path
 
     given: Globals = context.obj
@@ -53,7 +53,7 @@ def login(
     before = known.profiles.get(name)
     url = url or given.api_url or (before.api_url if before else address(replace(given, profile=None)).url)
     key = given.api_key or _asked_key(url)
-    with Client(url, key) as client:
+    with CliClient(url, key) as client:
         who = client.ask("GET", "/whoami")
         profile = Profile(api_url=client.api_url, api_key=key)
     known.having(name, profile).write()
@@ -61,7 +61,7 @@ def login(
     if not as_json:
         say(f"logged in to {profile.api_url} as {who_in_words(who)}; kept as profile {name} in {found['file']}")
     _warn_if_hidden(name, profile)
-    return Answer(found, lambda: None)
+    return CommandAnswer(found, lambda: None)
 
 
 def _asked_key(url: str) -> str:
@@ -87,7 +87,7 @@ def _warn_if_hidden(name: str, profile: "Profile") -> None:
 
 
 @command(app)
-def logout(context: typer.Context, profile_name: ProfileName = None) -> Answer:
+def logout(context: typer.Context, profile_name: ProfileName = None) -> CommandAnswer:
     """Remove a profile from this machine: the current one, or that of --profile. Its key stays valid."""
     from service.cli.profiles import Profiles
 
@@ -98,7 +98,7 @@ def logout(context: typer.Context, profile_name: ProfileName = None) -> Answer:
     known.named(name)
     known.without(name).write()
     words = f"profile {name} is forgotten; `longshore keys revoke` ends a key for good"
-    return Answer({"profile": name}, partial(say, words))
+    return CommandAnswer({"profile": name}, partial(say, words))
 
 
 def who_in_words(who: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ def who_in_words(who: dict[str, Any]) -> str:
 def show(
     context: typer.Context,
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
-) -> Answer:
+) -> CommandAnswer:
     """Show the settings of this machine; secrets are cut to their beginning."""
     from service.cli.setting_origins import setting_values, shown
     from service.dev.connection import Connection
@@ -129,11 +129,11 @@ def show(
         values.append(value)
     columns = ("setting", "value", "from") if origin else ("setting", "value")
     rows = [(v.name, plain(v.value), plain(v.origin))[: len(columns)] for v in values]
-    return Answer(values, partial(print_table, columns, rows))
+    return CommandAnswer(values, partial(print_table, columns, rows))
 
 
 @command(config)
-def profiles() -> Answer:
+def profiles() -> CommandAnswer:
     """List the services that were logged in to; * is the current one."""
     from service.cli.profiles import Profiles
     from service.cli.setting_origins import prefix
@@ -144,14 +144,14 @@ def profiles() -> Answer:
         for name, each in sorted(known.profiles.items())
     ]
     if not rows:
-        return Answer(rows, partial(say, "there are none: longshore login makes one"))
+        return CommandAnswer(rows, partial(say, "there are none: longshore login makes one"))
     cells = ((r["profile"], r["api_url"], r["api_key"], "*" if r["current"] else "") for r in rows)
     table = ([plain(str(cell)) for cell in row] for row in cells)
-    return Answer(rows, partial(print_table, ("profile", "service", "key", ""), table))
+    return CommandAnswer(rows, partial(print_table, ("profile", "service", "key", ""), table))
 
 
 @command(config)
-def use(name: Annotated[str, typer.Argument(help="A profile.")], as_json: bool) -> Answer:
+def use(name: Annotated[str, typer.Argument(help="A profile.")], as_json: bool) -> CommandAnswer:
     """Make a profile the current one."""
     from service.cli.profiles import Profiles
 
@@ -161,4 +161,4 @@ def use(name: Annotated[str, typer.Argument(help="A profile.")], as_json: bool) 
     if not as_json:
         say(f"commands now talk to {profile.api_url}")
     _warn_if_hidden(name, profile)
-    return Answer({"profile": name, "api_url": profile.api_url}, lambda: None)
+    return CommandAnswer({"profile": name, "api_url": profile.api_url}, lambda: None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import address, read_settings
 from service.cli.exits import DONE, FAILED, USAGE, Stop
 from service.cli.output.render import say
@@ -80,7 +80,7 @@ def _link(root: Path) -> str:
 
 
 @command(app)
-def doctor(context: typer.Context, as_json: bool) -> Answer:
+def doctor(context: typer.Context, as_json: bool) -> CommandAnswer:
     """Check this machine and the service, and advise on what is wrong."""
     from service.cli.doctor import checks
 
@@ -92,7 +92,7 @@ def doctor(context: typer.Context, as_json: bool) -> Answer:
             print(f"{check.verdict:<5} {check.name}: {check.text}")
             if check.advice:
                 print(f"      {check.advice}")
-    return Answer(found, lambda: None, FAILED if any(check.verdict == "fail" for check in found) else DONE)
+    return CommandAnswer(found, lambda: None, FAILED if any(check.verdict == "fail" for check in found) else DONE)
 
 
 @db.command()
@@ -106,7 +106,7 @@ def upgrade() -> None:
 
 
 @command(db)
-def rebuild() -> Answer:
+def rebuild() -> CommandAnswer:
     """Rebuild tenants, keys, files and runs from the store. The audit log stays as it is.
 
     The service may run meanwhile. Runs that go on are brought up to date by it.
@@ -117,11 +117,11 @@ def rebuild() -> Answer:
     with _opened() as (store, database):
         migrate.upgrade(database)
         differences = rebuild(store, database)
-    return Answer(differences, partial(_print, differences))
+    return CommandAnswer(differences, partial(_print, differences))
 
 
 @command(db)
-def check() -> Answer:
+def check() -> CommandAnswer:
     """Compare the database with the store, and change nothing. Fails when they differ."""
     from service.database import migrate
     from service.rebuild import rebuild
@@ -133,7 +133,7 @@ def check() -> Answer:
             message = f"the database is at revision {found}, this version needs {wanted}"
             raise Stop(message, advice="longshore db upgrade")
         differences = rebuild(store, database, only_look=True)
-    return Answer(differences, partial(_print, differences), FAILED if differences.any else DONE)
+    return CommandAnswer(differences, partial(_print, differences), FAILED if differences.any else DONE)
 
 
 def _print(found: "Differences") -> None:

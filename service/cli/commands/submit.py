@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, answering, group
+from service.cli.command import CommandAnswer, answering, group
 from service.cli.connection import Globals
 from service.cli.exits import DONE, OF_STATE, USAGE, Stop
 from service.cli.output.render import say
@@ -29,7 +29,7 @@ from service.cli.run_options import (
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.runs.views import RunView
     from shared.runs.requests import Run
 
@@ -58,11 +58,11 @@ app = group("submit", help="Start a run: sft, dpo or rl.", epilog=_EXAMPLES)
 def _submit(
     kind: str,
     context: typer.Context,
-    client: "Client",
+    client: "CliClient",
     wait: Wait = False,
     timeout: Timeout = None,
     idempotency_key: IdempotencyKey = None,
-) -> Answer:
+) -> CommandAnswer:
     if timeout is not None and not wait:
         raise Stop("--timeout goes with --wait", USAGE)
     values, options = given(context), options_of(run_model(kind))
@@ -168,7 +168,7 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
     return taken[0]
 
 
-def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None) -> Answer:
+def finish(client: "CliClient", view: "RunView", *, wait: bool, timeout_s: float | None) -> CommandAnswer:
     """Follow a run if that was asked for. Returns its state, with the exit code of the state."""
     from service.cli.output.follow import Detached, attach_again, follow
 
@@ -179,7 +179,7 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
         say(f"started; follow it with: longshore watch {view.run_id}")
 
     if not wait:
-        return Answer(outcome(view), started, DONE)
+        return CommandAnswer(outcome(view), started, DONE)
     say(f"run {view.run_id}")
     try:
         view = follow(client, view, timeout_s)
@@ -187,7 +187,7 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
     except Detached as left:
         view, code = left.view, left.code
         say(attach_again(view.run_id))
-    return Answer(outcome(view), partial(print, summary(view)), code)
+    return CommandAnswer(outcome(view), partial(print, summary(view)), code)
 
 
 def model_uri(model: str) -> str:
@@ -207,13 +207,13 @@ def model_uri(model: str) -> str:
     return model
 
 
-def dataset_uri(client: "Client", dataset: str, option: str) -> str:
+def dataset_uri(client: "CliClient", dataset: str, option: str) -> str:
     """Upload a local file, and return its URI; URIs as they are."""
     file = uploaded(client, dataset, option)
     return str(file["uri"]) if file else dataset
 
 
-def uploaded(client: "Client", dataset: str, option: str) -> dict[str, Any] | None:
+def uploaded(client: "CliClient", dataset: str, option: str) -> dict[str, Any] | None:
     """Upload a local file, and return its record; None for a URI. `is_new`: it was not in the store before."""
     if "://" in dataset:
         return None

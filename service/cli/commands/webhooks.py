@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import Answer, command, group
+from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, print_table, say, seconds_of
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id, as `longshore webhook ls` shows it.")]
 app = group("webhook", help="Notify a URL of runs.")
@@ -19,20 +19,20 @@ _COLUMNS = ("webhook", "url", "events", "")
 
 @command(app)
 def create(
-    client: "Client",
+    client: "CliClient",
     url: Annotated[str, typer.Argument(help="https://host/path: what is sent there is signed.")],
     event: Annotated[
         list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Create a webhook. Its secret, by which the receiver checks signatures, is shown only once."""
     made = client.ask("POST", "/webhooks", json={"url": url, "events": event or []})
-    return Answer(made, partial(_print_secret, made["id"], made["secret"]))
+    return CommandAnswer(made, partial(_print_secret, made["id"], made["secret"]))
 
 
 @command(app)
 def update(
-    client: "Client",
+    client: "CliClient",
     webhook_id: WebhookId,
     url: Annotated[str | None, typer.Option(help="Another URL; pending deliveries go there too.")] = None,
     event: Annotated[
@@ -42,7 +42,7 @@ def update(
     enabled: Annotated[
         bool | None, typer.Option("--enable/--disable", help="Whether events are sent.", show_default=False)
     ] = None,
-) -> Answer:
+) -> CommandAnswer:
     """Change a webhook. What is not given stays, and so does its secret."""
     if event and all_events:
         raise Stop("--event and --all-events exclude each other", USAGE)
@@ -52,45 +52,45 @@ def update(
     if not change:
         raise Stop("give what is to change: --url, --event, --all-events, --enable or --disable", USAGE)
     changed = client.ask("PATCH", f"/webhooks/{webhook_id}", json=change)
-    return Answer(changed, partial(print_table, _COLUMNS, [_row(changed)]))
+    return CommandAnswer(changed, partial(print_table, _COLUMNS, [_row(changed)]))
 
 
 @command(app)
 def rotate(
-    client: "Client",
+    client: "CliClient",
     webhook_id: WebhookId,
     overlap: Annotated[
         str, typer.Option(help="How long the old secret signs beside the new one, 7d at most. 0s: it is out at once.")
     ] = "24h",
-) -> Answer:
+) -> CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
     body = {"overlap_s": seconds_of(overlap, "--overlap")}
     made = client.ask("POST", f"/webhooks/{webhook_id}/rotate", json=body)
-    return Answer(made, partial(_print_secret, made["secret"]))
+    return CommandAnswer(made, partial(_print_secret, made["secret"]))
 
 
 @command(app)
-def ls(client: "Client") -> Answer:
+def ls(client: "CliClient") -> CommandAnswer:
     """List webhooks."""
     found = client.ask("GET", "/webhooks")
-    return Answer(found, partial(print_table, _COLUMNS, map(_row, found)))
+    return CommandAnswer(found, partial(print_table, _COLUMNS, map(_row, found)))
 
 
 @command(app)
-def rm(client: "Client", webhook_id: WebhookId) -> Answer:
+def rm(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
     """Remove a webhook, its secret and its deliveries."""
-    return Answer(client.ask("DELETE", f"/webhooks/{webhook_id}"), partial(say, f"{webhook_id} is removed"))
+    return CommandAnswer(client.ask("DELETE", f"/webhooks/{webhook_id}"), partial(say, f"{webhook_id} is removed"))
 
 
 @command(app)
-def ping(client: "Client", webhook_id: WebhookId) -> Answer:
+def ping(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
     """Send it a `ping`; `longshore webhook deliveries` says what it answered."""
     sent = client.ask("POST", f"/webhooks/{webhook_id}/ping")
-    return Answer(sent, partial(print, sent["notice_id"]))
+    return CommandAnswer(sent, partial(print, sent["notice_id"]))
 
 
 @command(app)
-def deliveries(client: "Client", webhook_id: WebhookId) -> Answer:
+def deliveries(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
     """List deliveries and their answers, newest first."""
     found = client.ask("GET", f"/webhooks/{webhook_id}/deliveries")
     rows = (
@@ -104,7 +104,7 @@ def deliveries(client: "Client", webhook_id: WebhookId) -> Answer:
         )
         for d in found
     )
-    return Answer(found, partial(print_table, ("message", "type", "run", "state", "answers", "made"), rows))
+    return CommandAnswer(found, partial(print_table, ("message", "type", "run", "state", "answers", "made"), rows))
 
 
 def _print_secret(*lines: str) -> None:

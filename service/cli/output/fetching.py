@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from service.cli.exits import Stop
 
 if TYPE_CHECKING:
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from shared.storage.artifacts import FileEntry
 
 
@@ -54,7 +54,7 @@ def fetched(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary)
 
 
-def fetch_files(client: "Client", path: str, files: str, target: Path) -> "tuple[FileEntry, ...]":
+def fetch_files(client: "CliClient", path: str, files: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch the files that `path/files` lists, each from below it.
 
     Raises:
@@ -72,7 +72,7 @@ def fetch_files(client: "Client", path: str, files: str, target: Path) -> "tuple
     return entries
 
 
-def fetch_tar(client: "Client", path: str, name: str, target: Path) -> "tuple[FileEntry, ...]":
+def fetch_tar(client: "CliClient", path: str, name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch and unpack a tar of one folder `name`, and check it against the manifest in it.
 
     Raises:

@@ -14,7 +14,7 @@ from service.cli.output.step_table import step_line
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from service.cli.client import Client
+    from service.cli.client import CliClient
     from service.runs.views import RunView
     from shared.runs.events import RunEvent
     from shared.runs.status import StepStatus
@@ -178,7 +178,7 @@ class Bar:
         return min(_LONGEST_BAR, left) if left >= _LEAST_BAR else 0
 
 
-def follow(client: "Client", view: "RunView", timeout_s: float | None) -> "RunView":
+def follow(client: "CliClient", view: "RunView", timeout_s: float | None) -> "RunView":
     """Show a run on stderr until it ends.
 
     Args:
@@ -207,7 +207,7 @@ def attach_again(run_id: str) -> str:
 class _Followed:
     """The state of following a run: its newest view, the events and steps read, and since when the service is away."""
 
-    def __init__(self, client: "Client", view: "RunView") -> None:
+    def __init__(self, client: "CliClient", view: "RunView") -> None:
         self.view = view
         self._client = client
         self._cursor: str | None = None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from activities.formats.dataset import open_dataset
-from activities.formats.examples import Chat, Example, Pair, PromptCompletion
+from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.preferences import preference
 from activities.formats.rows import Row
 from shared.errors import InvalidInput
@@ -34,7 +34,7 @@ def refusal(folder: Path, *rows: Any, **how: Any) -> str:
 
 
 def chats(pair: Example) -> tuple[Chat, Chat]:
-    assert isinstance(pair, Pair) and isinstance(pair.chosen, Chat) and isinstance(pair.rejected, Chat)
+    assert isinstance(pair, PreferencePair) and isinstance(pair.chosen, Chat) and isinstance(pair.rejected, Chat)
     return pair.chosen, pair.rejected
 
 
@@ -52,7 +52,7 @@ def test_openais_rows(tmp_path: Path) -> None:
 def test_trls_rows_with_a_prompt(tmp_path: Path) -> None:
     [texts] = read(tmp_path, {"prompt": "q", "chosen": "good", "rejected": "bad"})
     place = "rows.jsonl:1"
-    assert texts == Pair(place, PromptCompletion(place, "q", "good"), PromptCompletion(place, "q", "bad"))
+    assert texts == PreferencePair(place, PromptCompletion(place, "q", "good"), PromptCompletion(place, "q", "bad"))
     for prompt in ([ASK], "q"):
         [pair] = read(tmp_path, {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "t"}]})
         chosen, rejected = chats(pair)
@@ -158,9 +158,9 @@ def test_what_is_recognised_depends_on_whether_pairs_are_wanted(tmp_path: Path) 
     """Rows that hold both, as published preference sets do, are a tie only where nobody says what is wanted."""
     both = {"messages": [ASK, GOOD], "prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
     assert "rows.jsonl:1: the row matches chat and preference: say which with format" in refusal(tmp_path, both)
-    assert isinstance(read(tmp_path, both, pairs=True)[0], Pair)
+    assert isinstance(read(tmp_path, both, pairs=True)[0], PreferencePair)
     assert isinstance(read(tmp_path, both, pairs=False)[0], Chat)
-    assert isinstance(read(tmp_path, both, format="preference")[0], Pair)
+    assert isinstance(read(tmp_path, both, format="preference")[0], PreferencePair)
     assert "the row looks like openai_preference; pairs are what dpo learns from" in refusal(
         tmp_path, OPENAI, pairs=False
     )

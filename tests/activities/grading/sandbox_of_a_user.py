@@ -13,7 +13,7 @@ program = ["-m", "activities.grading.sandbox_process", json.dumps(limits | {"mem
 environment = {"PYTHONHASHSEED": "0"}
 if found:
     packages = [Path(os.environ["PYTHONPATH"]) / "activities"]
-    start = bubblewrap.Start(packages, environment, ["CAP_SYS_ADMIN"], ["--as-pid-1"])
+    start = bubblewrap.BubblewrapStart(packages, environment, ["CAP_SYS_ADMIN"], ["--as-pid-1"])
     command = bubblewrap.command(found[0], program, start, bubblewrap.namespace_options()[0])
 else:
     command = [sys.executable, "-S", "-P", "-s", *program]

@@ -124,7 +124,7 @@ os._exit(9)
 def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path, bwrap: str | None) -> None:
     command = [sys.executable, "-c", CONFINED, str(tmp_path)]
     if bwrap is not None:
-        start = bubblewrap.Start([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
+        start = bubblewrap.BubblewrapStart([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
         command = bubblewrap.command(bwrap, ["-c", CONFINED], start, bubblewrap.namespace_options()[0])
     done = subprocess.run(command, cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
     assert done.returncode == 9, done.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts.run_job import JobRequest, JobResult, RunJob
+from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
 from activities.hosts.stager import Stager
 from shared.jobs.events import Step
 from shared.jobs.job import JobPlan
@@ -32,7 +32,7 @@ class Running:
         self.error: BaseException | None = None
         grant = lease.grant
         fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
-        request = JobRequest(plan=plan, **fields)
+        request = RunJobRequest(plan=plan, **fields)
         activity = RunJob(host.pool, host.store, Stager(host.paths.cache, S3Settings()), lease.notebook)
 
         def work() -> None:

@@ -10,7 +10,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.bells import Bells
-from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
+from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
 from longshore.commands import Asked, CommandProblem
 from shared.errors import WorkerLost
 from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip, command
@@ -27,7 +27,7 @@ class Applying:
     """`apply_commands` in a thread. `given`: the folder of the commands that the worker has been given."""
 
     given: Path
-    future: "Future[Applied]"
+    future: "Future[AppliedCommands]"
 
 
 @contextmanager

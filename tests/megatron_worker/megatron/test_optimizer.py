@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_worker.megatron.optimizer import Optimizer
+from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.regions import arrange
 from shared.jobs.job import Adam
@@ -19,7 +19,7 @@ def flat_optimizer(dtype=torch.float32):
     for view in flat.views.values():
         view.copy_(torch.randn(view.shape, generator=generator))
     parameters = {name: torch.nn.Parameter(view) for name, view in flat.views.items()}
-    return flat, parameters, Optimizer(parameters, flat, regions, mesh)
+    return flat, parameters, MegatronOptimizer(parameters, flat, regions, mesh)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5, 1e9])

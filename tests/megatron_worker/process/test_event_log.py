@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from shared.errors import InvalidInput
 from shared.jobs.events import Cancelled, Evaluated, Failed, Step, Succeeded
 from tests.megatron_worker.workshop import read_log
 
 
 def test_events_are_numbered_from_one_and_readable_at_once(tmp_path: Path):
-    report = Report(tmp_path / "deep" / "log.jsonl")
+    report = EventLog(tmp_path / "deep" / "log.jsonl")
     for step in (1, 2, 3):
         report.emit(Step, step=step, metrics={"loss": 1.0})
         assert [event.seq for event in read_log(tmp_path / "deep" / "log.jsonl")] == list(range(1, step + 1))
@@ -21,7 +21,7 @@ def test_events_are_numbered_from_one_and_readable_at_once(tmp_path: Path):
 
 @pytest.mark.parametrize("terminal", [Succeeded, Cancelled, Failed])
 def test_nothing_comes_after_the_terminal_event(tmp_path: Path, terminal: type):
-    report = Report(tmp_path / "log.jsonl")
+    report = EventLog(tmp_path / "log.jsonl")
     fault = {"kind": "error", "message": "it broke"} if terminal is Failed else {}
     report.emit(terminal, step=3, device="released", **fault)
     report.emit(Step, step=4, metrics={})
@@ -29,25 +29,25 @@ def test_nothing_comes_after_the_terminal_event(tmp_path: Path, terminal: type):
 
 
 def test_a_log_of_another_attempt_is_refused(tmp_path: Path):
-    Report(tmp_path / "log.jsonl").emit(Step, step=1, metrics={})
+    EventLog(tmp_path / "log.jsonl").emit(Step, step=1, metrics={})
     with pytest.raises(InvalidInput, match="another attempt"):
-        Report(tmp_path / "log.jsonl")
+        EventLog(tmp_path / "log.jsonl")
 
 
 def test_a_report_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    Report(None).emit(Succeeded, step=1, device="released")
+    EventLog(None).emit(Succeeded, step=1, device="released")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_metric_that_is_not_finite_stays_readable(tmp_path: Path):
-    Report(tmp_path / "log.jsonl").emit(Evaluated, step=1, metrics={"loss": float("nan")})
+    EventLog(tmp_path / "log.jsonl").emit(Evaluated, step=1, metrics={"loss": float("nan")})
     assert str(read_log(tmp_path / "log.jsonl")[0].metrics["loss"]) == "nan"
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_and_takes_no_number(tmp_path: Path):
     """The kernel's own limit on a file's size stands for a full disk: the write is cut short."""
-    report = Report(tmp_path / "log.jsonl")
+    report = EventLog(tmp_path / "log.jsonl")
     report.emit(Step, step=1, metrics={"loss": 1.0})
     size = (tmp_path / "log.jsonl").stat().st_size
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

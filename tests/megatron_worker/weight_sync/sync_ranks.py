@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Block, Outgoing
-from megatron_worker.process.event_log import Report
+from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.process_group import start_group
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sampler.decoder import adapter_of
-from megatron_worker.tensors.slot_engine import SlotEngine
+from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.training.sending import sent_meanwhile
-from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.jobs.events import Synced
 from shared.jobs.job import Job
@@ -55,13 +55,13 @@ WAYS = ("shared_memory", "delta by shared_memory", "collective", "delta by colle
 
 
 def sync_all(
-    engine: SlotEngine, kind: str, samplers: list[Listening], run_id: str, memory: SyncMemory
+    engine: SlottedEngine, kind: str, samplers: list[Listening], run_id: str, memory: SyncMemory
 ) -> Iterator[dict[str, object]]:
     """Train and send in every way, while passes go on. The first delta, alone, has nothing to go on from.
 
     Yields what each sync took of memory, but for those with `delta`, which compute with 80 bytes an element.
     """
-    slot, sent, passed = (None if kind == "full" else "run"), Sent(), threading.Event()
+    slot, sent, passed = (None if kind == "full" else "run"), LastSent(), threading.Event()
     for version, way in enumerate(("delta by shared_memory", *WAYS)):
         train(engine, [BINS], learning_rate=1e-4)
         target, outgoing = target_of(samplers, version, way, BUCKET), engine.outgoing(slot)
@@ -96,7 +96,7 @@ def _must_be_set(event: threading.Event) -> None:
     assert event.wait(60), "nobody goes on while weights are sent"
 
 
-def check_copies(outgoing: Outgoing, sent: Sent) -> None:
+def check_copies(outgoing: Outgoing, sent: LastSent) -> None:
     """Changes are found against a copy of what this rank holds, and of no more; none is kept of an adapter."""
     own = [block for block in outgoing.blocks if block.rank == outgoing.ranks.rank and outgoing.lora is None]
     assert list(sent._copies) == own
@@ -104,9 +104,9 @@ def check_copies(outgoing: Outgoing, sent: Sent) -> None:
     assert sum(copy.numel() for copy in sent._copies.values()) == elements
 
 
-def break_and_mend(engine: SlotEngine, samplers: list[Listening], run_id: str) -> None:
+def break_and_mend(engine: SlottedEngine, samplers: list[Listening], run_id: str) -> None:
     """What breaks on one rank ends the sync on all of them; the next one brings every tensor to the bit."""
-    sent, elsewhere = Sent(), [block for block in engine.outgoing(None).blocks if block.rank]
+    sent, elsewhere = LastSent(), [block for block in engine.outgoing(None).blocks if block.rank]
     breaks = ["", "only changes", "rank 0 dies", "", "a sampler is lost", ""]
     for version, broken in enumerate(breaks + ["a rank cannot read", ""] * bool(elsewhere), start=10):
         train(engine, [BINS], learning_rate=1e-7)  # which changes one of an element's two words
@@ -148,7 +148,7 @@ def _held_unless(lost: Block, held: Callable[[Block], torch.Tensor | None], bloc
     return held(block)
 
 
-def _largest_master(engine: SlotEngine, slot: str) -> int:
+def _largest_master(engine: SlottedEngine, slot: str) -> int:
     """Bytes of a slot's largest parameter, in float32."""
     return 4 * max(view.numel() for view in engine._slots.adapters[slot].flat.views.values())
 
@@ -171,11 +171,11 @@ def check(
 
 
 def save_meanwhile(
-    engine: SlotEngine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks
+    engine: SlottedEngine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks
 ) -> None:
     """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does."""
     dispatcher, log = Dispatcher(engine), folder / run_id / "events.jsonl"
-    report = Report(log if ranks.rank == 0 else None)
+    report = EventLog(log if ranks.rank == 0 else None)
     begin, target = partial(dispatcher.send_weights, "run", run_id), target_of(samplers, 20, "shared_memory", BUCKET)
     job = Job.model_construct(log_path=str(log))
     with dispatcher.resident("run"), sent_meanwhile(begin, job, 3, report, ranks, target):
@@ -205,7 +205,7 @@ def main() -> None:
                     # An adapter is sent in float32, whatever the trainer computes in.
                     dtype = "float32" if kind == "full" else "bfloat16"
                     driven = start(engine, Path(models[name]), kind, dtype, layout)
-                    assert isinstance(driven, SlotEngine)
+                    assert isinstance(driven, SlottedEngine)
                     label = f"{engine}-{layout.label}"
                     for found in sync_all(driven, kind, samplers, label, memory):
                         taken.write(json.dumps({"layout": label, "kind": kind, "rank": rank, **found}) + "\n")

@@ -11,7 +11,7 @@ from megatron_worker.engine import Block, Outgoing
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
 from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut
-from megatron_worker.weight_sync.gathering import Gathering, Sent
+from megatron_worker.weight_sync.gathering import Gathering, LastSent
 from shared.errors import InvalidInput
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -72,7 +72,7 @@ def block_of(tensor, block):
 )
 def test_blocks_of_rows_and_columns_are_put_together_whole_and_as_changes(shapes, dtype, bucket_bytes, data):
     """As ranks hold them; each compares a copy of its own blocks."""
-    tensors, sent, blocks = some_tensors(shapes, dtype), Sent(), []
+    tensors, sent, blocks = some_tensors(shapes, dtype), LastSent(), []
     for name, tensor in tensors.items():
         by_rows = data.draw(st.booleans())
         ends = sorted(data.draw(st.sets(st.integers(1, tensor.shape[1 - by_rows])))) or [0]

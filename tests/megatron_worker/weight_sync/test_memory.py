@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
-from megatron_worker.weight_sync.gathering import Sent
+from megatron_worker.weight_sync.gathering import LastSent
 from tests import forks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
@@ -51,7 +51,7 @@ def measure(engine, model, way, sampler, pid):
     """The trainer, in a process of its own: free memory that earlier tests have left would hide what a sync takes."""
     driven, backends = start(engine, model, "full"), (way, way, f"delta by {way}", f"delta by {way}")
     for number in range(2):  # the first time loads code, too
-        sent = Sent()
+        sent = LastSent()
         return_at_once()  # also the last one's copy
         for place, backend in enumerate(backends):
             version = len(backends) * number + place

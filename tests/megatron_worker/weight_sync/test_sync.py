@@ -17,8 +17,8 @@ from megatron_worker.sampler.models import Refused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import shapes_sha256
 from megatron_worker.weight_sync.connections import connect_locally
-from megatron_worker.weight_sync.gathering import Sent
-from megatron_worker.weight_sync.messages import Announcement, Connect, Message, Reply, SyncBroken
+from megatron_worker.weight_sync.gathering import LastSent
+from megatron_worker.weight_sync.messages import Announcement, Connect, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.sender import send
 from megatron_worker.weight_sync.transports.shared_memory import Buffers
 from shared.chat.completions import Sampling
@@ -81,7 +81,7 @@ def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dtype, way):
     needs(way)
-    driven, sent = start(engine, model, "full", dtype), Sent()
+    driven, sent = start(engine, model, "full", dtype), LastSent()
     with listening(model, tmp_path, 2, getattr(torch, dtype)) as samplers:
         for version, rows in enumerate(STEPS):
             train(driven, [rows], learning_rate=1e-5)
@@ -101,7 +101,7 @@ def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dty
 
 
 def test_one_sampler_without_the_last_version_gets_all_of_it(model, tmp_path):
-    driven, sent = start("megatron", model, "full", "bfloat16"), Sent()
+    driven, sent = start("megatron", model, "full", "bfloat16"), LastSent()
     with listening(model, tmp_path, 2, torch.bfloat16) as samplers:
         sync(driven, None, samplers[:1], 1, "delta", sent)
         train(driven, STEPS[:1], learning_rate=1e-5)
@@ -255,13 +255,13 @@ def test_what_is_no_message_does_no_harm(model, tmp_path):
             run_id="run", version=0, shapes_sha256=shapes_sha256(shapes_of(sampler)), buffer_bytes=1 << 30
         )
         connection.write(large)
-        assert connection.read(Reply) == Reply(needs_all=True)
-        connection.write(Message(connect=Connect()))
+        assert connection.read(SyncReply) == SyncReply(needs_all=True)
+        connection.write(SyncMessage(connect=Connect()))
         few = Buffers(BUCKET)
         socket.send_fds(connection.socket, [b"\0"], few.descriptors)
         few.close()
         with pytest.raises(SyncBroken):
-            connection.read(Reply)
+            connection.read(SyncReply)
         connection.close()
         assert [card.id for card in sampler.models.cards().data] == [NAME]
         assert sync(start("megatron", model, "full"), None, [sampler], 1).problems == {}
@@ -330,7 +330,7 @@ def test_samples_under_way_end_on_the_old_weights_and_later_ones_wait(model, tmp
 
 
 def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
-    driven, sent = start("megatron", model, "full", "bfloat16"), Sent()
+    driven, sent = start("megatron", model, "full", "bfloat16"), LastSent()
     with listening(model, tmp_path, 1, torch.bfloat16) as samplers:
         first = sync(driven, None, samplers, 1, "delta", sent)
         second = sync(driven, None, samplers, 2, "delta", sent)

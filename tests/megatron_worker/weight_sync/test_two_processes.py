@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_worker.weight_sync.buckets import Bucket, Part
-from megatron_worker.weight_sync.connections import Connection
-from megatron_worker.weight_sync.messages import Connect, CudaHandle, Message, RemoteBuffers, Reply, SyncBroken
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.messages import Connect, CudaHandle, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.receiving import Messages
 from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound
 from megatron_worker.weight_sync.transports.nixl import NixlEngine
@@ -96,18 +96,18 @@ def test_a_read_that_would_never_end_ends_when_its_trainer_is_gone() -> None:
     inbound = PulledInbound(lambda host, buffers: engine, CPU)
     inbound.prepare(1 << 10)
     given = Connect(remote=RemoteBuffers(endpoint="00", addresses=(1, 2)))
-    trainer, messages = Connection(theirs, is_trainer=True), Messages(Connection(ours))
+    trainer, messages = SyncConnection(theirs, is_trainer=True), Messages(SyncConnection(ours))
     part = Part(name="a", dtype="float32", shape=(1,), first_row=0, num_rows=1, start=0)
     bucket = Bucket(number=0, parts=(part,), num_bytes=4, checksum=0)
     with pytest.raises(SyncBroken, match="a bucket came before its buffer"):
         inbound.receive(bucket)
     inbound.connect(messages, given)
-    assert trainer.read(Reply) == Reply()
+    assert trainer.read(SyncReply) == SyncReply()
     with pytest.raises(SyncBroken, match="the trainer's buffers are due, once"):
         inbound.connect(messages, given)
 
     def leave() -> None:
-        trainer.write(Message(bucket=bucket))  # kept for later
+        trainer.write(SyncMessage(bucket=bucket))  # kept for later
         assert engine.is_begun.wait(60)
         trainer.shut()
 

@@ -11,7 +11,7 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.sampling.chat import chat_completion
-from activities.sampling.questions import Asking, Questions
+from activities.sampling.questions import OpenQuestion, Questions
 from activities.sampling.samplers import Samplers
 from service.apis.openai.streams import ChatChunks
 from service.inference.asking import AnswerSoFar
@@ -176,11 +176,11 @@ async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbou
             own = SamplingSettings(url=ready.url, api_key=ready.api_key)
             settings = harbour.settings.model_copy(update={"sampling": own})
             with closing(Questions(HostContext(settings), Samplers(settings))) as questions:
-                answer = questions.answer(request, Asking())
+                answer = questions.answer(request, OpenQuestion())
                 assert isinstance(answer, ChatCompletion)
                 assert said(answer) == reference(harbour.model, harbour.adapters["north"])[1]
                 with pytest.raises(InvalidInput, match="serves tiny, and this was trained from org/large@main"):
-                    questions.answer(request.model_copy(update={"base": "org/large@main"}), Asking())
+                    questions.answer(request.model_copy(update={"base": "org/large@main"}), OpenQuestion())
 
     await asyncio.to_thread(ask)
 

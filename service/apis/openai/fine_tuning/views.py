@@ -16,7 +16,7 @@ from shared.runs.events import RunEvent
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.runs.status import Phase, StepStatus
 
-Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]
+FineTuningStatus = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]
 Level = Literal["info", "warn", "error"]
 
 _VALIDATING: tuple[Phase, ...] = ("queued", "checking", "downloading", "tokenizing")
@@ -37,7 +37,7 @@ class JobError(BaseModel):
     param: str | None = None
 
 
-class Progress(BaseModel):
+class FineTuningProgress(BaseModel):
     """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs.
 
     `estimated_tokens`: of the examples of all steps; `trained_tokens` is less where examples begin alike, as that is
@@ -71,12 +71,12 @@ class JobObject(BaseModel):
     organization_id: str
     result_files: list[str]
     seed: int
-    status: Status
+    status: FineTuningStatus
     trained_tokens: int | None
     training_file: str
     validation_file: str | None
     user_provided_suffix: str | None
-    longshore: Progress
+    longshore: FineTuningProgress
 
 
 class JobCheckpoint(BaseModel):
@@ -91,7 +91,7 @@ class JobCheckpoint(BaseModel):
     step_number: int
 
 
-def status_of(view: RunView) -> Status:
+def status_of(view: RunView) -> FineTuningStatus:
     """Return a run's state and phase in OpenAI's words."""
     if view.state != "running":
         return view.state
@@ -135,7 +135,7 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
         training_file=sent.get("training_file") or "",
         validation_file=sent.get("validation_file"),
         user_provided_suffix=sent.get("suffix"),
-        longshore=Progress(
+        longshore=FineTuningProgress(
             phase=view.phase,
             step=view.step,
             num_steps=view.num_steps,

@@ -10,7 +10,7 @@ from megatron_worker.head.logprobs import VocabShard
 from shared.jobs.job import Adam
 
 
-class SlotEngine(Engine, Protocol):
+class ForwardEngine(Engine, Protocol):
     """An engine with any number of trainable slots. Forwards, backwards and steps use the active one."""
 
     @property
