@@ -36,9 +36,9 @@ from torch import Tensor
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
+from longshore.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
 from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
-from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
 from shared.jobs import bins as packing
 from shared.jobs.job import Adam, Dtype, Lora
 from shared.jobs.layout import Layout

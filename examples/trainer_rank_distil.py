@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_worker.trainer_rank import ForwardInput, TopK, TrainerRank, start
-from shared.jobs.job import Adam, Lora
+from longshore.trainer_rank import ForwardInput, TopK, TrainerRank, start
+from longshore.training import Adam, Lora
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
-from shared.jobs.job import Adam, Lora
+from longshore.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
+from longshore.training import Adam, Lora
 
 PROMPTS = [[5, 6, 7, 8], [30, 31, 32]]
 COMPLETION_TOKENS = 3

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
-from shared.jobs.job import Adam, Lora
+from longshore.trainer_rank import ForwardInput, TrainerRank, start
+from longshore.training import Adam, Lora
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Make .venv and install Longshore into it: everything but torch by locked versions and hashes (locked/*.txt), torch by
 # the version that constraints.txt names. Finished downloads stay in pip's cache, so that a try after a lost connection goes on.
-#   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `worker`; or `none`: what the control plane needs
+#   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `worker`; or `server`: what the control plane needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=${1:-dev}
 source requirements/pip_install.sh
 
 case "$extra" in
-    none) sets=(run) ;;
+    server) sets=(run) ;;
     worker) sets=(run worker) ;;
     dev) sets=(run worker dev) ;;
-    *) echo "no such set of packages: $extra (none, worker or dev)" >&2 && exit 2 ;;
+    *) echo "no such set of packages: $extra (server, worker or dev)" >&2 && exit 2 ;;
 esac
 
 find_python() {
@@ -36,7 +36,7 @@ echo "installing Longshore into .venv (torch is large: this takes some minutes t
 # shellcheck disable=SC2046  # a list of options
 pip_install --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
 # A local build of torch (+cpu) has other hashes than the public one, which brings CUDA's libraries and pins them itself.
-if [ "$extra" != none ]; then pip_install --constraint requirements/constraints.txt torch; fi
+if [ "$extra" != server ]; then pip_install --constraint requirements/constraints.txt torch; fi
 pip_install --no-deps --no-build-isolation --editable .
 if ! .venv/bin/python -m pip check --disable-pip-version-check; then
     echo "the locks are behind pyproject.toml: make lock" >&2

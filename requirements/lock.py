@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SETS = {"run": [], "worker": ["worker"], "dev": ["dev"]}
+SETS = {"run": ["server"], "worker": ["worker"], "dev": ["dev"]}
 _HEADER = "# Written by requirements/lock.py (make lock). Installed with pip's --require-hashes --no-deps.\n"
 _BLOCK = re.compile(r"^[A-Za-z0-9].*(?:\n    --hash.*)+\n", re.MULTILINE)
 _OF_TORCH = re.compile(r"torch$|nvidia-|cuda-")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
+from longshore.server import with_import_path
 from shared.jobs.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
@@ -95,7 +96,8 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
 
 def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of `given` that a process of this kind may see, and those that are set for its kind."""
-    return {name: value for name, value in given.items() if _is_allowed(kind, name)} | dict(_SET.get(kind, {}))
+    allowed = {name: value for name, value in with_import_path(given).items() if _is_allowed(kind, name)}
+    return allowed | dict(_SET.get(kind, {}))
 
 
 def _is_allowed(kind: Kind, name: str) -> bool:

@@ -18,6 +18,7 @@ import pytest
 import pytest_timeout
 
 from examples.tiny_model import make_tiny_model
+from longshore.server import with_import_path
 from service.dev.supervisor import FAIR_QUEUES
 from shared.settings import S3Settings
 from shared.storage.artifacts import manifest_of
@@ -34,6 +35,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(
     HF_HUB_OFFLINE="1", WANDB_MODE="offline", AWS_EC2_METADATA_DISABLED="true", TOKENIZERS_PARALLELISM="true"
 )
+# Where the programs that tests start find the packages, whatever their working directory.
+os.environ.update(with_import_path())
 # Triton asks when it is first imported, by whichever test: where there is no CUDA, its kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from longshore.server import with_import_path
 from shared.errors import LongshoreError
 from shared.settings import Settings
 from shared.storage.host_states import WORKER_PACKAGES, is_bf16_fast
@@ -145,9 +146,8 @@ def _disk(root: Path) -> Check:
 
 def _isolation() -> Check:
     """Try what isolates python graders and chat templates on this machine, as a host does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "activities.grading.python_sandbox"], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-P", "-m", "activities.grading.python_sandbox"]
+    done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=60)
     match done.stdout.strip():
         case "bubblewrap":
             return Check("isolation", "ok", "bubblewrap isolates python graders and chat templates")
@@ -161,8 +161,8 @@ def _isolation() -> Check:
 
 def _tiny_pass() -> Check:
     """Check this machine as a GPU host does before it takes runs."""
-    command = [sys.executable, "-m", "activities.hosts.fitness", "--role", "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-P", "-m", "activities.hosts.fitness", "--role", "gpu"]
+    done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=600)
     lacks = done.stdout.splitlines() or done.stderr.splitlines()[-1:]
     if lacks:
         return Check("training", "warn", "; ".join(lacks), "a GPU host here takes no runs until that is mended")

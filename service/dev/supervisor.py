@@ -26,6 +26,7 @@ from types import FrameType
 
 import psutil
 
+from longshore.server import with_import_path
 from service.accounts.keys import hash_key, new_key
 from service.dev import opened
 from service.dev.children import Child, end_leftovers
@@ -313,6 +314,7 @@ def detach(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
+            env=with_import_path(),
             start_new_session=True,
         )
     begin = told_at = time.monotonic()

@@ -47,11 +47,11 @@ def test_a_set_of_the_control_plane_has_no_torch() -> None:
     assert not {"pytest", "ruff", "mkdocs"} & (locked("run") | locked("worker")).keys()
 
 
-@pytest.mark.parametrize("extra", ["none", "worker", "dev"])
+@pytest.mark.parametrize("extra", ["server", "worker", "dev"])
 def test_install_takes_the_sets_of_its_extra(extra: str) -> None:
     text = (FOLDER / "install.sh").read_text()
     [sets] = re.findall(rf"^    {extra}\) sets=\((.+)\) ;;$", text, re.MULTILINE)
-    assert sets.split() == list(SETS[: ["none", "worker", "dev"].index(extra) + 1])
+    assert sets.split() == list(SETS[: ["server", "worker", "dev"].index(extra) + 1])
     assert "--require-hashes --no-deps" in text
 
 

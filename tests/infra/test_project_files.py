@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ("shared", "workflows", "activities", "megatron_worker", "service")
 
 
 def steps(path: Path) -> list[dict]:
@@ -37,10 +36,10 @@ def test_changelog_has_a_part_for_this_version_and_for_what_comes() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_says_that_it_is_typed(package: str) -> None:
-    assert (ROOT / package / "py.typed").exists()
-    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["*"]
+def test_the_client_depends_on_httpx_and_pydantic_alone_and_is_typed() -> None:
+    names = {re.split(r"[^\w-]", wanted)[0] for wanted in PROJECT["project"]["dependencies"]}
+    assert names == {"httpx", "pydantic"}
+    assert (ROOT / "longshore" / "py.typed").exists()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

@@ -45,7 +45,7 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
         "LONGSHORE_UNKNOWN": "x",
         "VLLM_LOGGING_LEVEL": "x",
     }
-    always, s3 = {"PATH", "LC_ALL", "LONGSHORE_ROOT"}, {"AWS_PROFILE", "HTTPS_PROXY"}
+    always, s3 = {"PATH", "LC_ALL", "LONGSHORE_ROOT", "PYTHONPATH"}, {"AWS_PROFILE", "HTTPS_PROXY"}
     forked = {"LANG", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_DEFAULT_MEMORY_POOL", "MALLOC_ARENA_MAX"}
     told = {
         "temporal": always,

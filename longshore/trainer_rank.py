@@ -1,0 +1,31 @@
+"""TrainerRank for training code of your own (docs/trainer_rank.md): `pip install longshore[worker]`.
+
+A process that imports this has Longshore's packages `shared` and `megatron_worker`, and no others of these names.
+"""
+
+from longshore.server import importable
+
+with importable("shared", "megatron_worker"):
+    from megatron_worker.trainer_rank import (
+        ACTIVE,
+        ForwardInput,
+        ForwardOutput,
+        MicroBatch,
+        Planning,
+        Snapshot,
+        TopK,
+        TrainerRank,
+        start,
+    )
+
+__all__ = [
+    "ACTIVE",
+    "ForwardInput",
+    "ForwardOutput",
+    "MicroBatch",
+    "Planning",
+    "Snapshot",
+    "TopK",
+    "TrainerRank",
+    "start",
+]
