@@ -4,6 +4,8 @@ Processes that share the suite end together only where what takes long is begun 
 Tests of one stack belong into one process, so that the stack is started once.
 """
 
+import os
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 
@@ -36,6 +38,16 @@ def ranks(costs: Mapping[str, float]) -> Counter[str]:
     found: Counter[str] = Counter()
     for file, cost_s in costs.items():
         found[group(file)] += cost_s
+    return found
+
+
+def parts(costs: Mapping[str, float], num: int) -> dict[str, int]:
+    """Share out the recorded groups among parts of the suite, 1 to `num`, that take about as long."""
+    found: dict[str, int] = {}
+    loads = dict.fromkeys(range(1, num + 1), 0.0)
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        found[name] = min(loads, key=loads.__getitem__)
+        loads[found[name]] += costs[name]
     return found
 
 
@@ -84,7 +96,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return Groups(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For a conftest.py to import."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite."""
     costs = ranks(recorded())
+    if asked := os.environ.get("LONGSHORE_TEST_PART"):
+        part, num = map(int, asked.split("/"))
+        shared_out = parts(costs, num)
+
+        def is_mine(test: str) -> bool:  # what nobody has recorded goes by its name, the same at every collection
+            return shared_out.get(name := group(test), zlib.crc32(name.encode()) % num + 1) == part
+
+        config.hook.pytest_deselected(items=[item for item in items if not is_mine(item.nodeid)])
+        items[:] = [item for item in items if is_mine(item.nodeid)]
     items.sort(key=lambda item: -costs[group(item.nodeid)])

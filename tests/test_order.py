@@ -62,6 +62,23 @@ def test_what_takes_long_is_begun_first_and_a_folder_of_one_stack_shares_a_proce
     assert set(first.values()) == {"whole/test_c", "test_slow"}
 
 
+def test_parts_of_the_suite_are_all_of_it_once_and_take_about_as_long(tmp_path: Path) -> None:
+    recorded = order.ranks(costs.recorded())
+    shared_out = order.parts(recorded, 3)
+    loads = [sum(recorded[name] for name, part in shared_out.items() if part == number) for number in (1, 2, 3)]
+    assert max(loads) <= max(1.1 * sum(loads) / 3, max(recorded.values())), loads
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    names = ("test_a", "test_b", "test_slow", "test_of_tomorrow")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(TESTS.format(name=name, depth=0))
+    for part in ("1/2", "2/2"):
+        environment = os.environ | XDIST_ALONE | {"LONGSHORE_TEST_PART": part}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+        subprocess.run(command, env=environment, cwd=ROOT, capture_output=True)
+    assert sorted(line.split()[0] for line in (tmp_path / "order").read_text().splitlines()) == sorted(names)
+
+
 ORPHAN = """
 import os, subprocess, sys, time
 

@@ -1,6 +1,8 @@
 """The files of an open project against the repository: licence, workflows, hooks, templates, what is packaged."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -65,9 +67,39 @@ def test_workflows_have_few_rights_and_pinned_actions(path: Path) -> None:
         assert "${{ github.event" not in step.get("run", ""), "an event's text in a shell is a stranger's command"
 
 
-def test_ci_is_the_script_that_any_machine_runs_and_a_tag_releases_wheel_images_and_docs() -> None:
+def test_ci_is_a_quick_check_then_the_suite_in_parts_and_documentation_and_wheel_once() -> None:
     assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
-    assert all("bash .ci/run" in [step.get("run") for step in steps(path)] for path in WORKFLOWS)
+    jobs = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]
+    assert {name: job.get("needs") for name, job in jobs.items()} == {"quick": None, "suite": "quick", "whole": "quick"}
+    matrix = jobs["suite"]["strategy"]["matrix"]
+    assert matrix == {"python": ["3.11", "3.12"], "part": ["1/3", "2/3", "3/3"]}
+
+
+def test_commits_have_subjects_of_72_characters_at_most(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    (tmp_path / "infra").mkdir()
+    shutil.copy(ROOT / "infra" / "check_subjects.sh", tmp_path / "infra")
+    git("init", "--quiet")
+    for subject, status in (("Begin", 0), ("é" * 72, 0), ("Merge " + "x" * 70, 1)):
+        git("commit", "--quiet", "--allow-empty", "--message", subject)
+        done = subprocess.run(["bash", "infra/check_subjects.sh", ":/Begin"], cwd=tmp_path, capture_output=True)
+        assert done.returncode == status, subject
+
+
+def test_a_release_has_the_notes_of_its_version_alone() -> None:
+    def notes(version: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", ROOT / "infra" / "release_notes.sh", version]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    mine = notes(PROJECT["project"]["version"])
+    assert mine.returncode == 0 and "### Added" in mine.stdout and "## [" not in mine.stdout
+    assert notes("0.0.0").returncode == 1 and "0.0.0" in notes("0.0.0").stderr
+
+
+def test_a_tag_releases_wheel_images_and_docs() -> None:
+    assert "bash .ci/run" in [step.get("run") for step in steps(WORKFLOWS[1])]
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
     assert set(release["jobs"]) == {"check", "wheel", "images", "docs"}
