@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import httpx
@@ -103,11 +104,11 @@ class SessionBells:
                 if response.status_code != httpx.codes.OK:
                     self._forget(run_id)
                     return
-                async for line in response.aiter_lines():
+                async for line in _lines(response.aiter_raw()):
                     if line:
                         self._in_vain.pop(run_id, None)
-                        next, _, result = line.partition(" ")
-                        heard.put(int(next), result.encode())
+                        next, _, result = line.partition(b" ")
+                        heard.put(int(next), result)
                     elif heard.used_at < time.monotonic() - _UNUSED_S:
                         return
         except _LOST:
@@ -138,3 +139,12 @@ class SessionBells:
         with suppress(NotFound, ValidationError):
             return HostAddress.model_validate_json(self._store.get_bytes(RunKeys(run_id).host))
         return None
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield whole lines. A result is one, whatever its texts hold: httpx's own lines would end at U+2028, too."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line

@@ -65,9 +65,9 @@ async def test_a_command_is_rung_for_and_its_result_is_heard_of(
         waiting = asyncio.create_task(bells.wait(RUN, 5, 3600))
         done, _ = await asyncio.wait([waiting], timeout=2.5)  # signs of life come
         assert not done
-        session.stored(6, b"a result")
+        session.stored(6, "a\u2028result".encode())  # which is no end of its line
         await asyncio.wait_for(waiting, 60)
-        assert (bells.result(RUN, 5), bells.result(RUN, 5)) == (b"a result", None), "it came along, once"
+        assert (bells.result(RUN, 5), bells.result(RUN, 5)) == ("a\u2028result".encode(), None), "it came along, once"
         await bells.ring(RUN, 6, b"a command")
         await bells.ring(RUN, 7, b"x" * (MOST_TOLD_BYTES + 1))
         assert (session.command(6), session.command(7)) == (b"a command", None)
