@@ -56,7 +56,7 @@ class HostContext:
         function: Callable[[*Arguments], AnswerT],
         *arguments: *Arguments,
         kind: confined.Kind = "short",
-        answer: confined.Answerer | None = None,
+        answer: confined.AnswerQuestion | None = None,
     ) -> AnswerT:
         """The result of one of our functions on a stranger's data, called in a child process under limits.
 

@@ -6,26 +6,4 @@ A process that imports this has Longshore's packages `shared` and `megatron_work
 from longshore.server import importable
 
 with importable("shared", "megatron_worker"):
-    from megatron_worker.trainer_rank import (
-        ACTIVE,
-        ForwardInput,
-        ForwardOutput,
-        MicroBatch,
-        Planning,
-        Snapshot,
-        TopK,
-        TrainerRank,
-        start,
-    )
-
-__all__ = [
-    "ACTIVE",
-    "ForwardInput",
-    "ForwardOutput",
-    "MicroBatch",
-    "Planning",
-    "Snapshot",
-    "TopK",
-    "TrainerRank",
-    "start",
-]
+    from megatron_worker.trainer_rank import *  # noqa: F403 (what that package names in `__all__`)

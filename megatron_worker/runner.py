@@ -49,14 +49,14 @@ def run_job(
         try:
             make_deterministic(job.plan)
             (folders, model_sha256), kept = yield from _stage_inputs(job, warm, staging, cancelled)
-            program = ranks.agree(lambda: _program(job, folders, warm, staging, open_files))
+            with_slot = ranks.agree(lambda: _program(job, folders, warm, staging, open_files))
             dispatcher = take_engine(warm, job.plan, folders, kept, ranks)
             yield None  # not before: until it is taken, other jobs may have what was kept dropped
             trained, _ = slots_of(job.plan.run_id, job.plan.trainable)
             slot = TrainedSlot(job, trained, model_sha256, dispatcher, report, ranks, cancelled, at=job.plan.first_step)
-            doing = program(slot)
-            yield from _begin(slot, doing, folders, kept)
-            return (yield from _agreed_on(ranks, doing.run(by_hand)))
+            program = with_slot(slot)
+            yield from _begin(slot, program, folders, kept)
+            return (yield from _agreed_on(ranks, program.run(by_hand)))
         except JobFailed as failed:
             return Outcome("failed", slot.at if slot else job.plan.first_step, failed.fault)
         except CancelledEarly:

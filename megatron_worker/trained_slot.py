@@ -142,16 +142,16 @@ class TrainedSlot:
             "tokens_per_s": self.sums["tokens"] / self._sums_s,
             "memory_bytes": float(self.ranks.largest([self.dispatcher.engine.memory().device_bytes])[0]),
         }
-        self.forget_gradients()
+        self._forget_gradients()
         self.at = number
         self.report.emit(Step, step=number, metrics=metrics)
         return metrics
 
     def drop_gradients(self) -> None:
         self.dispatcher.zero_grad(self.slot)
-        self.forget_gradients()
+        self._forget_gradients()
 
-    def forget_gradients(self) -> None:
+    def _forget_gradients(self) -> None:
         """Begin to add up anew: the slot has no gradients any more."""
         self.sums, self._sums_s = {}, 0.0
 

@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+TRAINER_MODULES = ("megatron_worker.warm_engine", "megatron_worker.worker")
+SAMPLER_MODULES = ("megatron_worker.sampler.decoder", "megatron_worker.sampler.server")
+"""What the processes of a GPU or sampler host import: named, since they lie above this package."""
+
 ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT = " " * 2048, {"LONGSHORE_ROOM": " " * 8192}
 """The last argument and a variable of a process that is to be forked: what a fork shows as its own takes their room."""
 

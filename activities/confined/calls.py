@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple
 
 from pydantic import TypeAdapter
 
-from activities.confined.children import Answerer, Child, ForkServer
+from activities.confined.children import AnswerQuestion, Child, ForkServer
 from activities.confined.fork_server import types_of
 from shared.settings import ConfinedSettings
 
@@ -54,7 +54,7 @@ def call(
     function: Callable[[*Arguments], AnswerT],
     *arguments: *Arguments,
     kind: Kind = "short",
-    answer: Answerer | None = None,
+    answer: AnswerQuestion | None = None,
 ) -> AnswerT:
     """Call a module-level function in a child process, as soon as there is a place for one more, and return its result.
 
@@ -97,7 +97,7 @@ def _frames(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     kind: Kind,
-    answer: Answerer | None = None,
+    answer: AnswerQuestion | None = None,
 ) -> Iterator[bytearray]:
     with _places.one(settings, kind):
         data, status = _server.fork()

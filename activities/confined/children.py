@@ -27,7 +27,7 @@ from shared.settings import ConfinedSettings
 _MAX_FRAME_BYTES = 256 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
-Answerer = Callable[[bytearray], bytes]
+AnswerQuestion = Callable[[bytearray], bytes]
 """Answers a question of a child, which reads strangers' data: it may ask anything."""
 _MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
 
@@ -43,7 +43,7 @@ class Child:
         self._is_abandoned = False
 
     def ask(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], answer: Answerer | None = None
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], answer: AnswerQuestion | None = None
     ) -> Iterator[bytearray]:
         """Have the child call a function, and yield its results as JSON. Raises as `results` does."""
         asked, _ = types_of(function)
@@ -68,7 +68,7 @@ class Child:
         with suppress(BrokenPipeError):  # `_ended` raises the reason
             write_frame(self._data.fileno(), frame)
 
-    def results(self, answer: Answerer | None = None) -> Iterator[bytearray]:
+    def results(self, answer: AnswerQuestion | None = None) -> Iterator[bytearray]:
         """Yield the frames of results. `answer`: answers what the child asks meanwhile; what it raises is raised.
 
         Raises what the child raised, or an error that says how it ended.

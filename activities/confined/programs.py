@@ -19,16 +19,14 @@ from typing import Protocol
 
 from activities.confined.children import ForkServer
 from activities.isolation.frames import read_frame, write_frame
-from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT
+from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT, SAMPLER_MODULES, TRAINER_MODULES
 
-_TRAINER = ("megatron_worker.warm_engine", "megatron_worker.worker")
-_SAMPLER = ("megatron_worker.sampler.decoder", "megatron_worker.sampler.server")
 _IMPORTS = {
-    "megatron_worker": (*_TRAINER, "megatron_worker.megatron.engine"),
-    "megatron_worker.process.launcher": (*_TRAINER, "megatron_worker.megatron.engine"),
-    "megatron_worker.sampler": (*_SAMPLER, "tokenizers", "megatron_worker.sampler.answers"),
-    "megatron_worker.training.trial --role gpu": _TRAINER,
-    "megatron_worker.training.trial --role sampler": _SAMPLER,
+    "megatron_worker": (*TRAINER_MODULES, "megatron_worker.megatron.engine"),
+    "megatron_worker.process.launcher": (*TRAINER_MODULES, "megatron_worker.megatron.engine"),
+    "megatron_worker.sampler": (*SAMPLER_MODULES, "tokenizers", "megatron_worker.sampler.answers"),
+    "megatron_worker.training.trial --role gpu": TRAINER_MODULES,
+    "megatron_worker.training.trial --role sampler": SAMPLER_MODULES,
 }
 """Beginnings of command lines behind `python -P -m`, and what their programs import. The longest that fits counts."""
 _PATIENCE_S = 120.0  # for the imports of the first program, on a slow machine
@@ -43,7 +41,7 @@ _server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | 
 os.register_at_fork(after_in_child=_server.forget_parents)
 
 
-class Program(Protocol):
+class RunningProgram(Protocol):
     """A running program, as of subprocess.Popen."""
 
     @property
@@ -54,7 +52,7 @@ class Program(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Program:
+def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> RunningProgram:
     """Start a program in a session of its own, without input. Raises OSError."""
     if (imports := _imports_of(command)) is not None:
         try:
@@ -74,7 +72,7 @@ def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
 
 def _fork(
     command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
-) -> Program:
+) -> RunningProgram:
     data, status = _server.fork(stdout, stderr)
     program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd()), "imports": imports}
     try:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import psutil
 
-from activities.confined.programs import SPIN_COUNT, Program, start
+from activities.confined.programs import SPIN_COUNT, RunningProgram, start
 from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
 from shared.jobs.layout import check_ranks
@@ -61,7 +61,7 @@ class WorkerProcess:
     `is_suspect`: a job failed on it before any of that, so that it serves no other run.
     """
 
-    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: Program) -> None:
+    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: RunningProgram) -> None:
         self.worker_id = paths.root.name
         self.key = key
         self.paths = paths

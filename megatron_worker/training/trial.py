@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_worker.process.imports import slow_imports
+from shared.programs import SAMPLER_MODULES, TRAINER_MODULES
 
 if TYPE_CHECKING:
     import torch
 
-# What the processes of a host import: named, since they lie above this package.
-_MODULES = {
-    "gpu": ("megatron_worker.warm_engine", "megatron_worker.worker"),
-    "sampler": ("megatron_worker.sampler.decoder", "megatron_worker.sampler.server"),
-}
+_MODULES = {"gpu": TRAINER_MODULES, "sampler": SAMPLER_MODULES}
 _SIZE = 64
 
 

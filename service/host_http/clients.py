@@ -55,10 +55,8 @@ class HostClients:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         if is_here:
             uds = self._open.enter_context(reachable(Path(place)))
-            transport, url = (
-                httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=limits, trust_env=False),
-                "http://host",
-            )
+            transport = httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=limits, trust_env=False)
+            url = "http://host"
         else:
             verify = Trust.of(self._settings).client_context()
             transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)

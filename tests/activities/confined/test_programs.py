@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from activities.confined import programs
-from activities.confined.programs import Fork, Program, start
+from activities.confined.programs import Fork, RunningProgram, start
 from activities.hosts.worker_process import processes_of
 from shared.child_environment import child_environment
 from shared.jobs.leases import WORKER_ID_VARIABLE
@@ -28,7 +28,7 @@ class Worker:
         self.command = [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(root), *more]
         environment = child_environment("worker") | {WORKER_ID_VARIABLE: self.worker_id, "OMP_NUM_THREADS": "1"}
         with self.said.open("wb") as output:
-            self.program: Program = start(self.command, environment, output.fileno(), output.fileno())
+            self.program: RunningProgram = start(self.command, environment, output.fileno(), output.fileno())
 
     def processes(self) -> list[psutil.Process]:
         return processes_of(self.worker_id)
