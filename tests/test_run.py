@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Other plugins are dear to import, in every process.
 XDIST_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist,pytest_timeout"}
+# A run of its own: what says that this process is one of pytest-xdist's is not for it.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | XDIST_ALONE
 CONFTEST = """
 from tests.conftest import pytest_configure, pytest_runtest_logreport, pytest_timeout_set_timer
 from tests.order import pytest_xdist_make_scheduler
@@ -45,7 +47,7 @@ def run_of(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[s
         (folder / name).write_text(content)
     return subprocess.run(
         [Path(__file__).with_name("run.sh"), "-c", folder / "pytest.ini", "--rootdir", folder, folder],
-        env=os.environ | XDIST_ALONE | {"LONGSHORE_TEST_CACHE": str(folder / "cache")},
+        env=ENVIRONMENT | {"LONGSHORE_TEST_CACHE": str(folder / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,7 +85,7 @@ def test_tests_that_hang_end_their_process_and_take_no_others_along(tmp_path: Pa
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--rootdir", tmp_path, tmp_path],
-        env=os.environ | XDIST_ALONE,
+        env=ENVIRONMENT,
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,7 +20,13 @@ from temporalio.api.workflowservice.v1 import (
     StartWorkflowExecutionRequest,
     UpdateWorkflowExecutionRequest,
 )
-from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.client import (
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowUpdateFailedError,
+)
 from temporalio.common import RetryPolicy
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ActivityError, ApplicationError
@@ -168,8 +174,11 @@ async def started_with(client: Client, run_id: str) -> list[Payloads]:
 
 async def started_in_vain(client: Client, run_id: str, given: Payloads) -> None:
     """A run's own input begins a workflow under the run's own id that fails, and has done nothing else than look."""
-    await start_raw(client, "SFTWorkflow", run_id, given)
     handle = client.get_workflow_handle(run_id)
+    # A run is shown as ended a moment before its workflow has.
+    while (await handle.describe()).status == WorkflowExecutionStatus.RUNNING:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    await start_raw(client, "SFTWorkflow", run_id, given)
     with pytest.raises(WorkflowFailureError) as failed:
         await asyncio.wait_for(handle.result(), 120)
     assert isinstance(failed.value.cause, ApplicationError)
