@@ -14,7 +14,7 @@ from megatron_worker.process.staging import Folders
 from megatron_worker.trained_slot import NotFinite, Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState
-from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, told
+from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import WarmState, slots_of
 from shared.contract import Artifact
@@ -151,7 +151,7 @@ class PlannedSteps(Program):
             else:
                 self.slot.skip_step(number)
         except NotFinite as error:
-            message = f"step {number}: {error.told}; try a lower learning rate, or look for broken rows"
+            message = f"step {number}: {error.what}; try a lower learning rate, or look for broken rows"
             raise JobFailed(Fault(kind="not_finite", message=message)) from None
 
     def _evaluate(self) -> Generator[None, None, bool]:
@@ -162,7 +162,9 @@ class PlannedSteps(Program):
         assert evaluator.data is not None
         passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
         num_passes = math.ceil(len(evaluator.data.bins(0)) / dispatcher.facts.dp_size / BINS_A_PASS)
-        sums = yield from told(passes, num_passes, lambda done: emit(Evaluating, step=self.slot.at, fraction=done))
+        sums = yield from with_progress(
+            passes, num_passes, lambda done: emit(Evaluating, step=self.slot.at, fraction=done)
+        )
         if sums is None:
             return False
         samples = yield from evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)

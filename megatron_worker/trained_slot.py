@@ -68,8 +68,8 @@ class NotFinite(JobFailed):
     """A loss, or a gradient's norm, is not finite. No weight has changed."""
 
     def __init__(self, what: str, value: float) -> None:
-        self.told = f"{what} is {value}"
-        super().__init__(Fault(kind="not_finite", message=f"{self.told}; no weight has changed"))
+        self.what = f"{what} is {value}"
+        super().__init__(Fault(kind="not_finite", message=f"{self.what}; no weight has changed"))
 
 
 @dataclass

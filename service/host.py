@@ -116,7 +116,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         commands.record_command,
         commands.find_commands,
         commands.drop_commands,
-        commands.pass_over,
+        commands.fill_gap,
         FindCheckpoint(host).find_checkpoint,
         Publish(host).publish,
         resolve.resolve_model,
@@ -208,7 +208,7 @@ def gpu_workers(
     signals = WorkflowSignals(client, loop)
 
     @contextmanager
-    def door(queue: str) -> Iterator[None]:
+    def joining_leases(queue: str) -> Iterator[None]:
         # At most as many as there is room for: further leases wait in Temporal's queue, which is fair to tenants.
         joining = _worker(client, queue, threads, settings.runs_per_worker - 1, [lease.join_lease])
         running = asyncio.run_coroutine_threadsafe(joining.run(), loop)
@@ -218,7 +218,7 @@ def gpu_workers(
             asyncio.run_coroutine_threadsafe(joining.shutdown(), loop).result()
             running.result()
 
-    shares = door if settings.runs_per_worker > 1 else None
+    shares = joining_leases if settings.runs_per_worker > 1 else None
     lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports, standing)
     leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]))
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))

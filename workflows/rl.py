@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
     from workflows.training.steps import Steps
-    from workflows.training.train_step import after, publish, train_and_publish, unchanged
+    from workflows.training.train_step import publish, state_after, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
@@ -101,7 +101,7 @@ class RLWorkflow(ClientDrivenHandlers):
                 *(policy.model_copy(update={"adapter": policy.adapter or adapter}) for policy in recovered.policies),
             ),
         )
-        return after(self._run, state, recovered.trained) if recovered.trained else state
+        return state_after(self._run, state, recovered.trained) if recovered.trained else state
 
     async def _train_steps(self) -> bool:
         """Train the steps that clients send, in order. False when this execution's history is long enough."""
@@ -152,7 +152,7 @@ class RLWorkflow(ClientDrivenHandlers):
             done = unchanged(self._state, step.model_copy(update={"state": "failed", "problem": problem}))
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
         if done.state == "done" and done.same_as is None:
-            self._state = after(self._run, self._state, done)
+            self._state = state_after(self._run, self._state, done)
         if done.state == "skipped":
             self._run.show(skipped_steps=self._run.status.skipped_steps + 1)
         self._num_done += 1
@@ -167,7 +167,7 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.show(phase="publishing")
         done = await publish(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
-        self._state = after(self._run, self._state, done)
+        self._state = state_after(self._run, self._state, done)
         self._steps.keep(done)
 
     def _is_long(self, max_steps: int) -> bool:

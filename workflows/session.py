@@ -14,8 +14,8 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.commands import (
         CommandRecordRequest,
         CommandRecords,
+        FillGapRequest,
         FindCommandsRequest,
-        PassOverRequest,
     )
     from shared.contract import Artifact
     from shared.jobs.commands import CommandResult
@@ -116,7 +116,7 @@ class SessionWorkflow(ClientDrivenHandlers):
                 lambda: self._is_ready() or self._is_closing or had_gap != bool(self._waiting), timeout=timeout
             )
         except TimeoutError:
-            await self._pass_over()
+            await self._fill_gap()
 
     def _is_ready(self) -> bool:
         return self._next in self._waiting
@@ -130,13 +130,13 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._gap_since = self._gap_since or now
         return max(0.0, self._gap_since + self._start.run.gap_s - now)
 
-    async def _pass_over(self) -> None:
+    async def _fill_gap(self) -> None:
         """Drop the commands that wait for one that never came."""
         number, through = self._next, max(self._waiting)
-        request = PassOverRequest(
+        request = FillGapRequest(
             run_id=self._start.run_id, number=number, through=through, patience_s=self._start.run.gap_s
         )
-        if await control.do(CommandRecords.pass_over, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT):
+        if await control.do(CommandRecords.fill_gap, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT):
             self._go_to(through + 1)
         else:
             self._waiting.add(number)
@@ -221,7 +221,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             elif self._is_ready():
                 continue
             elif self._gap_left_s() == 0:
-                await self._pass_over()
+                await self._fill_gap()
             elif self._is_closing or (
                 applied.idle and (self._is_wanted() or workflow.time() >= idle_since + run.idle_s)
             ):

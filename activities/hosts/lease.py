@@ -25,7 +25,7 @@ _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
 
-LeaseDoor = Callable[[str], AbstractContextManager[None]]
+JoiningLeases = Callable[[str], AbstractContextManager[None]]
 
 
 class LeaseRequest(Frozen):
@@ -161,7 +161,7 @@ class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
     Args:
-        door: makes a context in which this host polls a queue for `join_lease` activities.
+        joining: makes a context in which this host polls a queue for `join_lease` activities.
         allowed: experimental transports of weights that this host takes part in.
         standing: this host's; without one it takes every lease.
     """
@@ -172,7 +172,7 @@ class Lease:
         store: ObjectStore,
         signals: Signals,
         host_queue: str,
-        door: LeaseDoor | None = None,
+        joining: JoiningLeases | None = None,
         allowed: tuple[str, ...] = (),
         standing: Standing | None = None,
     ) -> None:
@@ -180,7 +180,7 @@ class Lease:
         self._pool = pool
         self._store = store
         self._host_queue = host_queue
-        self._door = door
+        self._joining = joining
         self._allowed = allowed
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
@@ -204,9 +204,9 @@ class Lease:
             with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
                 if worker is None or not self._lease.tell(worker, mark):
                     return
-                if request.join_queue is not None and self._door is not None:
+                if request.join_queue is not None and self._joining is not None:
                     self._pool.share(request.join_queue, worker)
-                    after.enter_context(self._door(request.join_queue))
+                    after.enter_context(self._joining(request.join_queue))
                     after.callback(_wait_for_others, worker)
                 self._lease.hold(worker)
 

@@ -38,7 +38,7 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
     job = JobMetrics(loss)
     for metrics in steps:
         job.take(metrics)
-    return job.told()
+    return job.combined()
 
 
 class JobMetrics:
@@ -52,26 +52,26 @@ class JobMetrics:
 
     def __init__(self, loss: Loss) -> None:
         self._is_train_step = is_policy_loss(loss)
-        self._so_far: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
+        self._sums: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
 
     def take(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
-            before, weight = self._so_far.get(name, (0.0, 0.0))
+            before, weight = self._sums.get(name, (0.0, 0.0))
             match _kind(name) if self._is_train_step or name == "skipped" else "last":
                 case "last":
-                    self._so_far[name] = value, 1.0
+                    self._sums[name] = value, 1.0
                 case "sum":
-                    self._so_far[name] = before + value, 1.0
+                    self._sums[name] = before + value, 1.0
                 case "max":
-                    self._so_far[name] = max(before, value), 1.0
+                    self._sums[name] = max(before, value), 1.0
                 case "mean":
-                    self._so_far[name] = before + value, weight + 1
+                    self._sums[name] = before + value, weight + 1
                 case "mean_of_tokens":
                     tokens = metrics["target_tokens"]
-                    self._so_far[name] = before + value * tokens, weight + tokens
+                    self._sums[name] = before + value * tokens, weight + tokens
 
-    def told(self) -> dict[str, float]:
-        found = {name: value / weight for name, (value, weight) in self._so_far.items()}
+    def combined(self) -> dict[str, float]:
+        found = {name: value / weight for name, (value, weight) in self._sums.items()}
         if self._is_train_step and "tokens_per_s" in found:
             found["tokens_per_s"] = found["tokens"] / found["step_s"]
         return found
@@ -170,7 +170,7 @@ class Progress:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self._training.told() | self._evaluation
+        return self._training.combined() | self._evaluation
 
     def take(self, event: Event) -> None:
         match event:
@@ -204,6 +204,6 @@ class Progress:
             evaluating_s=self._evaluating_s,
         )
         if report != self._told:
-            told = report.model_copy(update={"held_s": self._held_s()})
-            self._sending = self._signals.send("progress", told)
+            combined = report.model_copy(update={"held_s": self._held_s()})
+            self._sending = self._signals.send("progress", combined)
             self._told, self._told_at = report, now

@@ -17,7 +17,7 @@ from activities.hosts.trainer_syncs import TrainerSyncs
 from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
-from activities.records.checkpoints import damage, find_newest, own
+from activities.records.checkpoints import damage, find_newest, saved_by_job
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
 from shared.jobs.events import (
@@ -110,7 +110,8 @@ class RunJob:
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
-            start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
+            newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
+            start = saved_by_job(request.plan, newest)
             attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
                 result = attempt.run()

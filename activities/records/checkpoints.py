@@ -81,7 +81,7 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
     return None
 
 
-def own(plan: WorkerPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
+def saved_by_job(plan: WorkerPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
     """Return a run's newest checkpoint if this job saved it; None if it is the one that the job before ended with."""
     if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
         return checkpoint

@@ -37,7 +37,7 @@ class FoundCommands(Frozen):
     closing: bool = False
 
 
-class PassOverRequest(Frozen):
+class FillGapRequest(Frozen):
     """A command that did not come within `patience_s`, and the last one that waits behind it."""
 
     run_id: RunId
@@ -80,7 +80,7 @@ class CommandRecords:
                 self._say_dropped(keys, found.last + 1, gap)
 
     @activity.defn(name="pass_over", no_thread_cancel_exception=True)
-    def pass_over(self, request: PassOverRequest) -> bool:
+    def fill_gap(self, request: FillGapRequest) -> bool:
         """Drop the commands that wait for a missing one. Returns False if that one has arrived after all."""
         keys, number = RunKeys(request.run_id), request.number
         message = f"command {number} did not come within {request.patience_s:g} s: send it, and those behind it again"

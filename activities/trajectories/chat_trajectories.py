@@ -51,20 +51,20 @@ class BrokenTrajectory(Exception):
 
 
 @dataclass(frozen=True)
-class Turns:
+class Conversation:
     """Messages as templates take them; and of those that were sampled, by index, the records of that."""
 
     messages: list[dict[str, Any]]
     sampled: dict[int, SampledTurn]
 
 
-def turns_of(history: ChatHistory) -> Turns:
+def conversation_of(history: ChatHistory) -> Conversation:
     """Separate the messages of a conversation from the records of how they were sampled.
 
     Raises:
         BrokenTrajectory: it is no conversation.
     """
-    turns = Turns([], {})
+    turns = Conversation([], {})
     for i, given in enumerate(history.messages):
         match given.get("message"):
             case dict() as inner:
@@ -208,7 +208,7 @@ class Conversations:
         )
 
     def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[_Drawn]:
-        turns = turns_of(history)
+        turns = conversation_of(history)
         try:
             tools = tools_of(Row(PLACE, {"tools": [dict(tool) for tool in history.tools or ()]}))
         except InvalidInput as error:
@@ -217,7 +217,7 @@ class Conversations:
         return [each for each in drawn if each is not None]
 
     def _drawn(
-        self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None, own_answers: bool
+        self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None, own_answers: bool
     ) -> _Drawn | None:
         """Return how an answer was drawn; None for another policy's where only the run's own count."""
         record = self._answers.get(turn.answer_id) if self._answers is not None and turn.answer_id is not None else None
@@ -232,7 +232,7 @@ class Conversations:
         self.counts["unknown_answers"] += turn.answer_id is not None
         return self._found_by_content(i, turn, turns, tools)
 
-    def _found_by_content(self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None) -> _Drawn:
+    def _found_by_content(self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None) -> _Drawn:
         """Return how an answer without an id was drawn: as its text says, or else as the record of its content."""
         tokenizer, process = self._opened()
         asked = _asked_ids(i, turns, tools, tokenizer, process)
@@ -291,7 +291,7 @@ def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
 
 
 def _asked_ids(
-    i: int, turns: Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
+    i: int, turns: Conversation, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
 ) -> list[int]:
     """Return the ids of the conversation before a turn, as a server renders it."""
     try:
@@ -308,7 +308,7 @@ def _of_the_conversation(error: InvalidInput) -> Exception:
 
 def _rendered(
     i: int,
-    turns: Turns,
+    turns: Conversation,
     asked: list[int],
     tools: list[Any] | None,
     tokenizer: ModelTokenizer,

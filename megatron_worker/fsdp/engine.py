@@ -89,7 +89,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     # A step.
 
     @property
-    def in_step(self) -> bool:
+    def needs_lockstep(self) -> bool:
         """True with several ranks, as every layer is gathered from all of them."""
         return self._ranks.size > 1
 

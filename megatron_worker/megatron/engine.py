@@ -85,7 +85,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     # A step.
 
     @property
-    def in_step(self) -> bool:
+    def needs_lockstep(self) -> bool:
         """True if ranks with other data hold experts that this rank's tokens may choose."""
         layout = self._mesh.layout
         return layout.tp * layout.cp % (layout.ep * layout.etp) > 0

@@ -253,7 +253,7 @@ class _Lane:
             sequence.drawn_by.append(self._drawn_by)
             if sequence.num_top:
                 sequence.top += likeliest(drawn.raw_BV[slot : slot + 1], sequence.num_top)
-            sequence.end = sequence.ending.after(sequence.token_ids)
+            sequence.end = sequence.ending.end_behind(sequence.token_ids)
             if sequence.end is not None:
                 self._slots[slot] = None
                 seat.ticket.one_ended()

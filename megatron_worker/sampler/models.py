@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
+from megatron_worker.weight_sync.bucket_reader import Receiving
 from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights_sha256
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Announcement, SyncReply
-from megatron_worker.weight_sync.receiving import Receiving
-from megatron_worker.weight_sync.unnamed import Unnamed
+from megatron_worker.weight_sync.synced_adapters import SyncedAdapters
 from shared.chat.completions import (
     DrawnBy,
     LoadAdapterRequest,
@@ -75,7 +75,7 @@ class Models:
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._unnamed = Unnamed[LoadedAdapter]()
+        self._synced_adapters = SyncedAdapters[LoadedAdapter]()
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
         self._created = int(time.time())
@@ -113,7 +113,7 @@ class Models:
     def adapters(self) -> list[LoadedAdapter]:
         """Return all adapters, those without a name too."""
         with self._lock:
-            return [*self._adapters.values(), *self._unnamed]
+            return [*self._adapters.values(), *self._synced_adapters]
 
     def drop(self) -> tuple[LoadedAdapter | None, list[LoadedAdapter]]:
         """Forget the weights and all adapters. Returns those that came from folders, and can be read there again."""
@@ -121,7 +121,7 @@ class Models:
             base, adapters = self._base, list(self._adapters.values())
             self._base = self._synced = None
             self._adapters.clear()
-            self._unnamed.clear()
+            self._synced_adapters.clear()
         kept = [adapter for adapter in adapters if Path(adapter.folder).is_dir()]
         return (base if base is not None and Path(base.folder).is_dir() else None), kept
 
@@ -254,8 +254,8 @@ class Models:
         request = parsed(NameWeightsRequest, body)
         self._refuse_asleep()
         with self._lock:
-            adapter = self._unnamed.take(request.digest)
-            if adapter is None and (adapter := self._unnamed.take_by_content(request.digest)) is not None:
+            adapter = self._synced_adapters.take(request.digest)
+            if adapter is None and (adapter := self._synced_adapters.take_by_content(request.digest)) is not None:
                 adapter.drawn_by = adapter.drawn_by.of_version(None)  # as if loaded from files, which tell no version
             if adapter is not None:
                 adapter.name, self._adapters[request.name] = request.name, adapter
@@ -288,7 +288,7 @@ class Models:
             with self._lock:
                 self._base = self._synced = None
                 self._adapters.clear()
-                self._unnamed.clear()
+                self._synced_adapters.clear()
                 self._renewed = goes_on
             try:
                 base, synced = write()
@@ -333,12 +333,12 @@ class Models:
         else:
             with self._lock:
                 self._refuse_asleep()
-                self._unnamed.keep(digest, receiving.announcement.run_id, adapter)
+                self._synced_adapters.keep(digest, receiving.announcement.run_id, adapter)
         receiving.reply(SyncReply())
         if name is None:  # the trainer does not wait for it
             content = peft_format.content_sha256(lora, file_sha256({each: tensors[each] for each in assembly.names}))
             with self._lock:
-                self._unnamed.tell_content(digest, content)
+                self._synced_adapters.tell_content(digest, content)
 
     def _receive_weights(self, receiving: Receiving) -> None:
         announcement, held = receiving.announcement, self._synced

@@ -36,7 +36,7 @@ class Ending:
         self._seen = ""
         self.cut: str | None = None  # the text up to the stop string that was found
 
-    def after(self, token_ids: list[int]) -> End | None:
+    def end_behind(self, token_ids: list[int]) -> End | None:
         """Return the end if the completion ends with the last of these tokens."""
         last = token_ids[-1]
         found = self._found_string(last) if self._sampling.stop else None

@@ -43,7 +43,7 @@ def forward_slot(
 ) -> list[ForwardOutput]:
     """Answer requests with the active slot. `watch` gets the backbone's hidden states, and returns them for the heads.
 
-    Without requests an empty pack goes through the backbone, as other ranks may need this one's part (in_step.py).
+    Without requests an empty pack goes through the backbone, as other ranks may need this one's part (lockstep.py).
     """
     packed = pack([request.token_L for request in requests], min_shared_tokens)
     asked = _by_question(requests, packed)

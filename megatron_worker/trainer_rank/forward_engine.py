@@ -14,7 +14,7 @@ class ForwardEngine(Engine, Protocol):
     """An engine with any number of trainable slots. Forwards, backwards and steps use the active one."""
 
     @property
-    def in_step(self) -> bool:
+    def needs_lockstep(self) -> bool:
         """True if all ranks must do the same forwards and backwards in the same order, if need be of empty batches.
 
         Then `output_head` is collective, too.

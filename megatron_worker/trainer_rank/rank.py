@@ -1,7 +1,7 @@
 """TrainerRank: the interface for custom training code on a rank, with forwards on its own inputs and named adapters.
 
 Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
-tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (in_step.py) those three are
+tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (lockstep.py) those three are
 collective as well, each rank with inputs and a loss of its own, or none.
 """
 
@@ -20,7 +20,6 @@ from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.graphs import Graphs
-from megatron_worker.trainer_rank.in_step import InStep
 from megatron_worker.trainer_rank.inputs import (
     CheckedInput,
     ForwardInput,
@@ -31,6 +30,7 @@ from megatron_worker.trainer_rank.inputs import (
     leaves,
     nested_alike,
 )
+from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.memory.planner import Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
@@ -70,7 +70,9 @@ class TrainerRank:
         self._adapters: dict[str, _Adapter] = {}
         self._active: str | None = None
         self._graphs = Graphs()
-        self._in_step = InStep(engine.facts.layout.world_size, engine.facts.device) if engine.in_step else None
+        self._lockstep = (
+            Lockstep(engine.facts.layout.world_size, engine.facts.device) if engine.needs_lockstep else None
+        )
         self._num_slots = 0
         self._planner = Planner(engine, min_shared_tokens)
 
@@ -174,15 +176,15 @@ class TrainerRank:
 
     def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[str | None]]:
         """Check inputs. Returns them, and the slots whose backbones must be run."""
-        if self._in_step is None:
+        if self._lockstep is None:
             requests = self.checked(inputs, "inputs")
             return requests, _asked_of(requests)
         with self.agreement():
             requests = self.checked(inputs, "inputs")
-        return requests, self._in_step.slots(_asked_of(requests))
+        return requests, self._lockstep.slots(_asked_of(requests))
 
     def _watched(self, hidden_NH: Tensor, name: str | None) -> Tensor:
-        return self._graphs.watch(hidden_NH if self._in_step is None else self._in_step.cut(hidden_NH), str(name))
+        return self._graphs.watch(hidden_NH if self._lockstep is None else self._lockstep.cut(hidden_NH), str(name))
 
     def forward_micro_batches(self, items: Sequence[Inputs]) -> Iterator[MicroBatch]:
         """Divide items over data-parallel ranks and micro-batches that fit the memory. Yields each one's outputs.
@@ -209,10 +211,10 @@ class TrainerRank:
         A loss of nothing, as of an empty micro-batch, has none to add. Raises InvalidInput when the loss has no graph
         though one is alive; where ranks go in step, on every rank.
         """
-        if self._in_step is None:
+        if self._lockstep is None:
             self._backward(loss)
         else:
-            self._in_step.backward(partial(self._backward, loss))
+            self._lockstep.backward(partial(self._backward, loss))
 
     def _backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
@@ -238,8 +240,8 @@ class TrainerRank:
             slots = [self._to_step(name) for name in names]
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
-        if self._in_step is not None:
-            self._in_step.release()
+        if self._lockstep is not None:
+            self._lockstep.release()
         norms = {}
         for name in slots:
             with self.adapter(name):

@@ -151,7 +151,9 @@ def _parse(adapter: TypeAdapter[T], path: Path) -> T:
         raise CorruptArtifact(first_rule(error), str(path)) from error
 
 
-def told(passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]) -> Generator[None, None, T]:
+def with_progress(
+    passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]
+) -> Generator[None, None, T]:
     """Do passes, and tell at each tenth of them, from 0 on, how much of them is done, if there are many."""
     done, every = 0, num_passes // 10 if num_passes >= _MANY_PASSES else 0
     while True:

@@ -11,7 +11,7 @@ from megatron_worker.weight_sync.buckets import Bucket, Digest, all_bytes, check
 from megatron_worker.weight_sync.gathering import Gathering, Giving, LastSent
 from megatron_worker.weight_sync.messages import Announcement, Commit, SyncMessage
 from megatron_worker.weight_sync.profile import Phases, SyncProfile
-from megatron_worker.weight_sync.receivers import Receivers
+from megatron_worker.weight_sync.sampler_connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, choose, why_not
 from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncPlace, SyncTarget

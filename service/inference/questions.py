@@ -21,7 +21,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts.limits import FairShare
 from service.host_http.clients import HostClients
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
-from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost, Reply
+from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost, Reply
 from service.inference.published_models import PublishedModels, Target
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
 from shared.chat import answer_records
@@ -188,8 +188,10 @@ class Inference:
         self._untrained = untrained
         self._questions = questions
 
-    async def chat(self, tenant: str, asked: ChatRequest, so_far: AnswerSoFar | None = None) -> Reply[ChatCompletion]:
-        """Ask a model to answer messages. `so_far` is told the answer's text while it is drawn, if `stream` is asked.
+    async def chat(
+        self, tenant: str, asked: ChatRequest, partial: PartialAnswer | None = None
+    ) -> Reply[ChatCompletion]:
+        """Ask a model to answer messages. `partial` is told the answer's text while it is drawn, if `stream` is asked.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -198,15 +200,15 @@ class Inference:
         """
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._place(tenant, asked):
-            return Reply(ChatCompletion, await self._ask(tenant, asked, so_far))
+            return Reply(ChatCompletion, await self._ask(tenant, asked, partial))
 
     async def complete(
-        self, tenant: str, asked: CompletionRequest, so_far: AnswerSoFar | None = None
+        self, tenant: str, asked: CompletionRequest, partial: PartialAnswer | None = None
     ) -> Reply[CompletionResponse]:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         check_length(self._settings, asked.prompt)
         async with self._place(tenant, asked):
-            return Reply(CompletionResponse, await self._ask(tenant, asked, so_far))
+            return Reply(CompletionResponse, await self._ask(tenant, asked, partial))
 
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
@@ -222,7 +224,7 @@ class Inference:
         prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None) -> bytes:
+    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, partial: PartialAnswer | None) -> bytes:
         if (name := ArtName.parse(asked.model)) is not None:
             if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
@@ -231,9 +233,9 @@ class Inference:
             target = await self._art_models.target(tenant, name)
         else:
             target = await self._named(tenant, asked.model)
-        if so_far is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
+        if partial is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
-        return await self._ask_target(tenant, target, asked, so_far)
+        return await self._ask_target(tenant, target, asked, partial)
 
     async def _named(self, tenant: str, name: str) -> Target:
         """Return the weights of what a tenant has published; else of the base model that the installation names so."""
@@ -245,7 +247,7 @@ class Inference:
         return await self._untrained.target(tenant, uri)
 
     async def _ask_target(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, so_far: AnswerSoFar | None = None
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, partial: PartialAnswer | None = None
     ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -258,8 +260,8 @@ class Inference:
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     at = await self._served_at(attempt) if lease is None else _at(lease.grant)
-                    request = _request(tenant, target, asked, lease, so_far.answer_id if so_far else None)
-                    return await self._hosts.ask(at, request, so_far)
+                    request = _request(tenant, target, asked, lease, partial.answer_id if partial else None)
+                    return await self._hosts.ask(at, request, partial)
             except (QuestionLost, TimeoutError) as lost:
                 problem = str(lost) or f"no answer came within {_ANSWER_S:g} s"
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)

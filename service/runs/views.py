@@ -33,7 +33,7 @@ from shared.storage.store import ObjectStore
 _CONCURRENT = 16
 IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
 """Phases in which a running run has a place in the queue for workers."""
-_GLANCED_AT = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
+_MAIN_METRICS = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
 _LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 SKIPPED = "skipped: no token of it is trained, and no weight changed"
 _MOST_RUNS, _MOST_EVENTS = 64, 200_000
@@ -251,9 +251,9 @@ def brief(metrics: dict[str, float]) -> str:
     return ", ".join(in_words(name, metrics[name]) for name in looked_for(metrics))
 
 
-def glance(metrics: dict[str, float]) -> list[str]:
+def main_metrics(metrics: dict[str, float]) -> list[str]:
     """Format a few metrics, the most important first."""
-    return [in_words(name, metrics[name]) for name in _GLANCED_AT if name in metrics]
+    return [in_words(name, metrics[name]) for name in _MAIN_METRICS if name in metrics]
 
 
 def dropped(metrics: dict[str, float]) -> str | None:

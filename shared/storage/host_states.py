@@ -76,7 +76,7 @@ class HostState(Frozen):
         """True for a host that is up, lacks nothing, and is not quarantined. It may be busy."""
         return self.is_seen(now) and not self.lacks and not self.is_quarantined(now)
 
-    def told(self, now: float, by_name: bool) -> tuple[str, ...]:
+    def why_not(self, now: float, by_name: bool) -> tuple[str, ...]:
         """Return why it takes no leases, in words, if it does not."""
         quarantined = f"it lost the workers of {len(self.lost_runs)} runs at their start: others go first"
         why = (*self.lacks, *((quarantined,) if self.is_quarantined(now) else ()))

@@ -102,7 +102,7 @@ def test_every_accepted_step_is_trained_exactly_once(
         timer.join()
     wait_until(lambda: fresh_stack.cli("ls", check=False).code == 0, "the service is back, if it was killed last")
     fresh_stack.cli("finish", run_id)
-    paths = sorted((fresh_stack.root / "store" / "runs" / run_id / "steps").iterdir())
+    paths = sorted((fresh_stack.root / "store" / "runs" / run_id / "steps").glob("*.json"))
     records = [json.loads(path.read_text()) for path in paths]
     assert len(dying) == len(range(_STEPS_A_KILL // 2, NUM_STEPS + 1, _STEPS_A_KILL))
     expected = [(n, "done", n, n) for n in range(1, NUM_STEPS + 1)]

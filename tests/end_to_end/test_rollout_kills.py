@@ -204,7 +204,7 @@ def test_samplers_come_late_and_are_lost_and_change_nothing(
     finally:
         signal_all(held, signal.SIGCONT)
     folder = fresh_stack.root / "store" / "runs" / run_id / "steps"
-    steps = [json.loads(path.read_text())["metrics"] for path in sorted(folder.iterdir())]
+    steps = [json.loads(path.read_text())["metrics"] for path in sorted(folder.glob("*.json"))]
     assert steps[0]["samplers"] == 1
     both = steps[num_before + 2]  # sampled and trained between the second one's coming and the kill
     assert (both["samplers"], both["sync_used"], both["sync_failed"]) == (2, 1, 0)

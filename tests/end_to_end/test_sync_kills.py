@@ -64,7 +64,7 @@ def test_kills_in_every_phase_of_a_sync_change_nothing(fresh_stack: Stack, full_
     run_id = fresh_stack.cli(*full_options).json["run_id"]
     for number, (phase, victim) in enumerate(KILLS):
         steps = fresh_stack.root / "store" / "runs" / run_id / "steps"
-        wait_until(lambda n=number, s=steps: s.exists() and len(list(s.iterdir())) >= n, f"{number} steps")
+        wait_until(lambda n=number, s=steps: s.exists() and len(list(s.glob("*.json"))) >= n, f"{number} steps")
         disturb(fresh_stack, phase, victim)
     answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer

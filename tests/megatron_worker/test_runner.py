@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_worker.process.event_log import EventLog
-from megatron_worker.training.evaluation import told
+from megatron_worker.training.evaluation import with_progress
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData
@@ -341,7 +341,7 @@ def test_a_long_evaluation_tells_how_far_it_is():
 
     told_of: list[float] = []
     for number in (19, 40):
-        turns = told(passes(number), number, told_of.append)
+        turns = with_progress(passes(number), number, told_of.append)
         while True:
             try:
                 next(turns)

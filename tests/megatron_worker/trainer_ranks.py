@@ -72,7 +72,7 @@ def run(trial: Trial, out: Path) -> None:
     is_alone = trial.layout.world_size == 1
     turns = {n: range(n) for n in (1, 2, 4)} if is_alone else {rank.facts.dp_size: [rank.facts.dp_rank]}
     note(rank, out, "uneven", {str(dp_size): uneven(rank, dp_size, whose) for dp_size, whose in turns.items()})
-    if rank.engine.in_step:
+    if rank.engine.needs_lockstep:
         note(rank, out, "refused_in_step", refused_in_step(rank))
 
 

@@ -12,8 +12,8 @@ from service.accounts.keys import COOKIE, CSRF_HEADER, csrf_token
 from service.accounts.principals import Principal
 from service.apis.art.wandb_artifacts import TELEMETRY
 from service.apis.page.pages import SIGN_IN
-from service.apis.tinker.door import Door
 from service.apis.tinker.downloads import signed
+from service.apis.tinker.gateway import Gateway
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.app import create_app
 from shared.storage.stored_bytes import Ledger
@@ -204,7 +204,7 @@ def test_a_signed_address_ends_with_the_key_that_asked_for_it(service: Service, 
     asking = Principal(tenant=TENANT, key_id=made["key_id"], scopes=frozenset({"read"}))
     model_id = f"tinker-{'0' * 21}:train:0"
     checkpoint = CheckpointRecord(model_id=model_id, kind="external_weights", name="nobodys", command=1)
-    door = Door(backend, asking, TinkerRecords(backend.store, backend.quotas, TENANT))
+    door = Gateway(backend, asking, TinkerRecords(backend.store, backend.quotas, TENANT))
     address, _ = signed(door, checkpoint, service.url)
     assert httpx.get(f"{address}/archive.tar", trust_env=False).status_code == 404
     assert owner.delete(f"/api/v1/keys/{made['key_id']}").status_code == 200

@@ -18,7 +18,7 @@ from service.host_http.answers import answering
 from service.host_http.clients import HostClients
 from service.host_http.server import serving
 from service.host_http.trust import Trust
-from service.inference.asking import AnsweringHosts, AnswerSoFar, QuestionLost
+from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost
 from shared.chat.completions import CompletionRequest
 from shared.contract import Artifact
 from shared.errors import InvalidInput, WorkerLost
@@ -62,11 +62,11 @@ def elsewhere(at: HostAddress) -> HostAddress:
 
 
 async def asked(
-    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, so_far: AnswerSoFar | None = None
+    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, partial: PartialAnswer | None = None
 ) -> bytes:
     clients = HostClients(settings, SILENCE_S)
     try:
-        return await AnsweringHosts(clients).ask(at, request or question(), so_far)
+        return await AnsweringHosts(clients).ask(at, request or question(), partial)
     finally:
         await clients.close()
 
@@ -131,12 +131,12 @@ async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_pa
         return RootModel("the whole")
 
     with host(tmp_path, grow) as (settings, at):
-        so_far, seen = AnswerSoFar(), list[tuple[str, ...]]()
-        answering = asyncio.create_task(asked(settings, at, so_far=so_far))
+        partial, seen = PartialAnswer(), list[tuple[str, ...]]()
+        answering = asyncio.create_task(asked(settings, at, partial=partial))
         for _ in range(3):
-            await asyncio.wait_for(so_far.changed.wait(), 60)
-            so_far.changed.clear()
-            seen.append(so_far.texts)
+            await asyncio.wait_for(partial.changed.wait(), 60)
+            partial.changed.clear()
+            seen.append(partial.texts)
             heard.release()
         assert await answering == b'"the whole"'
         assert seen == [told[0], told[1], told[3]]

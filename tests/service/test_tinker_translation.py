@@ -12,7 +12,7 @@ from longshore.losses import DRO
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
 from service.apis.tinker.addresses import error_body, tinker_key
-from service.apis.tinker.door import TrainingFuture, loss_detail, loss_of_detail
+from service.apis.tinker.gateway import TrainingFuture, loss_detail, loss_of_detail
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import SampleRequest
 from service.apis.tinker.sessions import about_session

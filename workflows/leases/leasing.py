@@ -90,7 +90,7 @@ class Leasing:
         if host is not None and loss.kind in (WorkerLost.__name__, "error") and host not in self.avoid:
             self.avoid += (host,)
 
-    def had(self, held_s: float) -> None:
+    def note_held(self, held_s: float) -> None:
         """Note how many seconds of a shared process's time this lease has had, as its host reports."""
         if self._shared_s is not None:
             self._shared_s = held_s

@@ -196,7 +196,7 @@ class RolloutSource:
     def _add(self, policy: Policy) -> None:
         self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
 
-    async def take_up(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
+    async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Let samplers prove the policy that a step made, and begin to sample from it before it is published.
 
         Where a sampler failed that and may have drawn by what it had, all that is not trained yet is drawn again.

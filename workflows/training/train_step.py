@@ -30,7 +30,7 @@ class Source(Protocol):
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Prove that samplers serve a policy, given the trainer's log-probabilities of the probe; return metrics."""
 
-    async def take_up(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
+    async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Prove the policy that a step made as `prove` does, and begin to sample the next step."""
 
 
@@ -83,7 +83,7 @@ async def train_and_publish(
     if source is None:
         done = await publishing
     elif workflow.patched(_SAMPLES_EARLY):
-        done = await meanwhile(publishing, source.take_up(done, result.probe))
+        done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     else:
         done = await publishing
         proof = await source.prove(policy_of(done), result.probe)
@@ -118,7 +118,7 @@ async def unpublished(done: StepStatus) -> StepStatus:
     return done
 
 
-async def meanwhile(
+async def publish_while_sampling(
     publishing: Coroutine[Any, Any, StepStatus], taking_up: Coroutine[Any, Any, dict[str, float]]
 ) -> StepStatus:
     """Publish a step while samplers take its policy up. If either fails the other is cancelled."""
@@ -149,7 +149,7 @@ def unchanged(state: RLState, step: StepStatus) -> StepStatus:
     return step.model_copy(update=policy)
 
 
-def after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
+def state_after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
     """Show the policy that a step made, and return the state that the next step trains on."""
     assert done.policy_version is not None and done.optimizer_step is not None
     run.show(

@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
-    from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
+    from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, saved_by_job
     from shared.errors import AVOIDED, HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
@@ -138,7 +138,7 @@ class Training:
         self.step = news.step
         self.metrics = self.metrics | news.metrics
         self.checkpoint = news.checkpoint or self.checkpoint
-        self.leasing.had(news.held_s)
+        self.leasing.note_held(news.held_s)
 
     async def do(self, plan: AnyPlan) -> JobResult:
         """Do a job to its end. When a worker is lost, another is leased, as long as new checkpoints are made.
@@ -211,7 +211,7 @@ class Training:
         point = await control.do(find, request, policies.PATIENT, policies.RECORD_TIMEOUT)
         self._add_notices(point.damaged)
         step_before = self._found.step if self._found else plan.first_step
-        self._found = self.checkpoint = own(plan, point.checkpoint)
+        self._found = self.checkpoint = saved_by_job(plan, point.checkpoint)
         self._last_epoch = max(self.leasing.epoch, point.last_epoch)
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before

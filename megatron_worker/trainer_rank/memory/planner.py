@@ -127,7 +127,7 @@ class Planner:
             InvalidInput: even the first item alone does not fit.
         """
         # Ranks that go in step run the backbones of all slots, if need be with an empty pack.
-        nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.in_step}
+        nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.needs_lockstep}
         shares = [RankShare((), nothing)] * self._engine.facts.dp_size
         for item in range(first, len(items) if most is None else first + most):
             least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
@@ -183,7 +183,7 @@ class Planner:
         live += gradients
         peak = max(peak, live + _LOSS_WORK * largest)
         passes.reverse()
-        if self._engine.in_step:  # the heads of all slots go before their backbones (in_step.py)
+        if self._engine.needs_lockstep:  # the heads of all slots go before their backbones (lockstep.py)
             passes = [([head for heads, _ in passes for head in heads], [b for _, bs in passes for b in bs])]
         for heads, backbones in passes:
             for head in reversed(heads):

@@ -66,7 +66,7 @@ def measure_head(
         yield sum(tensor.nbytes for tensor in graded)
         if graded:
             torch.stack([(tensor * 0).sum() for tensor in graded]).sum().backward()
-        if not engine.in_step:  # in step, its gradient is kept until the backbone's backward
+        if not engine.needs_lockstep:  # in step, its gradient is kept until the backbone's backward
             del rows_NH
         yield 0
 

@@ -34,7 +34,7 @@ from megatron_worker.weight_sync.messages import (
     SyncMessage,
     SyncReply,
 )
-from megatron_worker.weight_sync.receivers import Receiver, Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import Messages, make_buffers
 from megatron_worker.weight_sync.transports.rendezvous import MemberStore, RemoteValues, Values, answer
 

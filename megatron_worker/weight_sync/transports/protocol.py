@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncMessage
-from megatron_worker.weight_sync.receivers import Receivers
+from megatron_worker.weight_sync.sampler_connections import Receivers
 
 
 class Outbound(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import PATIENCE_S
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.receivers import Receiver, Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
 
 _POLL_S = 0.0005

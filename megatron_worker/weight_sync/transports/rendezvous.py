@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import SyncAnswer, SyncCall, SyncReply
-from megatron_worker.weight_sync.receivers import Receiver
+from megatron_worker.weight_sync.sampler_connections import Receiver
 
 _MAX_VALUES = 4096
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.receivers import Receiver, Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages
 
 

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from service.apis.openai.response_objects import ResponseEvent
-from service.inference.asking import AnswerSoFar, Reply
+from service.inference.asking import PartialAnswer, Reply
 from shared.chat.completions import SamplerAnswer
 from shared.errors import LongshoreError
 
@@ -32,8 +32,8 @@ class Chunks(Protocol[A]):
 
 async def answered(
     request: Request,
-    ask: Callable[[AnswerSoFar | None], Coroutine[Any, Any, Reply[T]]],
-    chunks: Callable[[AnswerSoFar], Chunks[T]] | None,
+    ask: Callable[[PartialAnswer | None], Coroutine[Any, Any, Reply[T]]],
+    chunks: Callable[[PartialAnswer], Chunks[T]] | None,
     whole: Callable[[T], BaseModel] | None = None,
 ) -> Response:
     """Return an answer, or with `chunks` a stream of it. The stream begins with the first text, so that an early
@@ -42,15 +42,15 @@ async def answered(
     Args:
         whole: translates an answer that is not streamed; without it the answer is passed on as it is.
     """
-    so_far = AnswerSoFar() if chunks else None
-    task = asyncio.ensure_future(ask(so_far))
-    if so_far is None or chunks is None:
+    partial = PartialAnswer() if chunks else None
+    task = asyncio.ensure_future(ask(partial))
+    if partial is None or chunks is None:
         reply = await _unless_gone(request, task)
         content = reply.content if whole is None else whole(reply.read()).model_dump_json().encode()
         return Response(content, media_type="application/json")
     with suppress(TimeoutError):
-        await _unless_gone(request, task, _KEEP_ALIVE_S, so_far.changed)
-    events = _events(task, so_far, chunks(so_far))
+        await _unless_gone(request, task, _KEEP_ALIVE_S, partial.changed)
+    events = _events(task, partial, chunks(partial))
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
@@ -88,16 +88,16 @@ async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", t
     await asyncio.wait({first, second}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _events(task: "asyncio.Future[Reply[T]]", so_far: AnswerSoFar, chunks: Chunks[T]) -> AsyncIterator[str]:
+async def _events(task: "asyncio.Future[Reply[T]]", partial: PartialAnswer, chunks: Chunks[T]) -> AsyncIterator[str]:
     """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
     try:
         while not task.done():
-            growing = asyncio.ensure_future(so_far.changed.wait())
+            growing = asyncio.ensure_future(partial.changed.wait())
             await _either(task, growing, _KEEP_ALIVE_S)
             growing.cancel()
-            if so_far.changed.is_set():
-                so_far.changed.clear()
-                for chunk in chunks.grown(so_far.texts):
+            if partial.changed.is_set():
+                partial.changed.clear()
+                for chunk in chunks.grown(partial.texts):
                     yield _event(chunk)
             elif not task.done():
                 yield ": the model is answering\n\n"

@@ -13,7 +13,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.openai.answering import answered
 from service.apis.openai.response_objects import ResponseEvents, ResponseObject, completed, response_id
 from service.backend import Backed
-from service.inference.asking import AnswerSoFar, Reply
+from service.inference.asking import PartialAnswer, Reply
 from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
@@ -225,13 +225,13 @@ async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Ask
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
     chat = body.chat()
 
-    async def ask(so_far: AnswerSoFar | None) -> Reply[ChatCompletion]:
+    async def ask(so_far: PartialAnswer | None) -> Reply[ChatCompletion]:
         try:
             return await backend.inference.chat(asking.tenant, chat, so_far)
         except InvalidInput as error:
             raise InvalidInput(error.message, error.place and _named(error.place)) from error
 
-    def events(so_far: AnswerSoFar) -> ResponseEvents:
+    def events(so_far: PartialAnswer) -> ResponseEvents:
         return ResponseEvents(body.asked(response_id(so_far.answer_id), so_far.created))
 
     def whole(answer: ChatCompletion) -> ResponseObject:

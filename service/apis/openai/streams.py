@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from service.inference.asking import AnswerSoFar
+from service.inference.asking import PartialAnswer
 from shared.chat.completions import Choice, CompletionChunk, CompletionResponse, ErrorDetail, ErrorResponse, Usage
 from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChunkChoice
 from shared.errors import SamplerUnavailable
@@ -52,7 +52,7 @@ class ChatChunks:
 
     end: ClassVar[str] = DONE
 
-    def __init__(self, so_far: AnswerSoFar, model: str, include_usage: bool = False) -> None:
+    def __init__(self, so_far: PartialAnswer, model: str, include_usage: bool = False) -> None:
         self._include_usage = include_usage
         self._head = ChatChunk(id=so_far.answer_id, created=so_far.created, model=model, choices=[])
         self._sent = SentTexts()
@@ -103,7 +103,7 @@ class TextChunks:
 
     end: ClassVar[str] = DONE
 
-    def __init__(self, so_far: AnswerSoFar, model: str, include_usage: bool = False) -> None:
+    def __init__(self, so_far: PartialAnswer, model: str, include_usage: bool = False) -> None:
         self._include_usage = include_usage
         id = so_far.answer_id.replace("chatcmpl", "cmpl")
         self._head = CompletionChunk(id=id, created=so_far.created, model=model, choices=[])

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from service.accounts.principals import Principal
 from service.apis.tinker.addresses import TINKER_FILES
-from service.apis.tinker.door import Door
+from service.apis.tinker.gateway import Gateway
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.samples import weights_of
 from service.backend import Backed, Backend
@@ -31,27 +31,29 @@ ARCHIVE = "archive.tar"
 _LASTS_S = 3600.0
 
 
-async def files_of(door: Door, checkpoint: CheckpointRecord) -> PublishedFiles:
+async def files_of(gateway: Gateway, checkpoint: CheckpointRecord) -> PublishedFiles:
     """Open the adapter of a checkpoint, as PEFT's files. Raises NotFound."""
-    target, _ = await weights_of(door, None, checkpoint.path)
+    target, _ = await weights_of(gateway, None, checkpoint.path)
     assert target.adapter is not None
-    return await asyncio.to_thread(PublishedFiles.of_artifact, target.adapter, door.backend.settings.s3)
+    return await asyncio.to_thread(PublishedFiles.of_artifact, target.adapter, gateway.backend.settings.s3)
 
 
-async def unpublish(door: Door, checkpoint: CheckpointRecord) -> None:
+async def unpublish(gateway: Gateway, checkpoint: CheckpointRecord) -> None:
     """Delete the version that a checkpoint has published, if it has."""
     with suppress(NotFound):
-        model, result = await door.saved(checkpoint)
+        model, result = await gateway.saved(checkpoint)
         if result.version is not None:
             version = PublishedModel("adapters", model.published_as, result.version)
-            await asyncio.to_thread(door.backend.published.delete, door.tenant, version)
+            await asyncio.to_thread(gateway.backend.published.delete, gateway.tenant, version)
 
 
-def signed(door: Door, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
+def signed(gateway: Gateway, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
     """Return the address of a checkpoint's files, and when it ends."""
     expires = time.time() + _LASTS_S
-    told = urlsafe_b64encode(json.dumps([door.tenant, checkpoint.path, expires, door.asking.key_id]).encode()).decode()
-    token = f"{told}.{_signature(door.backend, told)}"
+    told = urlsafe_b64encode(
+        json.dumps([gateway.tenant, checkpoint.path, expires, gateway.asking.key_id]).encode()
+    ).decode()
+    token = f"{told}.{_signature(gateway.backend, told)}"
     return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
 
 
@@ -59,8 +61,8 @@ def _signature(backend: Backend, told: str) -> str:
     return hmac.new(seal_key(backend.settings), f"tinker files {told}".encode(), "sha256").hexdigest()
 
 
-def _opened(backend: Backend, token: str) -> tuple[Door, str]:
-    """Return the door and the checkpoint's path of a token. Raises Forbidden for one that is not ours, or has ended."""
+def _opened(backend: Backend, token: str) -> tuple[Gateway, str]:
+    """Return the gateway and the checkpoint's path of a token. Raises Forbidden: it is not ours, or has ended."""
     told, _, signature = token.partition(".")
     if not hmac.compare_digest(_signature(backend, told).encode(), signature.encode()):
         raise Forbidden("this address is not signed here")
@@ -71,17 +73,17 @@ def _opened(backend: Backend, token: str) -> tuple[Door, str]:
     if expires < time.time():
         raise Forbidden("this address has ended: ask for a new one")
     principal = Principal(tenant=tenant, key_id=key_id, scopes=frozenset())
-    return Door(backend, principal, TinkerRecords(backend.store, backend.quotas, tenant)), path
+    return Gateway(backend, principal, TinkerRecords(backend.store, backend.quotas, tenant)), path
 
 
 @router.get("/{token}/{path}")
 async def download(token: str, path: str, backend: Backed) -> StreamingResponse:
     """Send one file of a checkpoint's adapter, or all of them as a tar."""
-    door, checkpoint_path = await asyncio.to_thread(_opened, backend, token)
-    if not await backend.keys.is_good(door.asking.key_id):
+    gateway, checkpoint_path = await asyncio.to_thread(_opened, backend, token)
+    if not await backend.keys.is_good(gateway.asking.key_id):
         raise Forbidden("the key that asked for this address is good no longer")
-    checkpoint = await door.read(door.records.checkpoint, checkpoint_path)
-    files = await files_of(door, checkpoint)
+    checkpoint = await gateway.read(gateway.records.checkpoint, checkpoint_path)
+    files = await files_of(gateway, checkpoint)
     if path == ARCHIVE:
         return StreamingResponse(files.tar(checkpoint.name), media_type="application/x-tar")
     entry = files.entry(path)

@@ -12,7 +12,7 @@ from service.accounts.principals import reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import downloads
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door
+from service.apis.tinker.gateway import AtGateway, Gateway
 from service.apis.tinker.records import (
     CheckpointKind,
     CheckpointRecord,
@@ -39,8 +39,8 @@ _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 _MOST_SESSIONS = 10_000
 
 
-async def _checkpoint(door: AtDoor, model_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord:
-    return await door.read(door.records.checkpoint, f"tinker://{model_id}/{kind}/{name}")
+async def _checkpoint(gateway: AtGateway, model_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord:
+    return await gateway.read(gateway.records.checkpoint, f"tinker://{model_id}/{kind}/{name}")
 
 
 Named = Annotated[CheckpointRecord, Depends(_checkpoint)]
@@ -73,37 +73,37 @@ def _view(checkpoint: CheckpointRecord) -> dict[str, Any]:
 
 @router.get("/training_runs")
 async def list_runs(
-    door: AtDoor,
+    gateway: AtGateway,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: Scope = "owned",
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Models in training, newest first; of a project those whose sessions name it."""
-    places = await door.read(door.records.places, ModelRecord)
+    places = await gateway.read(gateway.records.places, ModelRecord)
     if project_id is not None:
-        sessions = await door.read(door.records.all, SessionRecord)
+        sessions = await gateway.read(gateway.records.all, SessionRecord)
         of_project = {session.session_id for session in sessions if session.project_id == project_id}
         places = [place for place in places if place.partition("/")[0] in of_project]
     page, cursor = _page(places, limit, offset)
-    models = [await door.read(door.records.find, ModelRecord, place) for place in page]
-    return {"training_runs": [await _run(door, model) for model in models], "cursor": cursor}
+    models = [await gateway.read(gateway.records.find, ModelRecord, place) for place in page]
+    return {"training_runs": [await _run(gateway, model) for model in models], "cursor": cursor}
 
 
 @router.get("/training_runs/{model_id}")
-async def get_run(model_id: str, door: AtDoor, access_scope: Scope = "owned") -> dict[str, Any]:
-    return await _run(door, await door.model(model_id))
+async def get_run(model_id: str, gateway: AtGateway, access_scope: Scope = "owned") -> dict[str, Any]:
+    return await _run(gateway, await gateway.model(model_id))
 
 
-async def _run(door: Door, model: ModelRecord) -> dict[str, Any]:
-    checkpoints = await door.read(door.records.checkpoints, f"{model.place}/")
+async def _run(gateway: Gateway, model: ModelRecord) -> dict[str, Any]:
+    checkpoints = await gateway.read(gateway.records.checkpoints, f"{model.place}/")
     checkpoints.sort(key=lambda each: each.created_at)
     newest = {each.kind: _view(each) for each in checkpoints}
-    view = await door.backend.runs.view(door.tenant, model.run_id)
+    view = await gateway.backend.runs.view(gateway.tenant, model.run_id)
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
-        "model_owner": door.tenant,
+        "model_owner": gateway.tenant,
         "is_lora": True,
         "lora_rank": model.rank,
         "corrupted": view.state == "failed",
@@ -118,67 +118,67 @@ async def _run(door: Door, model: ModelRecord) -> dict[str, Any]:
 
 
 @router.get("/training_runs/{model_id}/checkpoints")
-async def list_checkpoints(model_id: str, door: AtDoor) -> dict[str, Any]:
-    model = await door.model(model_id)
-    found = await door.read(door.records.checkpoints, f"{model.place}/")
+async def list_checkpoints(model_id: str, gateway: AtGateway) -> dict[str, Any]:
+    model = await gateway.model(model_id)
+    found = await gateway.read(gateway.records.checkpoints, f"{model.place}/")
     return {"checkpoints": [_view(each) for each in sorted(found, key=lambda each: each.command)]}
 
 
 @router.get("/checkpoints")
-async def list_all_checkpoints(door: AtDoor, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+async def list_all_checkpoints(gateway: AtGateway, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """Checkpoints of all models, those of the newest models first."""
-    places = await door.read(door.records.places, CheckpointRecord)
+    places = await gateway.read(gateway.records.places, CheckpointRecord)
     page, cursor = _page(places, limit, offset)
-    found = [await door.read(door.records.find, CheckpointRecord, place) for place in page]
+    found = [await gateway.read(gateway.records.find, CheckpointRecord, place) for place in page]
     return {"checkpoints": [_view(each) for each in found if each.is_there], "cursor": cursor}
 
 
 @router.delete(_CHECKPOINT)
-async def delete_checkpoint(checkpoint: Named, door: AtDoor) -> None:
+async def delete_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
     """Forget a checkpoint, and delete what it had published. A state goes when its model keeps newer ones."""
     audit.touched(checkpoint.path)
-    await downloads.unpublish(door, checkpoint)
-    await door.read(door.records.delete, checkpoint)
+    await downloads.unpublish(gateway, checkpoint)
+    await gateway.read(gateway.records.delete, checkpoint)
 
 
 @router.post(f"{_CHECKPOINT}/publish")
-async def publish_checkpoint(checkpoint: Named, door: AtDoor) -> None:
+async def publish_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
     """Mark a checkpoint as public. It stays its tenant's: nobody else finds it."""
-    await door.records.put(checkpoint.model_copy(update={"public": True}))
+    await gateway.records.put(checkpoint.model_copy(update={"public": True}))
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
-async def unpublish_checkpoint(checkpoint: Named, door: AtDoor) -> None:
-    await door.records.put(checkpoint.model_copy(update={"public": False}))
+async def unpublish_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
+    await gateway.records.put(checkpoint.model_copy(update={"public": False}))
 
 
 @router.put(f"{_CHECKPOINT}/ttl")
-async def set_ttl(checkpoint: Named, body: JsonBody[SetTtl], door: AtDoor) -> None:
+async def set_ttl(checkpoint: Named, body: JsonBody[SetTtl], gateway: AtGateway) -> None:
     """Say when a checkpoint expires, from now on; null: never."""
-    await door.records.put(checkpoint.model_copy(update={"expires_at": expiry(body.ttl_seconds)}))
+    await gateway.records.put(checkpoint.model_copy(update={"expires_at": expiry(body.ttl_seconds)}))
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
-async def external_urls(checkpoint: Named, request: Request, door: AtDoor) -> dict[str, Any]:
+async def external_urls(checkpoint: Named, request: Request, gateway: AtGateway) -> dict[str, Any]:
     """Addresses of an adapter's files, which need no key and last an hour."""
-    files = await downloads.files_of(door, checkpoint)
-    address, expires = downloads.signed(door, checkpoint, str(request.base_url))
+    files = await downloads.files_of(gateway, checkpoint)
+    address, expires = downloads.signed(gateway, checkpoint, str(request.base_url))
     return {"urls": {entry.path: f"{address}/{entry.path}" for entry in files.entries}, "expires": _time(expires)}
 
 
 @router.get(f"{_CHECKPOINT}/archive")
-async def archive_url(checkpoint: Named, request: Request, door: AtDoor) -> dict[str, Any]:
+async def archive_url(checkpoint: Named, request: Request, gateway: AtGateway) -> dict[str, Any]:
     """The address of a tar of an adapter's files, which needs no key and lasts an hour."""
-    await downloads.files_of(door, checkpoint)
-    address, expires = downloads.signed(door, checkpoint, str(request.base_url))
+    await downloads.files_of(gateway, checkpoint)
+    address, expires = downloads.signed(gateway, checkpoint, str(request.base_url))
     return {"url": f"{address}/{downloads.ARCHIVE}", "expires": _time(expires)}
 
 
 @router.post("/weights_info")
-async def weights_info(body: JsonBody[TinkerPath], door: AtDoor) -> dict[str, Any]:
+async def weights_info(body: JsonBody[TinkerPath], gateway: AtGateway) -> dict[str, Any]:
     """Say what a checkpoint is of, so that a model can be made for it."""
-    checkpoint = await door.read(door.records.checkpoint, body.tinker_path)
-    model = await door.model(checkpoint.model_id)
+    checkpoint = await gateway.read(gateway.records.checkpoint, body.tinker_path)
+    model = await gateway.model(checkpoint.model_id)
     return {
         "base_model": model.base_model,
         "is_lora": True,
@@ -191,30 +191,30 @@ async def weights_info(body: JsonBody[TinkerPath], door: AtDoor) -> dict[str, An
 
 @router.get("/billing/usage/checkpoints/current")
 async def storage_usage(
-    door: AtDoor, project_id: Annotated[str | None, Query(max_length=256)] = None
+    gateway: AtGateway, project_id: Annotated[str | None, Query(max_length=256)] = None
 ) -> dict[str, Any]:
     """Count checkpoints and the bytes of their states, by the projects that sessions name."""
-    data = await door.read(_usage, door, project_id)
+    data = await gateway.read(_usage, gateway, project_id)
     return {"data": [{**each, "size_gigabytes": each["size_bytes"] / 1e9} for each in data]}
 
 
-def _usage(door: Door, project_id: str | None) -> list[dict[str, Any]]:
-    project_of = {each.session_id: each.project_id for each in door.records.all(SessionRecord)}
+def _usage(gateway: Gateway, project_id: str | None) -> list[dict[str, Any]]:
+    project_of = {each.session_id: each.project_id for each in gateway.records.all(SessionRecord)}
     found: dict[str | None, dict[str, Any]] = {}
-    for checkpoint in door.records.checkpoints():
+    for checkpoint in gateway.records.checkpoints():
         project = project_of.get(checkpoint.model_id.partition(":")[0])
         if project_id in (None, project):
             item = found.setdefault(project, {"project_id": project, "checkpoint_count": 0, "size_bytes": 0})
             item["checkpoint_count"] += 1
-            item["size_bytes"] += _state_bytes(door, checkpoint)
+            item["size_bytes"] += _state_bytes(gateway, checkpoint)
     return list(found.values())
 
 
-def _state_bytes(door: Door, checkpoint: CheckpointRecord) -> int:
+def _state_bytes(gateway: Gateway, checkpoint: CheckpointRecord) -> int:
     """Return the bytes of the state that a checkpoint names; 0 if it is not there, or no longer."""
-    store = door.backend.store
+    store = gateway.backend.store
     with suppress(NotFound):
-        run_id = door.records.model(checkpoint.model_id).run_id
+        run_id = gateway.records.model(checkpoint.model_id).run_id
         result = CommandResult.model_validate_json(store.get_bytes(RunKeys(run_id).command_result(checkpoint.command)))
         if result.step is not None and (state := checkpoint_of_step(store, CheckpointName(run_id, result.step))):
             return sum(entry.size for entry in read_manifest(store, state[0], state[1].sha256).files)
@@ -226,17 +226,17 @@ def _state_bytes(door: Door, checkpoint: CheckpointRecord) -> int:
 
 @router.get("/sessions")
 async def list_sessions(
-    door: AtDoor, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+    gateway: AtGateway, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
-    page, _ = _page(await door.read(door.records.places, SessionRecord), limit, offset)
+    page, _ = _page(await gateway.read(gateway.records.places, SessionRecord), limit, offset)
     return {"sessions": list(page)}
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, door: AtDoor, access_scope: Scope = "owned") -> dict[str, Any]:
-    session = await door.read(door.records.session, session_id)
-    models = await door.read(door.records.places, ModelRecord, f"{session_id}/")
-    samplers = await door.read(door.records.places, SamplerRecord, f"{session_id}/")
+async def get_session(session_id: str, gateway: AtGateway, access_scope: Scope = "owned") -> dict[str, Any]:
+    session = await gateway.read(gateway.records.session, session_id)
+    models = await gateway.read(gateway.records.places, ModelRecord, f"{session_id}/")
+    samplers = await gateway.read(gateway.records.places, SamplerRecord, f"{session_id}/")
     return {
         "training_run_ids": [f"{session_id}:train:{_number(place)}" for place in models],
         "sampler_ids": [f"{session_id}:sample:{_number(place)}" for place in samplers],
@@ -250,27 +250,27 @@ def _number(place: str) -> int:
 
 
 @router.put("/sessions/{session_id}/project")
-async def set_project(session_id: str, body: JsonBody[SetProject], door: AtDoor) -> None:
+async def set_project(session_id: str, body: JsonBody[SetProject], gateway: AtGateway) -> None:
     """Name a session's project: a label here, by which its models are listed."""
-    session = await door.read(door.records.session, session_id)
-    await door.records.put(session.model_copy(update={"project_id": body.project_id}))
+    session = await gateway.read(gateway.records.session, session_id)
+    await gateway.records.put(session.model_copy(update={"project_id": body.project_id}))
 
 
 @router.post("/sessions/search")
-async def search_sessions(body: JsonBody[SearchSessions], door: AtDoor) -> dict[str, Any]:
+async def search_sessions(body: JsonBody[SearchSessions], gateway: AtGateway) -> dict[str, Any]:
     """Find sessions by what their client said of them, newest first."""
-    places = (await door.read(door.records.places, SessionRecord))[::-1][:_MOST_SESSIONS]
+    places = (await gateway.read(gateway.records.places, SessionRecord))[::-1][:_MOST_SESSIONS]
     begin = 0 if body.cursor is None else _after(places, body.cursor.last_session_id)
     found: list[dict[str, Any]] = []
     for place in places[begin:]:
-        session = await door.read(door.records.find, SessionRecord, place)
+        session = await gateway.read(gateway.records.find, SessionRecord, place)
         if not body.matches(session):
             continue
         if len(found) == body.limit:
             last = found[-1]
             cursor = {"last_created_at": last["created_at"], "last_session_id": last["session_id"]}
             return {"sessions": found, "next_cursor": cursor}
-        found.append(await _summary(door, session))
+        found.append(await _summary(gateway, session))
     return {"sessions": found}
 
 
@@ -281,15 +281,15 @@ def _after(places: Sequence[str], session_id: str) -> int:
         raise NotFound("there is no such page") from None
 
 
-async def _summary(door: Door, session: SessionRecord) -> dict[str, Any]:
-    checkpoints = await door.read(door.records.places, CheckpointRecord, f"{session.session_id}/")
+async def _summary(gateway: Gateway, session: SessionRecord) -> dict[str, Any]:
+    checkpoints = await gateway.read(gateway.records.places, CheckpointRecord, f"{session.session_id}/")
     status: dict[str, Any] = {"type": "active"}
     if session.finished is not None:
         status = {"type": "client_finished", "reason": {"type": session.finished}}
     return {
         "session_id": session.session_id,
         "created_at": _time(session.created_at),
-        "owner": door.tenant,
+        "owner": gateway.tenant,
         "project_id": session.project_id or "",
         "status": status,
         "checkpoints_count": len(checkpoints),

@@ -12,7 +12,7 @@ from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door, TrainingFuture
+from service.apis.tinker.gateway import AtGateway, Gateway, TrainingFuture
 from service.apis.tinker.records import ModelRecord
 from service.apis.tinker.requests import CancelFuture, RetrieveFuture
 from service.apis.tinker.samples import SAMPLE, Samples
@@ -46,12 +46,12 @@ DoneFuture = dict[str, Any] | bytes | FailedFuture
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, door: AtDoor) -> Response:
+async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, gateway: AtGateway) -> Response:
     """Wait for a request's result for half a minute: 408 if it takes longer, so that the client asks again."""
     if body.request_id.startswith(SAMPLE):
-        done = await _sample(door, request, body.request_id)
+        done = await _sample(gateway, request, body.request_id)
     else:
-        done = await _trained(door, request, TrainingFuture.parse(body.request_id))
+        done = await _trained(gateway, request, TrainingFuture.parse(body.request_id))
     match done:
         case None:
             pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
@@ -65,10 +65,10 @@ async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, door
 
 
 @router.post("/cancel_future")
-async def cancel_future(body: JsonBody[CancelFuture], request: Request, door: AtDoor) -> dict[str, str]:
+async def cancel_future(body: JsonBody[CancelFuture], request: Request, gateway: AtGateway) -> dict[str, str]:
     """Give up a sample that nobody waits for. What trains a model is never taken back."""
     if body.request_id.startswith(SAMPLE):
-        _samples(request).cancel(door.tenant, body.request_id)
+        _samples(request).cancel(gateway.tenant, body.request_id)
     return {"request_id": body.request_id}
 
 
@@ -77,20 +77,20 @@ def _samples(request: Request) -> Samples:
     return samples
 
 
-async def _sample(door: Door, request: Request, request_id: str) -> DoneFuture | None:
+async def _sample(gateway: Gateway, request: Request, request_id: str) -> DoneFuture | None:
     try:
-        return await _samples(request).result(door, request_id, _WAIT_S)
+        return await _samples(request).result(gateway, request_id, _WAIT_S)
     except NotFound:
         raise
     except LongshoreError as error:
         return FailedFuture(str(error))
 
 
-async def _trained(door: Door, request: Request, future: TrainingFuture) -> DoneFuture | None:
-    model = await door.model(future.model_id)
+async def _trained(gateway: Gateway, request: Request, future: TrainingFuture) -> DoneFuture | None:
+    model = await gateway.model(future.model_id)
     if future.kind == "create":
-        return await _created(door, model)
-    view = await door.outcome(model, future.command, _WAIT_S)
+        return await _created(gateway, model)
+    view = await gateway.outcome(model, future.command, _WAIT_S)
     if view.state == "waiting":
         return None
     if view.result is None:
@@ -99,15 +99,15 @@ async def _trained(door: Door, request: Request, future: TrainingFuture) -> Done
         return FailedFuture(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
     if view.result.expired:
         return FailedFuture("the scores of this request are no longer kept")
-    return await _answer(door, request, model, future, view.result)
+    return await _answer(gateway, request, model, future, view.result)
 
 
-async def _created(door: Door, model: ModelRecord) -> DoneFuture | None:
+async def _created(gateway: Gateway, model: ModelRecord) -> DoneFuture | None:
     """Wait until the session's model and adapter have been checked."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _WAIT_S
     while True:
-        view = await door.backend.runs.view(door.tenant, model.run_id)
+        view = await gateway.backend.runs.view(gateway.tenant, model.run_id)
         if view.problem is not None:
             return FailedFuture(view.problem.message)
         if view.phase not in _BEING_OPENED:
@@ -118,12 +118,12 @@ async def _created(door: Door, model: ModelRecord) -> DoneFuture | None:
 
 
 async def _answer(
-    door: Door, request: Request, model: ModelRecord, future: TrainingFuture, result: CommandResult
+    gateway: Gateway, request: Request, model: ModelRecord, future: TrainingFuture, result: CommandResult
 ) -> DoneFuture:
     """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
     match future.kind, result.kind:
         case "passes", "forward" | "forward_backward":
-            return await _scores(door, request, RunKeys(model.run_id).command(future.command), future.detail, result)
+            return await _scores(gateway, request, RunKeys(model.run_id).command(future.command), future.detail, result)
         case "optim", "optim_step":
             return {"metrics": metrics_of_step(result)}
         case "save", "save_state":
@@ -135,15 +135,15 @@ async def _answer(
     raise NotFound(f"there is no request {future.request_id[:120]}")
 
 
-async def _scores(door: Door, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
+async def _scores(gateway: Gateway, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
     """Return the answer to a command in the store: what a large one's scores make is made in a child."""
-    decoding = door.backend.decoding
+    decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
-        size = await asyncio.to_thread(_copy, door, key, command)
+        size = await asyncio.to_thread(_copy, gateway, key, command)
         asked = str(command), detail, result, str(made)
         await decoding.call(request, translation.write_scores, *asked, is_small=size <= _SMALL_COMMAND_BYTES)
         return await asyncio.to_thread(made.read_bytes)
 
 
-def _copy(door: Door, key: str, to: Path) -> int:
-    return to.write_bytes(door.backend.store.get_bytes(key))
+def _copy(gateway: Gateway, key: str, to: Path) -> int:
+    return to.write_bytes(gateway.backend.store.get_bytes(key))

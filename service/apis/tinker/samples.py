@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door
+from service.apis.tinker.gateway import AtGateway, Gateway
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
 from service.apis.tinker.requests import CreateSampler, SampleRequest, SamplingParams
 from service.apis.tinker.wire import Drawn, Likely, PromptScores, samples_bytes
@@ -75,13 +75,13 @@ class Samples:
     _asked_at: dict[tuple[str, str], float] = field(default_factory=dict)
     _places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
-    async def ask(self, door: Door, sampler: SamplerRecord, asked: SampleRequest) -> str:
+    async def ask(self, gateway: Gateway, sampler: SamplerRecord, asked: SampleRequest) -> str:
         """Begin to draw. Returns the request's id; the same request of a sampling session has the same one.
 
         Raises:
             Busy: the tenant has as many samples under way as it may.
         """
-        waiting = sum(1 for (tenant, _), task in self._tasks.items() if tenant == door.tenant and not task.done())
+        waiting = sum(1 for (tenant, _), task in self._tasks.items() if tenant == gateway.tenant and not task.done())
         if waiting >= MOST_WAITING:
             raise Busy(f"{MOST_WAITING:,} samples of yours are under way: ask again when some are done")
         hour = int(time.time()) // _HOUR_S
@@ -90,23 +90,23 @@ class Samples:
         seed = secrets.randbelow(_MOST_SEED) if seed is None else seed % _MOST_SEED
         name = f"{sampler.session_id}-{sampler.number}-{number}"
         record = SampleRecord(hour=hour, name=name, seed=seed, asked=asked)
-        if not await door.records.add(record):
-            record = await door.read(door.records.find, SampleRecord, record.place)
+        if not await gateway.records.add(record):
+            record = await gateway.read(gateway.records.find, SampleRecord, record.place)
             if record.asked != asked:
                 raise InvalidInput("another sample was asked for under this number", "seq_id")
         request_id = f"{SAMPLE}{record.place}"
-        self._begin(door, request_id, record)
+        self._begin(gateway, request_id, record)
         return request_id
 
-    async def result(self, door: Door, request_id: str, wait_s: float) -> bytes | None:
+    async def result(self, gateway: Gateway, request_id: str, wait_s: float) -> bytes | None:
         """Return a SampleResponse; None if it is not drawn in time.
 
         Raises:
             NotFound: nobody has asked for it, or too long ago. Other errors: why it cannot be drawn.
         """
-        key = (door.tenant, request_id)
+        key = (gateway.tenant, request_id)
         if (task := self._tasks.get(key)) is None:
-            task = self._begin(door, request_id, await self._record(door, request_id))
+            task = self._begin(gateway, request_id, await self._record(gateway, request_id))
         if not task.done():
             self._asked_at[key] = time.monotonic()
         done, _ = await asyncio.wait([task], timeout=wait_s)
@@ -117,23 +117,23 @@ class Samples:
             raise InvalidInput("this sample was cancelled")
         return task.result()
 
-    async def _record(self, door: Door, request_id: str) -> SampleRecord:
+    async def _record(self, gateway: Gateway, request_id: str) -> SampleRecord:
         place = request_id.removeprefix(SAMPLE)
         if not _PLACE.fullmatch(place):
             raise NotFound(f"there is no request {request_id[:120]}")
         with suppress(NotFound):
-            return await door.read(door.records.find, SampleRecord, place)
+            return await gateway.read(gateway.records.find, SampleRecord, place)
         raise NotFound(f"there is no request {request_id[:120]}")
 
     def cancel(self, tenant: str, request_id: str) -> None:
         if (task := self._tasks.get((tenant, request_id))) is not None:
             task.cancel()
 
-    def _begin(self, door: Door, request_id: str, record: SampleRecord) -> asyncio.Task[bytes]:
-        key = (door.tenant, request_id)
+    def _begin(self, gateway: Gateway, request_id: str, record: SampleRecord) -> asyncio.Task[bytes]:
+        key = (gateway.tenant, request_id)
         if key not in self._tasks:
             self._asked_at[key] = time.monotonic()
-            self._tasks[key] = task = asyncio.create_task(self._draw(door, key, record))
+            self._tasks[key] = task = asyncio.create_task(self._draw(gateway, key, record))
             task.add_done_callback(partial(self._end, key))
         return self._tasks[key]
 
@@ -149,29 +149,29 @@ class Samples:
             del self._ended[oldest]
             self._tasks.pop(oldest, None)
 
-    async def _draw(self, door: Door, key: tuple[str, str], record: SampleRecord) -> bytes:
+    async def _draw(self, gateway: Gateway, key: tuple[str, str], record: SampleRecord) -> bytes:
         """Draw a sample when it has its turn. One whose client has gone is left, until it is asked for again."""
         asked = record.asked
-        async with self._places.setdefault(door.tenant, asyncio.Semaphore(_AT_ONCE)):
+        async with self._places.setdefault(gateway.tenant, asyncio.Semaphore(_AT_ONCE)):
             if time.monotonic() - self._asked_at[key] > _ABANDONED_S:
                 del self._tasks[key]
                 raise NotFound("nobody waits for this sample")
-            target, name = await target_of(door, asked)
+            target, name = await target_of(gateway, asked)
             whole = question(asked, name)
             drawn = b""
             for part in parts(asked):
-                drawn += await self._part(door, target, asked, part_of(whole, record.seed, *part))
+                drawn += await self._part(gateway, target, asked, part_of(whole, record.seed, *part))
         return drawn
 
-    async def _part(self, door: Door, target: Target, asked: SampleRequest, question: CompletionRequest) -> bytes:
+    async def _part(self, gateway: Gateway, target: Target, asked: SampleRequest, question: CompletionRequest) -> bytes:
         """Return a SampleResponse with some of a request's samples. One behind the other they are one with all."""
-        reply = await _patiently(partial(self.backend.inference.complete_with, door.tenant, target, question))
+        reply = await _patiently(partial(self.backend.inference.complete_with, gateway.tenant, target, question))
         if len(reply.content) <= _SMALL_BYTES:
             return await asyncio.to_thread(answer_bytes, asked, reply.content)
         decoding = self.backend.decoding
         async with decoding.scratch() as sent, decoding.scratch() as made:
             await asyncio.to_thread(sent.write_bytes, reply.content)
-            await _patiently(partial(decoding.call_for, door.tenant, write_answer, asked, sent, made, is_large=True))
+            await _patiently(partial(decoding.call_for, gateway.tenant, write_answer, asked, sent, made, is_large=True))
             return await asyncio.to_thread(made.read_bytes)
 
     async def prune(self) -> None:
@@ -196,49 +196,49 @@ async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
             await asyncio.sleep(_BUSY_PAUSE_S)
 
 
-async def target_of(door: Door, asked: SampleRequest) -> tuple[Target, str]:
+async def target_of(gateway: Gateway, asked: SampleRequest) -> tuple[Target, str]:
     """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
     if asked.sampling_session_id is None:
-        return await weights_of(door, asked.base_model, asked.model_path)
-    sampler = await door.read(door.records.sampler, asked.sampling_session_id)
+        return await weights_of(gateway, asked.base_model, asked.model_path)
+    sampler = await gateway.read(gateway.records.sampler, asked.sampling_session_id)
     if sampler.command is None:
-        return await weights_of(door, sampler.base_model, sampler.model_path)
+        return await weights_of(gateway, sampler.base_model, sampler.model_path)
     assert sampler.model_id is not None
-    model = await door.model(sampler.model_id)
-    newest = await door.read(_newest_inflight, door, sampler) if sampler.inflight else sampler
-    view = await door.outcome(model, newest.command or sampler.command, 30.0)
+    model = await gateway.model(sampler.model_id)
+    newest = await gateway.read(_newest_inflight, gateway, sampler) if sampler.inflight else sampler
+    view = await gateway.outcome(model, newest.command or sampler.command, 30.0)
     if view.result is None or view.result.step is None:
         raise NotFound(f"{sampler.sampler_id}: its weights are not saved ({view.state})")
-    return await _published(door, f"{model.run_id}:step-{view.result.step}")
+    return await _published(gateway, f"{model.run_id}:step-{view.result.step}")
 
 
-def _newest_inflight(door: Door, sampler: SamplerRecord) -> SamplerRecord:
+def _newest_inflight(gateway: Gateway, sampler: SamplerRecord) -> SamplerRecord:
     """Return the sampling session with the newest state of the same model that is to be used by all such sessions."""
-    of_session = door.records.all(SamplerRecord, f"{sampler.session_id}/")
+    of_session = gateway.records.all(SamplerRecord, f"{sampler.session_id}/")
     found = [each for each in of_session if each.inflight and each.model_id == sampler.model_id]
     return max(found, key=lambda each: each.command or 0)
 
 
-async def weights_of(door: Door, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
+async def weights_of(gateway: Gateway, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
     """Find a checkpoint's weights, or those of a base model, and their name. Raises NotFound, InvalidInput."""
     if model_path is None:
         if base_model is None:
             raise InvalidInput("give model_path or base_model", "model_path")
-        uri = door.uri_of(base_model)
-        await asyncio.to_thread(door.check_uri, uri)
-        return await door.backend.untrained.target(door.tenant, uri), base_model
-    checkpoint = await door.read(door.records.checkpoint, model_path)
-    model, result = await door.saved(checkpoint)
+        uri = gateway.uri_of(base_model)
+        await asyncio.to_thread(gateway.check_uri, uri)
+        return await gateway.backend.untrained.target(gateway.tenant, uri), base_model
+    checkpoint = await gateway.read(gateway.records.checkpoint, model_path)
+    model, result = await gateway.saved(checkpoint)
     if result.version is not None:
-        return await _published(door, f"{model.published_as}:v{result.version}")
-    return await _published(door, f"{model.run_id}:step-{result.step}")
+        return await _published(gateway, f"{model.published_as}:v{result.version}")
+    return await _published(gateway, f"{model.run_id}:step-{result.step}")
 
 
-async def _published(door: Door, name: str) -> tuple[Target, str]:
+async def _published(gateway: Gateway, name: str) -> tuple[Target, str]:
     try:
-        return await asyncio.to_thread(door.backend.published.target_of, door.tenant, name), name
+        return await asyncio.to_thread(gateway.backend.published.target_of, gateway.tenant, name), name
     except NotFound:
-        message = f"{name} is no longer in the store: of a model the newest {door.settings.keep_states} states stay"
+        message = f"{name} is no longer in the store: of a model the newest {gateway.settings.keep_states} states stay"
         raise NotFound(message) from None
 
 
@@ -347,14 +347,14 @@ router = APIRouter(
 
 
 @router.post("/create_sampling_session", dependencies=[Depends(require("write"))])
-async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[str, str]:
+async def create_sampler(body: JsonBody[CreateSampler], gateway: AtGateway) -> dict[str, str]:
     """Make a sampling session of a checkpoint, or of a base model."""
-    await door.read(door.records.session, body.session_id)
+    await gateway.read(gateway.records.session, body.session_id)
     base_model = body.base_model
     if body.model_path is not None:
-        checkpoint = await door.read(door.records.checkpoint, body.model_path)
-        base_model = (await door.model(checkpoint.model_id)).base_model
-        door.check_same(body.base_model, base_model)
+        checkpoint = await gateway.read(gateway.records.checkpoint, body.model_path)
+        base_model = (await gateway.model(checkpoint.model_id)).base_model
+        gateway.check_same(body.base_model, base_model)
     if base_model is None:
         raise InvalidInput("give model_path or base_model", "model_path")
     sampler = SamplerRecord(
@@ -363,22 +363,22 @@ async def create_sampler(body: JsonBody[CreateSampler], door: AtDoor) -> dict[st
         base_model=base_model,
         model_path=body.model_path,
     )
-    await door.records.add(sampler)
+    await gateway.records.add(sampler)
     return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
 
 @router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, door: AtDoor) -> dict[str, Any]:
-    sampler = await door.read(door.records.sampler, sampler_id)
+async def get_sampler(sampler_id: str, gateway: AtGateway) -> dict[str, Any]:
+    sampler = await gateway.read(gateway.records.sampler, sampler_id)
     return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
 
 @router.post("/asample")
-async def sample(body: JsonBody[SampleRequest], request: Request, door: AtDoor) -> dict[str, Any]:
+async def sample(body: JsonBody[SampleRequest], request: Request, gateway: AtGateway) -> dict[str, Any]:
     """Begin to draw samples."""
-    body.check(records_nothing=door.settings.stable_reinforce is not None)
+    body.check(records_nothing=gateway.settings.stable_reinforce is not None)
     samples: Samples = request.app.state.tinker_samples
-    check_length(door.backend.settings, body.prompt.ids)
-    sampler = await door.read(door.records.sampler, body.sampling_session_id or "")
-    request_id = await samples.ask(door, sampler, body)
+    check_length(gateway.backend.settings, body.prompt.ids)
+    sampler = await gateway.read(gateway.records.sampler, body.sampling_session_id or "")
+    request_id = await samples.ask(gateway, sampler, body)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}

@@ -10,7 +10,7 @@ from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door
+from service.apis.tinker.gateway import AtGateway, Gateway
 from service.apis.tinker.records import ModelRecord, SessionRecord
 from service.apis.tinker.requests import ClientConfigRequest, CreateSession, FinishSession, OfSession
 from service.errors import Conflict
@@ -34,13 +34,13 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(door: AtDoor) -> dict[str, Any]:
+async def capabilities(gateway: AtGateway) -> dict[str, Any]:
     """List the base models that the installation names. Others are taken by their own names."""
-    length = min(door.settings.max_tokens, door.backend.settings.serving.max_model_len)
+    length = min(gateway.settings.max_tokens, gateway.backend.settings.serving.max_model_len)
     return {
         "supported_models": [
             {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
-            for name in sorted(door.settings.models)
+            for name in sorted(gateway.settings.models)
         ]
     }
 
@@ -75,7 +75,7 @@ async def telemetry(request: Request) -> dict[str, str]:
 
 
 @router.post("/create_session", dependencies=[Depends(require("write"))])
-async def create_session(body: JsonBody[CreateSession], door: AtDoor) -> dict[str, Any]:
+async def create_session(body: JsonBody[CreateSession], gateway: AtGateway) -> dict[str, Any]:
     session = SessionRecord(
         session_id=f"tinker-{int(time.time() * 1000):011x}{secrets.token_hex(5)}",
         sdk_version=body.sdk_version,
@@ -85,8 +85,8 @@ async def create_session(body: JsonBody[CreateSession], door: AtDoor) -> dict[st
         project_id=body.project_id,
     )
     audit.touched(session.session_id)
-    await door.records.put(session)
-    return {"type": "create_session", "session_id": session.session_id, "info_message": about_session(door.settings)}
+    await gateway.records.put(session)
+    return {"type": "create_session", "session_id": session.session_id, "info_message": about_session(gateway.settings)}
 
 
 def about_session(settings: TinkerSettings) -> str:
@@ -97,25 +97,25 @@ def about_session(settings: TinkerSettings) -> str:
 
 
 @router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)
-async def heartbeat(body: JsonBody[OfSession], door: AtDoor) -> dict[str, str]:
-    await door.read(door.records.session, body.session_id)
+async def heartbeat(body: JsonBody[OfSession], gateway: AtGateway) -> dict[str, str]:
+    await gateway.read(gateway.records.session, body.session_id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish", dependencies=[Depends(require("write"))])
-async def finish_session(session_id: str, body: JsonBody[FinishSession], door: AtDoor) -> dict[str, str]:
+async def finish_session(session_id: str, body: JsonBody[FinishSession], gateway: AtGateway) -> dict[str, str]:
     """End a client's session: its models take no more requests, and their checkpoints stay."""
-    session = await door.read(door.records.session, session_id)
+    session = await gateway.read(gateway.records.session, session_id)
     audit.touched(session_id)
-    for model in await door.read(door.records.all, ModelRecord, f"{session_id}/"):
-        await close(door, model)
-    await door.records.put(session.model_copy(update={"finished": body.reason.type}))
+    for model in await gateway.read(gateway.records.all, ModelRecord, f"{session_id}/"):
+        await close(gateway, model)
+    await gateway.records.put(session.model_copy(update={"finished": body.reason.type}))
     return {"session_id": session_id}
 
 
-async def close(door: Door, model: ModelRecord) -> None:
+async def close(gateway: Gateway, model: ModelRecord) -> None:
     """End the session that a model is. One that has ended is left as it is."""
     try:
-        await door.backend.training_sessions.close(door.tenant, model.run_id)
+        await gateway.backend.training_sessions.close(gateway.tenant, model.run_id)
     except (Conflict, NotFound):
         return

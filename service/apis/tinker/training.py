@@ -14,7 +14,7 @@ from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import sessions, translation
 from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.door import AtDoor, Door, TrainingFuture
+from service.apis.tinker.gateway import AtGateway, Gateway, TrainingFuture
 from service.apis.tinker.records import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord
 from service.apis.tinker.requests import (
     AdamParams,
@@ -45,35 +45,35 @@ Future = dict[str, Any]
 
 
 @router.post("/create_model")
-async def create_model(body: JsonBody[CreateModel], door: AtDoor) -> Future:
+async def create_model(body: JsonBody[CreateModel], gateway: AtGateway) -> Future:
     """Open a session with a fresh adapter on a base model."""
     if body.lora_config is None:
         raise InvalidInput("give a LoRA's rank: whole models are trained by runs of our own", "lora_config")
-    model = await opened(door, body, body.base_model, body.lora_config)
+    model = await opened(gateway, body, body.base_model, body.lora_config)
     return {"request_id": TrainingFuture(model.model_id, 0, "create").request_id, "model_id": model.model_id}
 
 
 async def opened(
-    door: Door, body: CreateModel | LoadWeights, base_model: str, lora: LoraConfig, before: int = 0
+    gateway: Gateway, body: CreateModel | LoadWeights, base_model: str, lora: LoraConfig, before: int = 0
 ) -> ModelRecord:
     """Open a session for a model. The same request again gives the same model."""
     assert body.session_id is not None and body.model_seq_id is not None
-    await door.read(door.records.session, body.session_id)
+    await gateway.read(gateway.records.session, body.session_id)
     targets = tuple(name for name in LINEARS if (lora.train_attn if name in ATTENTION else lora.train_mlp))
     if not targets:
         raise InvalidInput("train_attn or train_mlp: the unembedding layer is not trained here", "lora_config")
     name = f"{body.session_id}-{body.model_seq_id}"
     run = SessionRun(
         name=name,
-        model=door.uri_of(base_model),
+        model=gateway.uri_of(base_model),
         trainable=Lora(rank=lora.rank, alpha=ALPHA, targets=targets),
         seed=lora.seed or 0,
-        max_tokens=door.settings.max_tokens,
-        dtype=door.settings.dtype,
-        keep_states=door.settings.keep_states,
+        max_tokens=gateway.settings.max_tokens,
+        dtype=gateway.settings.dtype,
+        keep_states=gateway.settings.keep_states,
     )
     source = Source(api="tinker", metadata={"tinker_model": f"{body.session_id}:train:{body.model_seq_id}"})
-    view = await door.backend.runs.submit(door.asking, run, f"tinker {name}", source=source)
+    view = await gateway.backend.runs.submit(gateway.asking, run, f"tinker {name}", source=source)
     record = ModelRecord.model_validate(
         {
             "session_id": body.session_id,
@@ -88,14 +88,14 @@ async def opened(
             "user_metadata": body.user_metadata,
         }
     )
-    await door.records.add(record)
+    await gateway.records.add(record)
     return record
 
 
 @router.post("/get_info")
-async def get_info(body: JsonBody[OfModel], door: AtDoor) -> dict[str, Any]:
-    model = await door.model(body.model_id)
-    uri = door.uri_of(model.base_model)
+async def get_info(body: JsonBody[OfModel], gateway: AtGateway) -> dict[str, Any]:
+    model = await gateway.model(body.model_id)
+    uri = gateway.uri_of(model.base_model)
     tokenizer_id = uri if _HUB_ID.fullmatch(uri) else model.base_model  # a path is the operator's affair
     data = {"model_name": model.base_model, "tokenizer_id": tokenizer_id}
     return {
@@ -109,31 +109,31 @@ async def get_info(body: JsonBody[OfModel], door: AtDoor) -> dict[str, Any]:
 
 
 @router.post("/unload_model")
-async def unload_model(body: JsonBody[OfModel], door: AtDoor) -> dict[str, str]:
+async def unload_model(body: JsonBody[OfModel], gateway: AtGateway) -> dict[str, str]:
     """End a model's session. Its checkpoints stay."""
-    await sessions.close(door, await door.model(body.model_id))
+    await sessions.close(gateway, await gateway.model(body.model_id))
     return {"type": "unload_model", "model_id": body.model_id}
 
 
 @router.post("/forward_backward")
-async def forward_backward(request: Request, door: AtDoor) -> Future:
+async def forward_backward(request: Request, gateway: AtGateway) -> Future:
     """Score a chunk of data and, unless it is a forward, add the gradients of its loss's sum."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
         raise HTTPException(415, f"data comes as {PROTOBUF}: clients since 0.30 send it so")
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    decoding = door.backend.decoding
+    decoding = gateway.backend.decoding
     async with decoding.received(request, MAX_MESSAGE_BYTES) as body, decoding.scratch() as made:
         is_small = await asyncio.to_thread(translation.is_small, body, encoding)
         sent = str(body.path), encoding
         head = await decoding.call(request, translation.head_of, *sent, is_small=is_small)
-        model = await door.model(head.model_id)
+        model = await gateway.model(head.model_id)
         _check_seq(head.seq_id)
-        await door.backend.quotas.admit_bytes(door.tenant, body.num_bytes)
-        async with door.numbered(model, head.seq_id):
-            asked = *sent, str(made), door.settings.stable_reinforce
+        await gateway.backend.quotas.admit_bytes(gateway.tenant, body.num_bytes)
+        async with gateway.numbered(model, head.seq_id):
+            asked = *sent, str(made), gateway.settings.stable_reinforce
             detail = await decoding.call(request, translation.make_command, *asked, is_small=is_small)
             command = StoredCommand(await asyncio.to_thread(made.read_bytes))
-            return await door.command(model, head.seq_id, command, "passes", detail)
+            return await gateway.command(model, head.seq_id, command, "passes", detail)
 
 
 def _check_seq(seq_id: int) -> None:
@@ -142,13 +142,13 @@ def _check_seq(seq_id: int) -> None:
 
 
 @router.post("/optim_step")
-async def optim_step(body: JsonBody[OptimStepRequest], door: AtDoor) -> Future:
+async def optim_step(body: JsonBody[OptimStepRequest], gateway: AtGateway) -> Future:
     """Make an optimizer step with the gradients as they are: sums, which nothing divides."""
-    model = await door.model(body.model_id)
-    async with door.numbered(model, body.seq_id):
+    model = await gateway.model(body.model_id)
+    async with gateway.numbered(model, body.seq_id):
         if body.adam_params is None:
             raise InvalidInput("AdamW is the optimizer here: give its settings", "adam_params")
-        return await door.command(model, body.seq_id, _step(body.adam_params), "optim")
+        return await gateway.command(model, body.seq_id, _step(body.adam_params), "optim")
 
 
 def _step(sent: AdamParams) -> commands.OptimStep:
@@ -167,33 +167,33 @@ def _step(sent: AdamParams) -> commands.OptimStep:
 
 
 @router.post("/save_weights")
-async def save_weights(body: JsonBody[SaveWeights], door: AtDoor) -> Future:
+async def save_weights(body: JsonBody[SaveWeights], gateway: AtGateway) -> Future:
     """Save weights and optimizer state under a name."""
-    model = await door.model(body.model_id)
-    async with door.numbered(model, body.seq_id):
+    model = await gateway.model(body.model_id)
+    async with gateway.numbered(model, body.seq_id):
         checkpoint = _checkpoint(model, body, "weights")
-        return await _named(door, model, body.seq_id, checkpoint, body.overwrite)
+        return await _named(gateway, model, body.seq_id, checkpoint, body.overwrite)
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(body: JsonBody[SaveExternal], door: AtDoor) -> Future:
+async def save_weights_external(body: JsonBody[SaveExternal], gateway: AtGateway) -> Future:
     """Publish the adapter, to be downloaded as PEFT's files."""
-    model = await door.model(body.model_id)
-    async with door.numbered(model, body.seq_id):
+    model = await gateway.model(body.model_id)
+    async with gateway.numbered(model, body.seq_id):
         if body.age_encryption_recipients:
             raise InvalidInput("files are not encrypted here: leave it out", "age_encryption_recipients")
         checkpoint = _checkpoint(model, body, "external_weights")
-        return await _named(door, model, body.seq_id, checkpoint, overwrite=False)
+        return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_for_sampler(body: JsonBody[SaveForSampler], door: AtDoor) -> Future:
+async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -> Future:
     """Save weights to sample from: under a name, or for one new sampling session."""
-    model = await door.model(body.model_id)
-    async with door.numbered(model, body.seq_id):
+    model = await gateway.model(body.model_id)
+    async with gateway.numbered(model, body.seq_id):
         if body.path is not None or body.sampling_session_seq_id is None:
             checkpoint = _checkpoint(model, body, "sampler_weights")
-            return await _named(door, model, body.seq_id, checkpoint, overwrite=False)
+            return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
         sampler = SamplerRecord(
             session_id=model.session_id,
             number=body.sampling_session_seq_id,
@@ -202,8 +202,8 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], door: AtDoor) -> Futu
             command=body.seq_id + model.before,
             inflight=body.kind == "inflight",
         )
-        future = await door.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.sampler_id)
-        await door.records.add(sampler)
+        future = await gateway.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.sampler_id)
+        await gateway.records.add(sampler)
         return future
 
 
@@ -229,30 +229,32 @@ def expiry(ttl_seconds: int | None) -> float | None:
     return time.time() + ttl_seconds
 
 
-async def _named(door: Door, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool) -> Future:
+async def _named(
+    gateway: Gateway, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool
+) -> Future:
     """Save a state under a name. What is to be sampled from or downloaded is published, so that it stays."""
-    await door.records.claim(checkpoint, overwrite)
+    await gateway.records.claim(checkpoint, overwrite)
     audit.touched(checkpoint.path)
     save = commands.SaveState(publish=checkpoint.kind != "weights")
-    return await door.command(model, seq_id, save, "save", checkpoint.path)
+    return await gateway.command(model, seq_id, save, "save", checkpoint.path)
 
 
 @router.post("/load_weights")
-async def load_weights(body: JsonBody[LoadWeights], door: AtDoor) -> Future:
+async def load_weights(body: JsonBody[LoadWeights], gateway: AtGateway) -> Future:
     """Go on from a checkpoint, as a model in training or as a new one."""
     if body.weights_access_token:
         raise InvalidInput("checkpoints of other accounts are not read here", "weights_access_token")
     if body.model_id is not None and body.seq_id is not None and body.session_id is None:
-        model = await door.model(body.model_id)
-        async with door.numbered(model, body.seq_id):
-            _, state = await door.state_of(body.path)
+        model = await gateway.model(body.model_id)
+        async with gateway.numbered(model, body.seq_id):
+            _, state = await gateway.state_of(body.path)
             load = commands.LoadState(state=state, optimizer=body.optimizer)
-            return await door.command(model, body.seq_id, load, "load", body.path)
+            return await gateway.command(model, body.seq_id, load, "load", body.path)
     if body.session_id is None or body.model_seq_id is None or body.model_id is not None:
         raise InvalidInput("give model_id and seq_id, or session_id and model_seq_id", "model_id")
-    source, state = await door.state_of(body.path)
-    door.check_same(body.base_model, source.base_model)
+    source, state = await gateway.state_of(body.path)
+    gateway.check_same(body.base_model, source.base_model)
     lora = LoraConfig(rank=source.rank, train_mlp=source.train_mlp, train_attn=source.train_attn)
-    model = await opened(door, body, source.base_model, lora, before=1)
+    model = await opened(gateway, body, source.base_model, lora, before=1)
     load = commands.LoadState(state=state, optimizer=body.optimizer)
-    return await door.command(model, 0, load, "load", body.path)
+    return await gateway.command(model, 0, load, "load", body.path)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from longshore.commands import MAX_ANSWER, MAX_TOP_K, TokenScores
 from longshore.losses import DRO
-from service.apis.tinker.door import STABLE_REINFORCE, loss_detail, loss_of_detail
+from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     Scores,
     SentBatch,
@@ -310,7 +310,7 @@ def _floats(values: NDArray[Any], place: str) -> tuple[float, ...]:
 # Results.
 
 
-def told(
+def scores_and_metrics(
     command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult, asked: str
 ) -> tuple[list[Scores], dict[str, float]]:
     """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
@@ -433,7 +433,7 @@ def write_scores(command: str, detail: str, result: CommandResult, made: str) ->
     asked = _passes.validate_json(Path(command).read_bytes())
     loss_fn, config, named = loss_of_detail(detail)
     try:
-        answer = output_bytes(*told(asked, loss_fn, config, result, named))
+        answer = output_bytes(*scores_and_metrics(asked, loss_fn, config, result, named))
     except (TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be none, or another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)

@@ -153,7 +153,7 @@ class Bar:
 
     def _parts(self, width: int) -> tuple[str, float, list[str]]:
         """Return the parts of the line at this width: label, fraction of steps done, and the others in order."""
-        from service.runs.views import glance, seconds_left
+        from service.runs.views import main_metrics, seconds_left
 
         view, now = self._view, time.time()
         label = view.phase.replace("_", " ") if view.state == "running" else view.state
@@ -161,7 +161,7 @@ class Bar:
         took = span((view.ended_at or now) - view.started_at) if view.started_at is not None else ""
         left_s = seconds_left(view, now)
         left = f"{span(left_s)} left" if left_s else ""
-        metrics = glance(self._metrics)
+        metrics = main_metrics(self._metrics)
         others = [steps, took, left, *metrics[:1]]
         if self._bar_width(width, [label, *others]) < _LEAST_BAR:
             others.remove(took)

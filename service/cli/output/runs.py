@@ -42,14 +42,14 @@ def outcome(view: "RunView") -> dict[str, Any]:
 
 def summary(view: "RunView", place: int | None = None) -> str:
     """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
-    from service.runs.views import dropped, glance, seconds_left
+    from service.runs.views import dropped, main_metrics, seconds_left
 
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
     if view.state == "running":
         lines[0] += f", {doing(view, place)}"
     if (left_s := seconds_left(view, time.time())) is not None:
         lines[0] += f", about {span(left_s)} left"
-    lines[0] = ", ".join([lines[0], *glance(view.metrics)])
+    lines[0] = ", ".join([lines[0], *main_metrics(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
     if view.paused_by and view.state in ("running", "paused"):

@@ -57,8 +57,8 @@ def test_a_host_that_lacks_something_leaves_its_queue_to_others_until_it_is_mend
         "bad": ("torch is not installed",),
     }
     [state] = [state for state in read_states(yard.store, "cpu") if state.name == "bad"]
-    assert state.told(state.seen_at, by_name=True) == ("bad: torch is not installed",)
-    assert state.told(state.seen_at, by_name=False) == ("torch is not installed",)
+    assert state.why_not(state.seen_at, by_name=True) == ("bad: torch is not installed",)
+    assert state.why_not(state.seen_at, by_name=False) == ("torch is not installed",)
     bad._check = lambda: ()
     bad.examine()
     assert bad.polls and refusal(bad) is None
@@ -91,7 +91,7 @@ def test_losses_at_the_start_end_in_quarantine_and_a_step_ends_it(yard: Yard) ->
     lose(bad, "a")
     assert not bad.polls, "it rests, so that another host takes the run"
     lose(bad, *"bc"[: MAX_LOST - 1])
-    [why] = bad.state.told(bad.state.seen_at, by_name=False)
+    [why] = bad.state.why_not(bad.state.seen_at, by_name=False)
     assert why == "it lost the workers of 3 runs at their start: others go first"
     assert bad.state.num_lost == MAX_LOST and bad.state.quarantined_until - bad.state.seen_at > 500
     bad.worked()

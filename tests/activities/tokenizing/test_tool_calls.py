@@ -14,7 +14,7 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion
 from activities.tokenizing.tool_calls import text_before_calls, told_calls
 from service.apis.openai.streams import ChatChunks
-from service.inference.asking import AnswerSoFar
+from service.inference.asking import PartialAnswer
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact
@@ -89,7 +89,7 @@ def test_a_call_ends_the_answer_whole_and_in_a_stream() -> None:
     assert choice.message.tool_calls is not None
     [call] = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("tide", {"port": "nørth", "day": 2})
-    chunks = ChatChunks(AnswerSoFar(), "m")
+    chunks = ChatChunks(PartialAnswer(), "m")
     grown = [text_before_calls(SAID[:n]) for n in range(len(SAID))]
     early = [chunk for text in grown for chunk in chunks.grown((text,))]
     sent = [chunk.choices[0] for chunk in (*early, *chunks.rest(answer))]

@@ -42,11 +42,11 @@ class HeldEnding:
     def __init__(self, ending, at):
         self.ending, self.at, self.reached, self.may_go_on = ending, at, threading.Event(), threading.Event()
 
-    def after(self, token_ids):
+    def end_behind(self, token_ids):
         if len(token_ids) == self.at:
             self.reached.set()
             assert self.may_go_on.wait(300)
-        return self.ending.after(token_ids)
+        return self.ending.end_behind(token_ids)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
+from megatron_worker.weight_sync.bucket_reader import Messages
 from megatron_worker.weight_sync.buckets import Bucket, Part
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Connect, CudaHandle, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.receiving import Messages
 from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound
 from megatron_worker.weight_sync.transports.nixl import NixlEngine
 from megatron_worker.weight_sync.transports.protocol import make_buffers

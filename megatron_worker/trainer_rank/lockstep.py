@@ -24,7 +24,7 @@ class _Backbone:
     leaf_NH: Tensor
 
 
-class InStep:
+class Lockstep:
     """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:

@@ -98,7 +98,7 @@ class NamedModel(Frozen):
 
 
 @dataclass(frozen=True)
-class Door:
+class Gateway:
     """What is asked for one tenant."""
 
     backend: Backend
@@ -151,10 +151,10 @@ class Door:
             yield
         except (InvalidInput, NotFound, Conflict) as error:
             if not isinstance(error, QueueFull):
-                await self.pass_over(model, seq_id)
+                await self.skip_number(model, seq_id)
             raise
 
-    async def pass_over(self, model: ModelRecord, seq_id: int) -> None:
+    async def skip_number(self, model: ModelRecord, seq_id: int) -> None:
         with suppress(LongshoreError):  # the number is taken, or the session has ended
             number = seq_id + model.before
             await self.backend.training_sessions.accept(self.tenant, model.run_id, number, Skip())
@@ -179,8 +179,8 @@ class Door:
         return model, f"{model.run_id}:step-{result.step}"
 
 
-async def _door(backend: Backed, asking: Asking) -> Door:
-    return Door(backend, asking, TinkerRecords(backend.store, backend.quotas, asking.tenant))
+async def _gateway(backend: Backed, asking: Asking) -> Gateway:
+    return Gateway(backend, asking, TinkerRecords(backend.store, backend.quotas, asking.tenant))
 
 
-AtDoor = Annotated[Door, Depends(_door)]
+AtGateway = Annotated[Gateway, Depends(_gateway)]

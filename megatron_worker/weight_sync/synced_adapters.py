@@ -17,7 +17,7 @@ class _Kept(Generic[A]):
     content: Sha256 | None = None
 
 
-class Unnamed(Generic[A]):
+class SyncedAdapters(Generic[A]):
     """The newest such adapter of each run, of at most 8 runs: whoever wants another one loads it from the store.
 
     One is found by the digest of its sync, or by its content (`shared.models.peft.content_sha256`) once that is known.
