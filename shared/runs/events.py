@@ -5,7 +5,7 @@ a later fence: for every step, what comes last counts.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -73,7 +73,7 @@ def read_run_events(
     while limit is None or len(found) < limit:
         try:
             piece = _next_piece(store, attempts, cursor)
-        except NotFound:  # the pieces were replaced by the whole log after they were listed
+        except _Stale:
             attempts = _attempts(store, run_id)
             continue
         if piece is None:
@@ -105,21 +105,29 @@ class _Piece:
         return EventCursor(job_id=self.job_id, fence_label=self.fence_label, offset=offset)
 
 
+class _Stale(Exception):
+    """Pieces of a log were replaced by the whole one while they were listed, or after that."""
+
+
 @dataclass
 class _Attempt:
     """The objects that hold one attempt's log: `whole` if it exists, else the pieces in `parts`."""
 
-    whole: ObjectInfo | None
-    parts: list[ObjectInfo]
+    key: str
+    whole: ObjectInfo | None = None
+    parts: list[ObjectInfo] = field(default_factory=list)
 
 
 def _next_piece(store: ObjectStore, attempts: dict[tuple[str, str], _Attempt], cursor: EventCursor) -> _Piece | None:
+    """Raises _Stale."""
     for (job_id, fence_label), attempt in attempts.items():
         if (job_id, fence_label) < (cursor.job_id, cursor.fence_label):
             continue
         offset = cursor.offset if (job_id, fence_label) == (cursor.job_id, cursor.fence_label) else 0
         if data := _read(store, attempt, offset):
             return _Piece(job_id, fence_label, data)
+        if (job_id, fence_label) != next(reversed(attempts)):
+            _check_is_complete(store, attempt)
     return None
 
 
@@ -130,10 +138,16 @@ def _attempts(store: ObjectStore, run_id: str) -> dict[tuple[str, str], _Attempt
     for info in store.list(logs):
         match info.key.removeprefix(logs).split("/"):
             case [job_id, label, "log.jsonl"]:
-                found.setdefault((job_id, label), _Attempt(None, [])).whole = info
+                found.setdefault((job_id, label), _Attempt(info.key)).whole = info
             case [job_id, label, "parts", _]:
-                found.setdefault((job_id, label), _Attempt(None, [])).parts.append(info)
+                found.setdefault((job_id, label), _Attempt(f"{logs}{job_id}/{label}/log.jsonl")).parts.append(info)
     return dict(sorted(found.items()))
+
+
+def _check_is_complete(store: ObjectStore, attempt: _Attempt) -> None:
+    """Raise _Stale unless all pieces of a log were listed: they are deleted behind the upload of the whole one."""
+    if attempt.whole is None and store.head(attempt.key) is not None:
+        raise _Stale
 
 
 def _read(store: ObjectStore, attempt: _Attempt, offset: int) -> bytes:
@@ -142,7 +156,11 @@ def _read(store: ObjectStore, attempt: _Attempt, offset: int) -> bytes:
         return _read_lines(store, attempt.whole, offset)
     for part in attempt.parts:
         if offset < part.size:
-            return store.get_bytes(part.key)[offset:]
+            _check_is_complete(store, attempt)
+            try:
+                return store.get_bytes(part.key)[offset:]
+            except NotFound:
+                raise _Stale from None
         offset -= part.size
     return b""
 

@@ -1,5 +1,6 @@
 """Events read back from the store: order, cursors, and the change from pieces to the whole log."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from shared.errors import InvalidInput
 from shared.jobs.events import Step
 from shared.runs.events import EventCursor, read_run_events
 from shared.storage.paths import RunKeys
-from shared.storage.store import LocalStore
+from shared.storage.store import LocalStore, ObjectInfo
 from tests.workflows.stand_in import read_events
 
 KEYS = RunKeys("r1")
@@ -113,6 +114,36 @@ def test_pieces_that_go_while_they_are_read_are_found_in_the_whole_log(tmp_path:
     store = ClosingStore(tmp_path)
     put_parts(store, FIRST, [1], [2])
     assert steps_of(read_events(store, "r1")[0]) == [1, 2, 3]
+
+
+class ReplacingStore(LocalStore):
+    """A job ends while its log is listed first: folders are read one after another, and what is deleted is not seen."""
+
+    has_listed = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self.has_listed:
+            yield from super().list(prefix)
+            return
+        self.has_listed = True
+        log, first = KEYS.log("000001", FIRST), KEYS.log_part("000001", FIRST, 1)
+        super().put_bytes(log, b"".join(line(s, s) for s in (1, 2, 3)))
+        super().delete(first)
+        yield from (info for info in super().list(prefix) if info.key != log)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+@pytest.mark.parametrize("others", [[], [SECOND]])
+def test_pieces_that_go_while_they_are_listed_are_found_in_the_whole_log(
+    tmp_path: Path, num_read: int, others: list[Fence]
+) -> None:
+    store = LocalStore(tmp_path)
+    put_parts(store, FIRST, [1], [2], [3])
+    _, cursor = read_events(store, "r1", limit=num_read) if num_read else ([], EventCursor())
+    for fence in others:
+        put_parts(store, fence, [7])
+    found = steps_of(read_events(ReplacingStore(tmp_path), "r1", cursor)[0])
+    assert found == [1, 2, 3][num_read:] + [7] * len(others)
 
 
 @pytest.mark.parametrize("text", ["x", "a/b", "a/b/c", "a/b/-1"])
