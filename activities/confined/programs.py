@@ -1,7 +1,7 @@
-"""Starts programs: those of ours that import torch as forks of a process that has imported it, which saves seconds.
+"""Starts programs: those of ours that import much as forks of a process that has imported it, which saves seconds.
 
-That process is this host's, starts with the first such program, ends with the host, and is started anew where it was
-lost. Its programs end with it. Where there is none, programs start as usual.
+That process is this host's, or the supervisor's of `longshore dev`. It starts with the first such program, ends with
+its host, and is started anew where it was lost. Its programs end with it. Where there is none, programs start as usual.
 """
 
 import json
@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ _IMPORTS = {
     "megatron_worker.sampler": (*SAMPLER_MODULES, "tokenizers", "megatron_worker.sampler.answers"),
     "megatron_worker.training.trial --role gpu": TRAINER_MODULES,
     "megatron_worker.training.trial --role sampler": SAMPLER_MODULES,
+    **dict.fromkeys(("service.app", "service.host"), ("service.app", "service.host")),
 }
 """Beginnings of command lines behind `python -P -m`, and what their programs import. The longest that fits counts."""
 _PATIENCE_S = 120.0  # for the imports of the first program, on a slow machine
@@ -51,16 +53,34 @@ class RunningProgram(Protocol):
 
     def wait(self, timeout: float | None = None) -> int: ...
 
+    def send_signal(self, sig: int) -> None: ...
 
-def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> RunningProgram:
-    """Start a program in a session of its own, without input. Raises OSError."""
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    preexec_fn: Callable[[], None] | None = None,
+) -> RunningProgram:
+    """Start a program in a session of its own, without input. Raises OSError.
+
+    Args:
+        preexec_fn: called in a process that is not forked from another one of ours, before it becomes the program.
+    """
     if (imports := _imports_of(command)) is not None:
         try:
             return _fork(command, environment, stdout, stderr, imports)
         except (OSError, EOFError) as error:
             _log.warning("%s starts as a process of its own: %s", command[3], error or "its fork server has ended")
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=preexec_fn,
     )
 
 
@@ -109,6 +129,10 @@ class Fork:
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return code
+
+    def send_signal(self, sig: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ended, sig)
 
     def _wait(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and _is_readable(self._ended, timeout_s):

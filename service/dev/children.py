@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from activities.confined import programs
 from shared.child_environment import STACK_MARK, Kind
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
@@ -31,7 +32,7 @@ class Child:
     log: Path
     grace_s: float = 8.0
     role: Kind = "temporal"
-    process: subprocess.Popen[bytes] | None = None
+    process: programs.RunningProgram | None = None
     started_at: float = 0.0
     wait_s: float = _SHORTEST_WAIT_S
     start_at: float = 0.0
@@ -41,14 +42,8 @@ class Child:
         if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
             self.log.rename(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_die_with_the_supervisor,
+            self.process = programs.start(
+                self.command, self.environment, log.fileno(), log.fileno(), _die_with_the_supervisor
             )
         self.started_at = time.monotonic()
 
