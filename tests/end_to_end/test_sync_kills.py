@@ -65,7 +65,7 @@ def test_kills_in_every_phase_of_a_sync_change_nothing(fresh_stack: Stack, full_
     for number, (phase, victim) in enumerate(KILLS):
         steps = fresh_stack.root / "store" / "runs" / run_id / "steps"
         wait_until(lambda n=number, s=steps: s.exists() and len(list(s.glob("*.json"))) >= n, f"{number} steps")
-        disturb(fresh_stack, phase, victim)
+        disturb(fresh_stack, phase, victim, steps.parent / "result.json")
     answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     assert last_model(answer) == last_model(alone)
@@ -80,12 +80,13 @@ def test_kills_in_every_phase_of_a_sync_change_nothing(fresh_stack: Stack, full_
         assert ours["metrics"]["reward_mean"] == theirs["metrics"]["reward_mean"]
 
 
-def disturb(stack: Stack, phase: str, victim: Victim) -> None:
+def disturb(stack: Stack, phase: str, victim: Victim, result: Path) -> None:
     folder = stack.root / "held"
     (folder / "hold.tmp").write_text(phase)
     (folder / "hold.tmp").rename(folder / "hold")
     held = folder / "held"
-    wait_until(held.exists, f"a sync comes to {phase}", every_s=0.01)
+    wait_until(lambda: held.exists() or result.exists(), f"a sync comes to {phase}", every_s=0.01)
+    assert held.exists(), f"the run ended, and no sync came to {phase}"
     print(f"in {phase}: ", end="")
     if victim is link:
         cut(stack)

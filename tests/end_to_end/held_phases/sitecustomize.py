@@ -51,7 +51,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            _have_held(module.Profile, Path(os.environ["PYTHON_HELD_PHASES"]))
+            _have_held(module.SyncProfile, Path(os.environ["PYTHON_HELD_PHASES"]))
 
         spec.loader.exec_module = exec_module
         return spec
