@@ -20,7 +20,7 @@ except ImportError:
     pytest.skip("playwright is not installed", allow_module_level=True)
 if CHROMIUM is None:
     pytest.skip(
-        "there is no chromium on this machine: apt-get install chromium-headless-shell", allow_module_level=True
+        "there is no Chromium on this machine: apt-get install chromium-headless-shell", allow_module_level=True
     )
 
 expect.set_options(timeout=30_000)
