@@ -5,6 +5,7 @@ processor time, in its tenant's share of such processes, and only for as long as
 import asyncio
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -173,9 +174,15 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def prepare() -> None:
-    """Start the process that children are forked from, which the first large body would else wait for."""
-    _server.start()
+def prepare(after_s: float = 30.0) -> None:
+    """Start the process that children are forked from before the first large body, which would else wait for it.
+
+    Args:
+        after_s: when: a service that starts has other work, and smaller bodies are read without it.
+    """
+    timer = threading.Timer(after_s, _server.start)
+    timer.daemon = True
+    timer.start()
 
 
 os.register_at_fork(after_in_child=_server.forget_parents)
