@@ -139,8 +139,8 @@ class Track:
         """Follow a run in one attempt, from its first event on."""
         began = time.monotonic()
         while mode == "offline" and not lines.asked_to_end.is_set() and not await self._read(lines.has_ended):
-            # Nobody looks at it before the end: a long run may be seen to end a little later.
-            await self._pause(lines, min(_LONGEST_POLL_S, (time.monotonic() - began) / 10))
+            # Nobody looks at it before the end, which may be seen a little later: each look is a request to the store.
+            await self._pause(lines, min(_LONGEST_POLL_S, max(5 * POLL_S, (time.monotonic() - began) / 10)))
         history: History | None = None
         folder: Path | None = None
         while True:
