@@ -16,7 +16,7 @@ from service.apis.tinker.gateway import TrainingFuture, loss_detail, loss_of_det
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import SampleRequest
 from service.apis.tinker.sessions import about_session
-from service.apis.tinker.translation import command_of, head_of_body, policy_loss, told, with_substitute
+from service.apis.tinker.translation import command_of, head_of_body, policy_loss, scores_and_metrics, with_substitute
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, plain_body
 from service.database import migrate
 from service.database.engine import Database
@@ -84,12 +84,12 @@ def test_gspo_is_of_the_places_that_its_mask_names() -> None:
     assert commanded(gspo()).data[0].weights == (0.0, 1.0, 1.0)
     scores = (TokenScores(logprobs=(-1.9, -2.9)),)
     result = CommandResult(number=1, kind="forward_backward", data=scores)
-    [found], named = told(command, "gspo", {}, result, "gspo")
+    [found], named = scores_and_metrics(command, "gspo", {}, result, "gspo")
     assert found.values.tolist() == pytest.approx([0.0, -1.9, -2.9])
     s = math.exp(0.1)
     assert named["loss:sum"] == pytest.approx(-s + s, abs=1e-6)
     scores = (TokenScores(logprobs=(-1.4, -2.8)),)
-    _, named = told(command, "gspo", {}, result.model_copy(update={"data": scores}), "gspo")
+    _, named = scores_and_metrics(command, "gspo", {}, result.model_copy(update={"data": scores}), "gspo")
     assert named["loss:sum"] == pytest.approx(-1.2 + math.exp(0.4)), "clipped where the advantage is above 0"
 
 
@@ -102,9 +102,9 @@ def test_a_substitute_is_named_to_its_client() -> None:
     command = command_of(computed)
     assert isinstance(command, ForwardBackward) and isinstance(command.loss, CISPO)
     result = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
-    _, named = told(command, computed.loss_fn, {}, result, sent.loss_fn)
+    _, named = scores_and_metrics(command, computed.loss_fn, {}, result, sent.loss_fn)
     assert named["stable_reinforce_computed_as_cispo:max"] == 1.0
-    assert list(told(command, "cispo", {}, result, "cispo")[1]) == ["loss:sum"]
+    assert list(scores_and_metrics(command, "cispo", {}, result, "cispo")[1]) == ["loss:sum"]
     assert with_substitute(computed, "dro") == computed, "a loss that was named is computed"
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "record_stability_info": True}
     SampleRequest.model_validate(body).check(records_nothing=True)
@@ -149,13 +149,13 @@ def test_results_have_a_number_for_each_place() -> None:
     scores = (TokenScores(logprobs=(-1.0, -2.0)), TokenScores(logprobs=(-3.0, -4.0)))
     metrics = {"loss": 0.5, "loss_sum": 2.0, "tokens": 7.0, "ratio_max": 3.0, "entropy": 1.0}
     result = CommandResult(number=1, kind="forward_backward", data=scores, metrics=metrics)
-    found, named = told(ForwardBackward(data=data), "cross_entropy", {}, result, "cross_entropy")
+    found, named = scores_and_metrics(ForwardBackward(data=data), "cross_entropy", {}, result, "cross_entropy")
     assert [each.values.tolist() for each in found] == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0, -4.0]]
     assert [each.trailing_shape for each in found] == [(), (2,)]
     assert named == {"loss:sum": 1 + 1 + 3 + 8, "tokens:sum": 7.0, "ratio_max:max": 3.0, "entropy:mean": 1.0}
     everything = (TokenScores(logprobs=(-5.0, -1.0, -2.0)), TokenScores(logprobs=(-3.0, -6.0, -7.0, -4.0)))
     result = CommandResult(number=1, kind="forward", data=everything)
-    found, named = told(Forward(data=data, score_all=True), "cross_entropy", {}, result, "cross_entropy")
+    found, named = scores_and_metrics(Forward(data=data, score_all=True), "cross_entropy", {}, result, "cross_entropy")
     assert [each.values.tolist() for each in found] == [[-5.0, -1.0, -2.0], [-3.0, -6.0, -7.0, -4.0]]
     assert named == {"loss:sum": 13.0}
 
@@ -295,8 +295,8 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     for wrong in (-1, 21, 10**9):
         with pytest.raises(ValidationError, match="topk_prompt_logprobs"):
             SampleRequest.model_validate(body | {"topk_prompt_logprobs": wrong})
-    told = asked.model_copy(update={"topk_prompt_logprobs": 20})
-    whole = samples.question(told, "m")
+    asked_more = asked.model_copy(update={"topk_prompt_logprobs": 20})
+    whole = samples.question(asked_more, "m")
     assert [samples.part_of(whole, 0, first, 1).prompt_logprobs for first in (0, 1)] == [20, None]
     for prompt in ([5] * 8192, [[5], [5] * 8192]):
         with pytest.raises(InvalidInput, match=r"^prompt: 8,192 tokens; prompt and answer together"):

@@ -7,7 +7,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.checkpoints import find_newest, own
+from activities.records.checkpoints import find_newest, saved_by_job
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
 from shared.contract import Fence
 from shared.jobs.job import JobPlan, Lora, PackedData, Schedule
@@ -110,8 +110,8 @@ def test_what_the_job_before_left_is_not_this_jobs_own(store: ObjectStore, tmp_p
         schedule=Schedule(learning_rate=1e-4),
     )
     later = first.model_copy(update={"first_step": 4, "initial_checkpoint": before.artifact})
-    assert own(first, before) == before
-    assert (own(later, before), own(later, after), own(later, None)) == (None, after, None)
+    assert saved_by_job(first, before) == before
+    assert (saved_by_job(later, before), saved_by_job(later, after), saved_by_job(later, None)) == (None, after, None)
 
 
 def test_a_cancellation_cuts_no_record_in_two(
