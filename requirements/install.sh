@@ -33,10 +33,13 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv
 fi
 echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
+# Bytecode of 17,000 modules takes minutes, and few of them are imported: here imports write it, where elsewhere the
+# service's user may not.
+compile=(); if [ "$extra" = dev ]; then compile=(--no-compile); fi
 # shellcheck disable=SC2046  # a list of options
-pip_install --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
+pip_install "${compile[@]}" --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
 # A local build of torch (+cpu) has other hashes than the public one, which brings CUDA's libraries and pins them itself.
-if [ "$extra" != server ]; then pip_install --constraint requirements/constraints.txt torch; fi
+if [ "$extra" != server ]; then pip_install "${compile[@]}" --constraint requirements/constraints.txt torch; fi
 pip_install --no-deps --no-build-isolation --editable .
 if ! .venv/bin/python -m pip check --disable-pip-version-check; then
     echo "the locks are behind pyproject.toml: make lock" >&2
