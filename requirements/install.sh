@@ -35,11 +35,11 @@ fi
 echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
 # Bytecode of 17,000 modules takes minutes, and few of them are imported: here imports write it, where elsewhere the
 # service's user may not.
-compile=(); if [ "$extra" = dev ]; then compile=(--no-compile); fi
+no_compile=; if [ "$extra" = dev ]; then no_compile=--no-compile; fi
 # shellcheck disable=SC2046  # a list of options
-pip_install "${compile[@]}" --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
+pip_install ${no_compile:+"$no_compile"} --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
 # A local build of torch (+cpu) has other hashes than the public one, which brings CUDA's libraries and pins them itself.
-if [ "$extra" != server ]; then pip_install "${compile[@]}" --constraint requirements/constraints.txt torch; fi
+if [ "$extra" != server ]; then pip_install ${no_compile:+"$no_compile"} --constraint requirements/constraints.txt torch; fi
 pip_install --no-deps --no-build-isolation --editable .
 if ! .venv/bin/python -m pip check --disable-pip-version-check; then
     echo "the locks are behind pyproject.toml: make lock" >&2
