@@ -14,7 +14,7 @@ from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
 from megatron_worker.engine import Engine
-from megatron_worker.tensors.safetensors_files import Entry, write_model
+from megatron_worker.tensors.safetensors_files import WrittenTensor, write_model
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.chat.completions import SamplerReady
@@ -112,5 +112,5 @@ def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent:
 def write_weights(engine: Engine, folder: Path) -> None:
     """Write an engine's weights as a Hugging Face folder has them."""
     outgoing = engine.outgoing(None)
-    entries = [Entry(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
+    entries = [WrittenTensor(name, outgoing.dtype, tuple(shape)) for name, shape in outgoing.shapes.items()]
     write_model(folder, entries, (tensor for _, tensor in engine.named_weights()), max_bytes=5 << 30)

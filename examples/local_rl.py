@@ -24,7 +24,7 @@ from activities.hosts.worker_process import WorkerProcess, ranks_command
 from activities.models.resolve import AdapterRequest, Resolve
 from activities.publishing.publish import Publish, PublishRequest
 from activities.sampling.lease_sampler import SamplerCommand
-from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
+from activities.sampling.sample import PolicySampleRequest, Sampled, SamplerActivities
 from activities.sampling.samplers import Samplers
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
@@ -154,7 +154,7 @@ class Loop:
         sampled, graded = self._graded(samples)
         return rollout_requests.held_out_metrics(sampled, graded.summary)
 
-    def _graded(self, samples: SampleRequest) -> tuple[Sampled, Graded]:
+    def _graded(self, samples: PolicySampleRequest) -> tuple[Sampled, Graded]:
         sampled = SamplerActivities(HostContext(self._settings), self._samplers).sample(samples)
         grader = rollout_requests.rollouts_of(self._start.run).grader
         return sampled, Grade(HostContext(self._settings)).grade(GradeRequest(samples=sampled.samples, grader=grader))

@@ -166,7 +166,7 @@ Part = Literal["weights", "gradients", "optimizer"]
 Where = Literal["device", "host", "dropped"]
 
 
-class Places(TypedDict, total=False):
+class PartPlaces(TypedDict, total=False):
     """Where to move parts of slots; parts that are not named stay where they are."""
 
     weights: Where
@@ -213,7 +213,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """Rows of a whole tensor, and of each some columns (None: all), that rank `rank` holds.
 
     Where several ranks hold the same, `rank` is the first of them. A tensor without a dimension is one row.
@@ -250,8 +250,8 @@ class Outgoing:
     dtype: torch.dtype
     device: torch.device
     shapes: Mapping[str, tuple[int, ...]]
-    blocks: Sequence[Block]
-    held: Callable[[Block], Tensor | None]
+    blocks: Sequence[TensorBlock]
+    held: Callable[[TensorBlock], Tensor | None]
     ranks: SideRanks
     members: Collection[int]
 
@@ -344,7 +344,11 @@ class Engine(Protocol):
 
     # Residency: a part that is not on the device has storages of size 0 there.
     def place(
-        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
+        self,
+        everything: Where | None = None,
+        *,
+        slots: Collection[str | None] | None = None,
+        **parts: Unpack[PartPlaces],
     ) -> None:
         """Move parts of some slots (None among them: the base), or of all: to the device, to the host, or give them up.
 

@@ -135,7 +135,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
     edge = Middleware(
         Edge,
         keys=backend.keys,
-        sessions=backend.sessions,
+        sign_ins=backend.sign_ins,
         audit=backend.audit,
         rate_limit=RateLimit(settings.rate_limit.per_s, settings.rate_limit.burst),
         allowed_hosts=None if "*" in hosts else hosts,
@@ -208,7 +208,7 @@ def _chores(
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
         ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
-        ("results of sessions are left", _PRUNE_EVERY_S, backend.training_sessions.prune),
+        ("results of sessions are left", _PRUNE_EVERY_S, backend.sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
         ("samples are remembered", _PRUNE_EVERY_S, samples.prune),
     )

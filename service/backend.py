@@ -6,7 +6,7 @@ from fastapi import Depends, Header, Request
 
 from service.accounts.access import Access
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys, Sessions, SignInLinks
+from service.accounts.keys import Keys, SignInLinks, SignIns
 from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.tenants import Quotas, Tenants
 from service.automation.scheduled_runs import ScheduledRuns
@@ -30,7 +30,7 @@ from service.runs.files import RunFiles
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
-from service.runs.sessions import TrainingSessions
+from service.runs.sessions import Sessions
 from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
 from service.runs.views import Histories, RunReader
@@ -61,9 +61,7 @@ class Backend:
         self.steps = TrainSteps(self.runs, store, temporal)
         self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
         bells = SessionBells(store, self.hosts)
-        self.training_sessions = TrainingSessions(
-            self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days
-        )
+        self.sessions = Sessions(self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days)
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
         self.run_files = RunFiles(store, settings.s3)
@@ -81,9 +79,9 @@ class Backend:
         )
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)
-        self.sessions = Sessions(database, self.keys)
+        self.sign_ins = SignIns(database, self.keys)
         self.sign_in_links = SignInLinks()
-        self.sign_ins = SignInLimit(settings.rate_limit)
+        self.sign_in_limit = SignInLimit(settings.rate_limit)
         self.overviews = Overviews(database, store, self.histories)
         self.tenants = Tenants(store, database)
         self.audit = Audit(database, settings.audit_days)

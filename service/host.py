@@ -93,7 +93,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
-    from activities.packing.pack import Pack
+    from activities.packing.pack import PackDataset
     from activities.publishing.publish import Publish
     from activities.records.checkpoints import FindCheckpoint
     from activities.records.commands import CommandRecords
@@ -123,7 +123,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         resolve.resolve_adapter,
         Download(host).download,
         Tokenize(host).tokenize,
-        Pack(host).pack,
+        PackDataset(host).pack,
         RenderPrompts(host).render_prompts,
         grade.check_grader,
         PackTrajectories(host).pack_trajectories,

@@ -16,10 +16,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts import rollouts
     from workflows.rollouts.requests import is_at_target
     from workflows.rollouts.rollouts import RolloutSource
-    from workflows.rollouts.sampling import Sampling
+    from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
-    from workflows.training.steps import Steps
+    from workflows.training.steps import StepQueue
     from workflows.training.train_step import publish, state_after, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
@@ -39,8 +39,8 @@ class RLWorkflow(ClientDrivenHandlers):
         before = start.state
         self._start = start
         self._state = before
-        self._steps = Steps(before)
-        self._sampling = Sampling(start, self._yield_worker)
+        self._steps = StepQueue(before)
+        self._sampling = LeasedSamplers(start, self._yield_worker)
         self._source: RolloutSource | None = None
         self._eta = StepEta()  # of whole train steps: sampling, grading and training
         self._num_done = 0

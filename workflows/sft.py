@@ -5,7 +5,7 @@ from typing import Literal
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.packing.pack import Pack, Packed, PackRequest
+    from activities.packing.pack import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
     from shared.contract import Artifact
@@ -109,7 +109,7 @@ class SFTWorkflow(RunHandlers):
         self._run.show(phase="packing")
         whole = split == "eval"
         packed = await control.do(
-            Pack.pack,
+            PackDataset.pack,
             PackRequest(
                 units=tokenized.units,
                 seed=run.seed,

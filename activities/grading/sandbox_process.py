@@ -27,7 +27,7 @@ from activities.isolation.confine import lift_processor_limit, lose_rights
 from activities.isolation.frames import frames_of, write_frame
 from activities.isolation.namespaces import (
     PR_SET_DUMPABLE,
-    Refused,
+    IsolationRefused,
     die_with_parent,
     enter_namespaces,
     libc,
@@ -72,7 +72,7 @@ def main() -> None:
     try:
         filter_program(DENIED)
         _isolate(limits)
-    except Refused as refused:
+    except IsolationRefused as refused:
         _send({"refused": str(refused)})
         return
     _supervise(limits)

@@ -107,7 +107,7 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def enter_bubblewrap() -> None:
-    """Hide the packages, and mount a /tmp of bounded size, which bubblewrap cannot do. Raises Refused."""
+    """Hide the packages, and mount a /tmp of bounded size, which bubblewrap cannot do. Raises IsolationRefused."""
     checked(libc.unshare(CLONE_NEWNS), "unshare of mounts")  # bubblewrap's own mounts cannot be changed from here
     cover(_PACKAGES)
     mount_tmp()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from activities.isolation.namespaces import (
     PR_SET_NO_NEW_PRIVS,
     TMP_BYTES,
-    Refused,
+    IsolationRefused,
     checked,
     die_with_parent,
     end_as,
@@ -77,7 +77,7 @@ def confine(folder: str, memory_bytes: int) -> None:
         folder: an empty folder for the sandbox alone.
     """
     os.umask(0o022)
-    with suppress(Refused):
+    with suppress(IsolationRefused):
         enter_namespaces(folder)
     if os.getpid() == 1:
         child = os.fork()

@@ -30,15 +30,15 @@ _STANDARD = Path(os.__file__).parent
 _PACKAGES = ("site-packages", "dist-packages")
 
 
-class Refused(Exception):
+class IsolationRefused(Exception):
     """The system refuses a call that isolation needs."""
 
 
 def checked(result: int, what: str) -> int:
-    """Return the result of a libc call. Raises Refused, with the call's error, if it is negative."""
+    """Return the result of a libc call. Raises IsolationRefused, with the call's error, if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
-        raise Refused(f"{what}: {errno.errorcode.get(number, number)} ({os.strerror(number)})")
+        raise IsolationRefused(f"{what}: {errno.errorcode.get(number, number)} ({os.strerror(number)})")
     return result
 
 
@@ -98,7 +98,7 @@ def package_folders() -> list[str]:
 def enter_namespaces(folder: str) -> None:
     """Become pid 1 of new namespaces, in a root that holds Python's own files, read-only. The caller stays behind.
 
-    Raises Refused.
+    Raises IsolationRefused.
     """
     is_root, uid, gid = os.geteuid() == 0, os.geteuid(), os.getegid()
     sources = library_folders()
@@ -117,7 +117,7 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from error
+        raise IsolationRefused(f"{path}: {error.strerror}") from error
 
 
 def _fork_first() -> None:

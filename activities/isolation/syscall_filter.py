@@ -10,7 +10,7 @@ import errno
 import platform
 import struct
 
-from activities.isolation.namespaces import PR_SET_SECCOMP, Refused, checked, libc
+from activities.isolation.namespaces import PR_SET_SECCOMP, IsolationRefused, checked, libc
 
 _X86_64, _AARCH64 = 0xC000003E, 0xC00000B7
 _Numbers = dict[str, tuple[int | None, int | None]]  # on x86_64 and on aarch64
@@ -93,10 +93,10 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 
 
 def filter_program(denied: _Numbers) -> bytes:
-    """Classic BPF over struct seccomp_data: nr at byte 0, arch at byte 4. Raises Refused on other machines."""
+    """Classic BPF over struct seccomp_data: nr at byte 0, arch at byte 4. Raises IsolationRefused on other machines."""
     column = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
     if column is None:
-        raise Refused(f"no filter of system calls is written for {platform.machine()}")
+        raise IsolationRefused(f"no filter of system calls is written for {platform.machine()}")
     numbers = [entry[column] for entry in denied.values() if entry[column] is not None]
     program = [(_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, (_X86_64, _AARCH64)[column]), (_RETURN, 0, 0, _RET_KILL)]
     program += [(_LOAD, 0, 0, 0), (_JUMP_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _RET_KILL)]  # x32's numbers

@@ -46,7 +46,7 @@ class Packed(Frozen):
     packing_efficiency: float
 
 
-class Pack:
+class PackDataset:
     """The activity `pack`."""
 
     def __init__(self, host: HostContext) -> None:

@@ -52,7 +52,7 @@ class Drawing(Frozen):
     policy_version: int = Field(ge=0)
 
 
-class SampleRequest(Drawing, PolicyWeights):
+class PolicySampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
     `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
@@ -95,7 +95,7 @@ class Share(Frozen):
         return group % self.count == self.number
 
 
-class ShareRequest(SampleRequest):
+class ShareRequest(PolicySampleRequest):
     """A sampler's share of the samples of a request. They are kept under the request's key, however it is shared."""
 
     share: Share
@@ -158,7 +158,7 @@ class SamplerActivities:
         self._samplers = samplers
 
     @activity.defn(name="sample")
-    def sample(self, request: SampleRequest) -> Sampled:
+    def sample(self, request: PolicySampleRequest) -> Sampled:
         """Draw every prompt's samples; what an earlier attempt has drawn is not drawn again.
 
         Raises:
@@ -232,7 +232,7 @@ class SamplerActivities:
             return self._samplers.wake(place)
 
     def _draw_missing(
-        self, request: SampleRequest, prompts: PromptsFile, numbers: dict[int, int], parts: Parts
+        self, request: PolicySampleRequest, prompts: PromptsFile, numbers: dict[int, int], parts: Parts
     ) -> None:
         """Draw the samples that are not in the store, of these groups. `numbers`: their prompts.
 

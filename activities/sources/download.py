@@ -27,7 +27,7 @@ from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import files_of, find
 from shared.storage.paths import MANIFEST, RunKeys, content_key, tenant_folder
-from shared.storage.places import Places, path_of
+from shared.storage.places import OpenPlaces, path_of
 from shared.storage.store import (
     LocalStore,
     ObjectInfo,
@@ -146,7 +146,7 @@ def _file_name(path: str) -> str:
 
 
 def _local_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
-    places = Places(settings)
+    places = OpenPlaces(settings)
     _, key = open_uri(uri, settings.s3)
     path = places.check_file(tenant, Path("/") / key, uri)
     if path.is_file():
@@ -176,7 +176,7 @@ def _as_real(name: str, real: Path) -> str:
 def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     store, key = open_uri(uri, settings.s3)
     assert isinstance(store, S3Store)
-    Places(settings).check_object(tenant, store, key, uri)
+    OpenPlaces(settings).check_object(tenant, store, key, uri)
     if key and not key.endswith("/") and store.head(key):
         return {key.rpartition("/")[2]: StoreSource(store, key)}
     prefix = f"{key.rstrip('/')}/" if key else ""

@@ -21,7 +21,7 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.settings import Settings
 from shared.storage.artifacts import files_of, find
-from shared.storage.places import Places, UserFolder
+from shared.storage.places import OpenPlaces, UserFolder
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -220,7 +220,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
     Raises:
         InvalidInput: nothing is there, it is not this tenant's to read, or the hub cannot be reached.
     """
-    places = Places(settings)
+    places = OpenPlaces(settings)
     if uri.startswith("/"):
         return _in_folder(Path(uri), tenant, places, settings, patterns)
     if uri.startswith(("file://", "s3://")):
@@ -236,7 +236,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
     raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", uri)
 
 
-def _in_folder(path: Path, tenant: str, places: Places, settings: Settings, patterns: tuple[str, ...]) -> Location:
+def _in_folder(path: Path, tenant: str, places: OpenPlaces, settings: Settings, patterns: tuple[str, ...]) -> Location:
     """Locate the files of a folder of this machine. Links in the path are resolved, so that a folder has one name."""
     real = places.check_file(tenant, path, str(path))
     if places.own_key(LocalStore(real).uri) is not None:
@@ -260,7 +260,7 @@ def _of_user(folder: UserFolder, patterns: tuple[str, ...]) -> Location:
 
 
 def _in_store(
-    store: ObjectStore, tenant: str, places: Places, settings: Settings, patterns: tuple[str, ...]
+    store: ObjectStore, tenant: str, places: OpenPlaces, settings: Settings, patterns: tuple[str, ...]
 ) -> Location:
     """An artifact of our own store, or the objects below a user's prefix of S3."""
     key = places.own_key(store.uri)

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from activities.tokenizing.shown import REASONING, CallForm, Marks, hidden_thoughts, says_a_tools_name
-from activities.tokenizing.template_environment import Raised, Refused, template_environment, tracking_generation
+from activities.tokenizing.template_environment import Raised, Unrendered, template_environment, tracking_generation
 
 Message = dict[str, Any]
 
@@ -99,7 +99,7 @@ class ChatTemplate:
         try:
             self._template = self._environment.from_string(source)
         except TemplateError as error:
-            raise Refused(f"the chat template does not compile: {error}") from error
+            raise Unrendered(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
         self._control = one_of(control_tokens)
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
@@ -137,7 +137,7 @@ class ChatTemplate:
 
         Raises:
             Raised: the template refuses the row.
-            Refused: it leaves a part of the row out, or the spans cannot be known for certain.
+            Unrendered: it leaves a part of the row out, or the spans cannot be known for certain.
         """
         if tools and self._of_tools:
             return self._of_tools.spans(messages, tools, weights)
@@ -156,7 +156,7 @@ class ChatTemplate:
         return self.render(messages[:last], tools, prompt=True)
 
     def asked(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
-        """Return the text that asks for an answer. Raises Refused as `spans` does, but of spans there are none."""
+        """Return the text that asks for an answer. Raises Unrendered as `spans` does, but of spans there are none."""
         if tools and self._of_tools:
             return self._of_tools.asked(messages, tools)
         text = self.render(messages, tools, prompt=True)
@@ -166,36 +166,36 @@ class ChatTemplate:
         return Rendered(text, [], hidden_thoughts=self._checked(text, messages, tools, positions))
 
     def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
-        """Count hidden thoughts. Raises Refused where the text lacks anything else (see `hidden_thoughts`)."""
+        """Count hidden thoughts. Raises Unrendered where the text lacks anything else (see `hidden_thoughts`)."""
         if tools and not self._probe_tools and says_a_tools_name(messages, tools):
             without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
             if text in without:
-                raise Refused("tools: the chat template leaves them out")
+                raise Unrendered("tools: the chat template leaves them out")
         return hidden_thoughts(text, messages, tools, positions)
 
     @cached_property
     def _call_form(self) -> CallForm:
-        """Learn how the template wants tool calls. Raises Refused if it shows none."""
-        refusal: Refused | None = None
+        """Learn how the template wants tool calls. Raises Unrendered if it shows none."""
+        refusal: Unrendered | None = None
         for tools in (self._probe_tools, [_PROBE_TOOL]):
             for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
                 asked = {"role": "user", "content": "Quayside?"}
                 try:
                     text = self._rendered([asked, form.of({"role": "assistant", "tool_calls": [_PROBE_CALL]})], tools)
-                except Refused as error:
+                except Unrendered as error:
                     refusal = error
                     continue
                 is_whole = "winch" in text and "cable" in text and "Kittiwake" in text
                 if is_whole and '\\"cable' not in text and "None" not in text:
                     return form
-        raise Refused("the chat template shows no tool calls") from refusal
+        raise Unrendered("the chat template shows no tool calls") from refusal
 
     # Learning the template's turns.
 
     def _learn(self) -> _Turns:
         """Learn the template's turns from short conversations.
 
-        Raises Refused if assistant turns have no terminator, since a model trained on them would never stop.
+        Raises Unrendered if assistant turns have no terminator, since a model trained on them would never stop.
         """
         question, answer = "Quayside?", "Zephyrine!"
         user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
@@ -206,7 +206,9 @@ class ChatTemplate:
         middle = self._render_or(last, [user, assistant, {"role": "user", "content": "Harbour?"}])
         for text in (last, middle):
             if text.count(answer) != 1 or question not in text:
-                raise Refused("the chat template does not show a user's question and an assistant's answer once each")
+                raise Unrendered(
+                    "the chat template does not show a user's question and an assistant's answer once each"
+                )
         generation_prompt = prompt[len(asked) :] if prompt.startswith(asked) else ""
         headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
         header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""  # noqa: RUF071 - texts
@@ -220,7 +222,7 @@ class ChatTemplate:
     def _render_or(self, otherwise: str, messages: list[Message], prompt: bool = False) -> str:
         try:
             return self.render(messages, self._probe_tools, prompt=prompt)
-        except Refused:  # a template for one question and one answer
+        except Unrendered:  # a template for one question and one answer
             return otherwise
 
     def _terminators(self, last: str, middle: str, question: str, answer: str, prompt: str) -> tuple[str, ...]:
@@ -235,13 +237,15 @@ class ChatTemplate:
             if between.group() in tail or (prompt and closes_users and between.group() not in prompt):
                 ends.append(between.group())
         if not ends:
-            raise Refused("the chat template ends an assistant's turn with no special token, so nothing teaches a stop")
+            raise Unrendered(
+                "the chat template ends an assistant's turn with no special token, so nothing teaches a stop"
+            )
         return tuple(ends)
 
     # Finding a row's spans.
 
     def _refuse_control_tokens(self, messages: list[Message], tools: list[Any] | None) -> None:
-        """Raise Refused if a control token occurs outside of contents, where it could be taken for the end of a turn.
+        """Raise Unrendered if a control token occurs outside of contents, where it could pass for the end of a turn.
 
         Within contents it cannot, as markers show where they end.
         """
@@ -249,7 +253,7 @@ class ChatTemplate:
         if tools is None and all(len(other) == 1 for other in others):
             return  # nothing but roles
         if found := self._control.search(json.dumps([others, tools], ensure_ascii=False)):
-            raise Refused(f"a message field other than content, or a tool, holds the control token {found.group()}")
+            raise Unrendered(f"a message field other than content, or a tool, holds the control token {found.group()}")
 
     def _mark(self, text: str, messages: list[Message], tools: list[Any] | None) -> _Marked:
         """Render with markers, and check that nothing but the markers changed."""
@@ -261,7 +265,7 @@ class ChatTemplate:
                 marked = self._read_marks(marks, marks.marked(messages, chosen, at_the_end), tools)
                 if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
                     return marked
-        raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")
+        raise Unrendered("the chat template changes its output with the contents, so trained spans cannot be known")
 
     def _is_unquoted(self, messages: list[Message]) -> bool:
         """True if the header occurs in no message but an assistant's, so that it cannot be a quotation."""
@@ -274,7 +278,7 @@ class ChatTemplate:
         with tracking_generation(self._environment, marks.of_blocks):
             try:
                 marked = self.render(messages, tools, prompt=prompt)
-            except Refused:
+            except Unrendered:
                 return None
         pieces, length = list[str](), 0
         ends, starts, blocks = dict[int, int](), list[int](), list[tuple[int, int]]()
@@ -312,13 +316,13 @@ class ChatTemplate:
             at = marked.text.find(turns.header, cursor)
             limit = marked.ends.get(i, _next_end(marked, i))
             if at < 0 or at + len(turns.header) > limit:
-                raise Refused(f"messages[{i}]: the turn does not begin with the header {turns.header!r}")
+                raise Unrendered(f"messages[{i}]: the turn does not begin with the header {turns.header!r}")
             longer = turns.generation_prompt
             is_longer = marked.text.startswith(longer, at) and at + len(longer) <= limit
             return at + len(longer if is_longer else turns.header)
         start = _content_start(marked, message, i)
         if start is None or start < cursor or len(message.keys() - {"role", "content", "name"}) > 0:
-            raise Refused(f"messages[{i}]: the template has no generation prompt, and the turn is not its content")
+            raise Unrendered(f"messages[{i}]: the template has no generation prompt, and the turn is not its content")
         return start if turns.generation_prompt else self._with_space(marked, message, start, cursor)
 
     def _with_space(self, marked: _Marked, message: Message, start: int, cursor: int) -> int:
@@ -340,7 +344,9 @@ class ChatTemplate:
                 return found.end()
             if not messages[i].get("tool_calls"):
                 break
-        raise Refused(f"messages[{i}]: no end-of-turn token ({', '.join(self._turns.terminators)}) follows the answer")
+        raise Unrendered(
+            f"messages[{i}]: no end-of-turn token ({', '.join(self._turns.terminators)}) follows the answer"
+        )
 
     def _block_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
         """The template's own `{% generation %}` blocks, each with the terminator if that follows at once."""
@@ -354,7 +360,7 @@ class ChatTemplate:
             elif len(marked.blocks) == len(assistants):
                 weight = weights[assistants[k]]
             else:
-                raise Refused("the template's generation blocks cannot be matched with the messages' weights")
+                raise Unrendered("the template's generation blocks cannot be matched with the messages' weights")
             after = self._control.match(marked.text, end)
             yield Span(start, after.end() if after and after.group() in self._turns.terminators else end, weight)
 

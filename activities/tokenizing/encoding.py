@@ -15,7 +15,7 @@ from activities.formats.examples import MASKED_LABEL, Chat, Example, PreferenceP
 from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
-from activities.tokenizing.units import Block
+from activities.tokenizing.units import TokenBlock
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 
@@ -26,7 +26,7 @@ _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
 RowT = TypeVar("RowT")
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ROWS = Block([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
+_NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
 
 
 class Prompt(Frozen):
@@ -50,7 +50,7 @@ class EncodedBatch:
     places of rows that the template refuses, which are not in the block, with its errors.
     """
 
-    block: Block
+    block: TokenBlock
     prompts: list[Prompt] = field(default_factory=list)
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
     hidden_thoughts: list[tuple[str, int]] = field(default_factory=list)
@@ -255,7 +255,7 @@ def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bo
     label_T = np.concatenate([row.labels for row in rows])
     num_tokens_R = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     weight_T = np.repeat(np.array([row.weight for row in rows], dtype=np.float32), num_tokens_R)
-    block = Block(
+    block = TokenBlock(
         places=[row.place for row in rows],
         id_T=np.concatenate([row.input_ids for row in rows]),
         label_T=label_T,
@@ -266,7 +266,7 @@ def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bo
     return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
 
 
-def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = None) -> Block:
+def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = None) -> TokenBlock:
     """Make a block of encoded texts. Each row begins with the same untrained tokens."""
     id_T, weight_T, num_tokens_R = codes.id_T.astype(np.int64), codes.weight_T, codes.num_tokens_R
     if prefix_ids:
@@ -274,10 +274,10 @@ def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = Non
         id_T = np.insert(id_T, at, prefix_ids * len(num_tokens_R))
         weight_T = np.insert(weight_T, at, 0)
         num_tokens_R = num_tokens_R + len(prefix_ids)
-    return Block(places, id_T, id_T, weight_T, num_tokens_R)
+    return TokenBlock(places, id_T, id_T, weight_T, num_tokens_R)
 
 
-def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
+def _prompts_of(block: TokenBlock, tokenizer: ModelTokenizer) -> list[Prompt]:
     """Make prompts of rows without turns: the tokens before the first trained one, or the first few."""
     prompts: list[Prompt] = []
     rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)

@@ -21,7 +21,7 @@ from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import Block, KeptPairs, KeptRows, Pair, Tally, keep_pairs, keep_rows
+from activities.tokenizing.units import KeptPairs, KeptRows, Pair, Tally, TokenBlock, keep_pairs, keep_rows
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut, RunLength, check_epochs, length_of, length_of_draws
 from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
@@ -201,7 +201,7 @@ def _row(kept: KeptRows, row: int, tokenizer: ModelTokenizer, budget: int) -> Pr
     )
 
 
-def _pair_row(block: Block, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+def _pair_row(block: TokenBlock, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
     """Show both answers of a pair. Their common prompt is shown once, before the chosen one."""
     ends = np.cumsum(block.num_tokens_R).tolist()
     chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from activities.tokenizing.template_environment import Refused
+from activities.tokenizing.template_environment import Unrendered
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's thoughts."""
@@ -33,14 +33,14 @@ class Marks:
 
     @classmethod
     def beside(cls, text: str, num_messages: int) -> Self:
-        """Choose marks that do not occur in a text. Raises Refused if there are not enough of them."""
+        """Choose marks that do not occur in a text. Raises Unrendered if there are not enough of them."""
         first = _FIRST
         for used in sorted({ord(character) for character in _PRIVATE.findall(text)}):
             if used >= first + num_messages + 2:
                 break
             first = used + 1
         if first + num_messages + 1 > _LAST:
-            raise Refused("the conversation has too many messages, or characters from U+F0000 to U+10FFFD")
+            raise Unrendered("the conversation has too many messages, or characters from U+F0000 to U+10FFFD")
         return cls(first, num_messages)
 
     @cached_property
@@ -120,7 +120,7 @@ def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] 
         ends: by message, the position where its content ends, for those of which it is known (-1: nowhere).
 
     Raises:
-        Refused: the text lacks another part of what the messages and tools say.
+        Unrendered: the text lacks another part of what the messages and tools say.
     """
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     hidden = 0
@@ -128,20 +128,20 @@ def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] 
         shown = text if i not in ends else text[: max(0, ends[i])]
         content, thoughts = _visible(message, shown, is_end=i in ends)
         if content and not _ends(shown, content, i in ends):
-            raise Refused(
+            raise Unrendered(
                 f"messages[{i}]: the chat template leaves out what this message of the {message['role']} says"
             )
         near = _near(text, messages, ends, i)
         cut = any(not _holds(near, thought) for thought in thoughts)
         if cut and i > last_question:
-            raise Refused(f"messages[{i}]: the chat template leaves out the thoughts of this message")
+            raise Unrendered(f"messages[{i}]: the chat template leaves out the thoughts of this message")
         hidden += cut
         for k, call in enumerate(message.get("tool_calls") or ()):
             if (lacking := _lacking(near, call["function"])) is not None:
-                raise Refused(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {lacking!r:.60}")
+                raise Unrendered(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {lacking!r:.60}")
     for k, tool in enumerate(tools or ()):
         if not _holds(text, tool["function"]["name"]):
-            raise Refused(f"tools[{k}]: the chat template leaves out the tool {tool['function']['name']!r:.60}")
+            raise Unrendered(f"tools[{k}]: the chat template leaves out the tool {tool['function']['name']!r:.60}")
     return hidden
 
 

@@ -16,11 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 
-class Refused(Exception):
+class Unrendered(Exception):
     """A row or a template cannot be rendered with exact spans; the text says why."""
 
 
-class Raised(Refused):
+class Raised(Unrendered):
     """The template raises an error at a row: its own refusal, as of roles that do not alternate, or a fault."""
 
 

@@ -23,7 +23,7 @@ import markupsafe
 from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
 from activities.isolation.frames import FramedProcess, frames_of, write_frame
-from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, one_of
+from activities.tokenizing.chat_template import ChatTemplate, Rendered, Span, Unrendered, one_of
 from activities.tokenizing.template_environment import Raised, load_everything
 from shared.errors import InvalidInput
 
@@ -205,7 +205,7 @@ def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return work()
-    except Refused as error:
+    except Unrendered as error:
         return str(error)
     except _TooSlow:
         return f"the chat template takes longer than {limit_s:g} s and was stopped"
@@ -218,7 +218,7 @@ def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
 def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
     try:
         return template.prompt_of(messages, tools)
-    except Refused:  # the row is only left out of the samples that evaluation shows
+    except Unrendered:  # the row is only left out of the samples that evaluation shows
         return None
 
 

@@ -164,7 +164,7 @@ def _first(report: Report) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class TokenBlock:
     """Rows as tokens: ids and labels int64, weights float32 (0: not trained). Token t-1 predicts `label_T[t]`."""
 
     places: list[str]
@@ -202,7 +202,7 @@ class Block:
 class KeptRows:
     """The rows of a block that are trained, as flags by row and by token."""
 
-    block: Block
+    block: TokenBlock
     kept_R: NDArray[np.bool_]
     too_long_R: NDArray[np.bool_]
     kept_T: NDArray[np.bool_]
@@ -243,7 +243,7 @@ class KeptRows:
         )
 
 
-def keep_rows(block: Block, max_tokens: int, truncate: bool) -> KeptRows:
+def keep_rows(block: TokenBlock, max_tokens: int, truncate: bool) -> KeptRows:
     """Drop or cut rows beyond `max_tokens`, then drop those without a target. A row's first token is never a target."""
     row_T, position_T = block.row_T, block.position_T
     too_long_R = block.num_tokens_R > max_tokens
@@ -306,7 +306,7 @@ class KeptPairs:
         )
 
 
-def keep_pairs(block: Block, max_tokens: int) -> KeptPairs:
+def keep_pairs(block: TokenBlock, max_tokens: int) -> KeptPairs:
     """The pairs of a block whose rows 2k and 2k + 1 are the chosen and the rejected answer to one prompt.
 
     Pairs are never cut: a unit of more than `max_tokens` tokens, what both answers begin with counted once, is too

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from activities.host_context import locked, remove_abandoned
-from activities.tracking.wandb_writer import Answer, Close, Done, Open, Request, Row, Write, WriterStart
+from activities.tracking.wandb_writer import Answer, Close, Done, HistoryRow, Open, Request, Write, WriterStart
 from shared.child_environment import child_environment
 
 INIT_TIMEOUT_S = 20.0
@@ -55,7 +55,7 @@ class OpenRun:
         answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
         self.done = answer.done or Done()
 
-    async def write(self, rows: Sequence[Row]) -> None:
+    async def write(self, rows: Sequence[HistoryRow]) -> None:
         """Append rows to the run's history. Raises: WriterLost, RunRefused."""
         for first in range(0, len(rows), _ROWS_A_CALL):
             part = Write(rows=tuple(rows[first : first + _ROWS_A_CALL]))

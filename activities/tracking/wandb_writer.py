@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field, JsonValue, TypeAdapter
 
 from shared.contract import Frozen
-from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Step
+from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Step
 from shared.log_lines import escape_output
 from shared.runs.status import StepStatus
 
@@ -49,11 +49,11 @@ class Done(Frozen):
     train_step: int = -1
 
 
-class Row(Frozen):
+class HistoryRow(Frozen):
     """A row of W&B's history, made of one event: numbers by W&B name, and the samples of an evaluation."""
 
     values: dict[str, float]
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[EvaluationSample, ...] = ()
 
 
 class History:
@@ -68,7 +68,7 @@ class History:
         self._evaluation, self._train_step = done.evaluation, done.train_step
         self._workers_own: set[str] = set()
 
-    def rows(self, lines: Iterable[Line]) -> Iterator[Row]:
+    def rows(self, lines: Iterable[Line]) -> Iterator[HistoryRow]:
         """The rows that these lines add."""
         for line in lines:
             match line:
@@ -76,20 +76,22 @@ class History:
                     self._workers_own |= line.metrics.keys()
                     if line.step > self._step:
                         self._step = line.step
-                        yield Row(values={STEP: line.step, **_named("train", line.metrics)})
+                        yield HistoryRow(values={STEP: line.step, **_named("train", line.metrics)})
                 case Evaluated() if line.step > self._evaluation:
                     self._evaluation = line.step
                     numbers = {EVALUATION: float(line.step), **_named("eval", line.metrics)}
-                    yield Row(values={STEP: line.step, **numbers}, samples=line.samples)
+                    yield HistoryRow(values={STEP: line.step, **numbers}, samples=line.samples)
                 case Offloaded() if self._step > self._done_step:
                     numbers = line.model_dump(exclude={"seq", "time", "event"})
-                    yield Row(values={STEP: self._step, **{f"system/offload_{k}": v for k, v in numbers.items()}})
+                    yield HistoryRow(
+                        values={STEP: self._step, **{f"system/offload_{k}": v for k, v in numbers.items()}}
+                    )
                 case TrainStep(record=record) if record.step > self._train_step:
                     self._train_step = record.step
                     own = {name: value for name, value in record.metrics.items() if name not in self._workers_own}
                     if own and record.same_as is None:
                         step = {STEP: record.optimizer_step or 0, TRAIN_STEP: record.step}
-                        yield Row(values=step | _named("rollout", own))
+                        yield HistoryRow(values=step | _named("rollout", own))
 
 
 def _named(group: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -123,7 +125,7 @@ class Write(Frozen):
     """Add rows."""
 
     command: Literal["write"] = "write"
-    rows: tuple[Row, ...]
+    rows: tuple[HistoryRow, ...]
 
 
 class Close(Frozen):
@@ -235,7 +237,7 @@ def _done(run: Any) -> Done:
     return Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
 
 
-def _table(row: Row) -> Any:
+def _table(row: HistoryRow) -> Any:
     import wandb
 
     data = [[row.values[STEP], s.prompt, s.completion, s.reference] for s in row.samples]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from megatron_worker.sampler import generation
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.drawing import Penalties
-from megatron_worker.sampler.models import Models, Refused, parsed
+from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.sampler.sequence import End, Ending, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
@@ -48,7 +48,7 @@ R = TypeVar("R", bound=SamplerRequest)
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """Tokens `first` up to `last`, exclusive, of a sequence, and their text. Only the last piece has an end."""
 
     first: int
@@ -57,7 +57,7 @@ class Piece:
     end: End | None
 
     @classmethod
-    def whole(cls, sequence: Sequence) -> "Piece":
+    def whole(cls, sequence: Sequence) -> "AnswerPiece":
         """Return a sequence that has ended as one piece."""
         return cls(0, len(sequence.token_ids), sequence.ending.text(sequence.token_ids), sequence.end)
 
@@ -73,7 +73,7 @@ class Pieces:
         self._text = ""
         self._has_ended = False
 
-    def next(self) -> Piece | None:
+    def next(self) -> AnswerPiece | None:
         """Return what is new; None if nothing is.
 
         Text that may change is held back: a character that is not complete, and what may begin a stop string.
@@ -83,7 +83,7 @@ class Pieces:
         if self._has_ended or (end is None and num_tokens == self._num_tokens):
             return None
         text = self._sequence.ending.text(self._sequence.token_ids) if end else self._settled(num_tokens)
-        piece = Piece(self._num_tokens, num_tokens, text[len(self._text) :], end)
+        piece = AnswerPiece(self._num_tokens, num_tokens, text[len(self._text) :], end)
         self._num_tokens, self._text, self._has_ended = num_tokens, max(text, self._text, key=len), end is not None
         return piece
 
@@ -140,17 +140,17 @@ class Answers:
                 ticket.cancelled = True
                 return None
         if ticket.is_late:
-            raise Refused(503, "the weights have changed: ask again")
+            raise RequestRefused(503, "the weights have changed: ask again")
         if ticket.problem is not None:
-            raise Refused(400, ticket.problem.message, ticket.problem.place)
+            raise RequestRefused(400, ticket.problem.message, ticket.problem.place)
         return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
         prompts = _several(request.prompt)
         if len(prompts) * request.n > MAX_SAMPLES:
-            raise Refused(400, f"a request may ask for {MAX_SAMPLES} samples of all its prompts together", "n")
+            raise RequestRefused(400, f"a request may ask for {MAX_SAMPLES} samples of all its prompts together", "n")
         if not prompts:
-            raise Refused(400, "there is no prompt", "prompt")
+            raise RequestRefused(400, "there is no prompt", "prompt")
         return [self._checked(self._ids(prompt), request.max_tokens) for prompt in prompts]
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
@@ -159,12 +159,12 @@ class Answers:
     def _checked(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         vocab_size, length = self._decoder.architecture.vocab_size, self._limits.max_model_len
         if not prompt:
-            raise Refused(400, "a prompt has no tokens", "prompt")
+            raise RequestRefused(400, "a prompt has no tokens", "prompt")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise Refused(400, f"a token id is outside the vocabulary of {vocab_size}", "prompt")
+            raise RequestRefused(400, f"a token id is outside the vocabulary of {vocab_size}", "prompt")
         if len(prompt) + max_tokens > length:
             message = f"{len(prompt)} tokens of a prompt and max_tokens={max_tokens} are more than {length} together"
-            raise Refused(400, message, "max_tokens", "context_length_exceeded")
+            raise RequestRefused(400, message, "max_tokens", "context_length_exceeded")
         return prompt
 
     def _sequences(self, request: CompletionRequest, prompts: list[tuple[int, ...]]) -> list[Sequence]:
@@ -194,12 +194,12 @@ class Answers:
     def _penalties(self, request: CompletionRequest) -> Penalties:
         bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
         if max(bias, default=0) >= (vocab_size := self._decoder.architecture.vocab_size):
-            raise Refused(400, f"a token id is outside the vocabulary of {vocab_size}", "logit_bias")
+            raise RequestRefused(400, f"a token id is outside the vocabulary of {vocab_size}", "logit_bias")
         return Penalties(bias, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
 
     def _grammar(self, request: CompletionRequest, wanted: StructuredOutputs) -> "Grammar":
         if request.ignore_eos:
-            raise Refused(400, "an answer of a given form ends with the model's end token", "ignore_eos")
+            raise RequestRefused(400, "an answer of a given form ends with the model's end token", "ignore_eos")
         try:
             with self._grammars_lock:
                 if self._grammars is None:
@@ -209,16 +209,18 @@ class Answers:
                     self._grammars = Grammars(self._tokenizer, vocab_size, self._end_ids)
             return self._grammars.compiled(wanted, request.user or "")
         except ImportError:
-            raise Refused(400, "this sampler has no llguidance, which gives answers their form", _FORM) from None
+            raise RequestRefused(400, "this sampler has no llguidance, which gives answers their form", _FORM) from None
         except InvalidInput as error:
-            raise Refused(400, error.message, error.place) from None
+            raise RequestRefused(400, error.message, error.place) from None
 
     def _response(self, request: CompletionRequest, ticket: Ticket) -> CompletionResponse:
         return CompletionResponse(
             id=_new_id(),
             created=int(time.time()),
             model=request.model,
-            choices=[self._choice(request, i, each, Piece.whole(each)) for i, each in enumerate(ticket.sequences)],
+            choices=[
+                self._choice(request, i, each, AnswerPiece.whole(each)) for i, each in enumerate(ticket.sequences)
+            ],
             usage=_usage(request, ticket),
             drawn_by=list(dict.fromkeys(each for s in ticket.sequences for each in s.drawn_by)),
         )
@@ -245,7 +247,7 @@ class Answers:
         finally:
             ticket.cancelled = True
 
-    def _choice(self, request: CompletionRequest, index: int, sequence: Sequence, piece: Piece) -> Choice:
+    def _choice(self, request: CompletionRequest, index: int, sequence: Sequence, piece: AnswerPiece) -> Choice:
         """Return a piece of a sequence as a choice. What is told of the prompt comes with the first one."""
         tells_prompt = piece.first == 0
         prompt_text = self._text(_several(request.prompt)[index // request.n]) if request.echo and tells_prompt else ""
@@ -279,7 +281,7 @@ class Answers:
             )
         return told
 
-    def _logprobs(self, request: CompletionRequest, sequence: Sequence, piece: Piece) -> TokenLogprobs:
+    def _logprobs(self, request: CompletionRequest, sequence: Sequence, piece: AnswerPiece) -> TokenLogprobs:
         """Return the logprobs of a piece's tokens; of an echoed prompt, whose first token has none, with the first."""
         values = sequence.raw if self._limits.logprobs_mode == "raw_logprobs" else sequence.processed
         drawn = slice(piece.first, piece.last)
@@ -344,7 +346,7 @@ def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str 
 def _sampling(request: CompletionRequest) -> Sampling:
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stop):
-        raise Refused(400, "a stop string may not be empty", "stop")
+        raise RequestRefused(400, "a stop string may not be empty", "stop")
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,

@@ -38,7 +38,7 @@ from shared.models import peft as peft_format
 R = TypeVar("R", bound=SamplerRequest)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request is refused: an answer in OpenAI's error shape."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -103,9 +103,9 @@ class Models:
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
         self._refuse_asleep()
         if base is None:
-            raise Refused(503, "the sampler's weights are not complete: load them again")
+            raise RequestRefused(503, "the sampler's weights are not complete: load them again")
         if adapter is None:
-            raise Refused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
+            raise RequestRefused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
         return adapter
 
     # Sleep.
@@ -132,7 +132,7 @@ class Models:
 
     def _refuse_asleep(self) -> None:
         if self.is_asleep:
-            raise Refused(503, "the sampler is asleep: POST /v1/wake first")
+            raise RequestRefused(503, "the sampler is asleep: POST /v1/wake first")
 
     # Adapters.
 
@@ -142,7 +142,7 @@ class Models:
         self._refuse_taken(request.lora_name)
         folder = Path(request.lora_path)
         if not (folder / peft_format.CONFIG).is_file():
-            raise Refused(404, f"no adapter is at {folder}: it has no {peft_format.CONFIG}", "lora_path")
+            raise RequestRefused(404, f"no adapter is at {folder}: it has no {peft_format.CONFIG}", "lora_path")
         adapter = self._read_adapter(request.lora_name, folder, "lora_path")
         with self._lock:
             self._refuse_asleep()  # it may have fallen asleep since
@@ -154,18 +154,20 @@ class Models:
         try:
             return versioned(load_adapter(name, folder, self._decoder), version)
         except InvalidInput as error:
-            raise Refused(400, f"the adapter cannot be used: {error}", param) from error
+            raise RequestRefused(400, f"the adapter cannot be used: {error}", param) from error
 
     def _refuse_taken(self, name: str) -> None:
         if (self._base is not None and name == self._base.name) or name in self._adapters:
-            raise Refused(400, f"The lora adapter '{name}' has already been loaded: unload it first", "lora_name")
+            raise RequestRefused(
+                400, f"The lora adapter '{name}' has already been loaded: unload it first", "lora_name"
+            )
 
     def unload(self, body: bytes) -> str:
         """Unload an adapter. Sequences that are being drawn from it go on."""
         name = parsed(UnloadAdapterRequest, body).lora_name
         with self._lock:
             if self._adapters.pop(name, None) is None:
-                raise Refused(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+                raise RequestRefused(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     # Weights.
@@ -182,7 +184,7 @@ class Models:
         `again`: read them in any case.
         """
         if not (folder / "config.json").is_file():
-            raise Refused(404, f"no model is at {folder}: it has no config.json", "path")
+            raise RequestRefused(404, f"no model is at {folder}: it has no config.json", "path")
 
         def read() -> tuple[LoadedAdapter, None]:
             self._decoder.read_weights(folder)
@@ -193,7 +195,7 @@ class Models:
         try:
             self._change(read, None if version is None else name, version)
         except InvalidInput as error:
-            raise Refused(400, f"the weights cannot be used: {error}", "path") from error
+            raise RequestRefused(400, f"the weights cannot be used: {error}", "path") from error
 
     def _rename(self, name: str, folder: str, version: int | None) -> bool:
         """Give the weights another name and version, if they came from this folder. Returns whether they did."""
@@ -216,7 +218,7 @@ class Models:
             case False, str(path):
                 self._read_weights(request.name, Path(path), request.version)
             case _:
-                raise Refused(400, "only an adapter may be none", "path")
+                raise RequestRefused(400, "only an adapter may be none", "path")
         return f"{request.name} is version {request.version}"
 
     def _is_newer(self, name: str, version: int) -> bool:
@@ -262,7 +264,7 @@ class Models:
             elif self._base is not None and self._synced is not None and self._synced.digest == request.digest:
                 self._base.name = request.name
             elif request.name not in self._adapters:
-                raise Refused(
+                raise RequestRefused(
                     404, "no weights of this digest have come, or later ones have taken their place", "digest"
                 )
         return f"served as {request.name}"
@@ -313,7 +315,7 @@ class Models:
                         self._receive_weights(receiving)
                     else:
                         self._receive_adapter(receiving, announcement.lora)
-            except (InvalidInput, Refused) as error:
+            except (InvalidInput, RequestRefused) as error:
                 connection.write(SyncReply(refused=str(error)))
             finally:
                 if receiving is not None:
@@ -366,13 +368,13 @@ class Models:
 
 
 def parsed(model: type[R], body: bytes) -> R:
-    """Read a request's body. Raises Refused naming the field and the rule."""
+    """Read a request's body. Raises RequestRefused naming the field and the rule."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
+        raise RequestRefused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
 
 
 def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from megatron_worker.sampler.answers import Answers
-from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.sampler.sleep import Sleep
 from shared.chat.completions import ErrorDetail, ErrorResponse
 from shared.storage.files import listen_privately
@@ -90,7 +90,7 @@ class _Exchange(BaseHTTPRequestHandler):
         try:
             self._check_key()
             answer = self._route(method, self._body())
-        except Refused as error:
+        except RequestRefused as error:
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
             self._send(error.status, ErrorResponse(error=detail))
@@ -136,8 +136,8 @@ class _Exchange(BaseHTTPRequestHandler):
             case "POST", "/v1/wake":
                 return self.server.sleep.wake()
         if path in (*_GET, *_POST):
-            raise Refused(405, f"{path} is not asked with {method}")
-        raise Refused(404, f"there is no {path}")
+            raise RequestRefused(405, f"{path} is not asked with {method}")
+        raise RequestRefused(404, f"there is no {path}")
 
     def _check_key(self) -> None:
         if self.path.partition("?")[0] == "/health":
@@ -146,17 +146,17 @@ class _Exchange(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
             # A stranger's body is not kept, and the connection cannot be used again without it.
             self.close_connection = self._body_is_unread = True
-            raise Refused(401, "the bearer key is missing or wrong", code="invalid_api_key")
+            raise RequestRefused(401, "the bearer key is missing or wrong", code="invalid_api_key")
 
     def _body(self) -> bytes:
         """Read the body before anything is refused, so that the connection can be used again."""
         text = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (text.isascii() and text.isdigit()):
             self.close_connection = self._body_is_unread = True
-            raise Refused(411, "a body needs a Content-Length")
+            raise RequestRefused(411, "a body needs a Content-Length")
         if int(text) > _MAX_BODY_BYTES:
             self.close_connection = self._body_is_unread = True
-            raise Refused(413, f"a body may have {_MAX_BODY_BYTES} bytes")
+            raise RequestRefused(413, f"a body may have {_MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(text))
 
     def _hold(self) -> None:

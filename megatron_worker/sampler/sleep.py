@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.sampler.models import Models, Refused, parsed
+from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.tensors.offload import HostCopy
 from shared.chat.completions import PartMemory, SamplerMemory, SleepRequest
 from shared.errors import InvalidInput
@@ -47,7 +47,7 @@ class Sleep:
         """Take memory again and serve what was served, but for what was dropped and came from no folder.
 
         Raises:
-            Refused: a folder cannot be read; the sampler sleeps on.
+            RequestRefused: a folder cannot be read; the sampler sleeps on.
         """
         self._generator.change(self._wake)
         return self.memory()
@@ -98,7 +98,7 @@ class Sleep:
                 again.drawn_by = adapter.drawn_by
         except InvalidInput as error:
             self._weights.release()
-            raise Refused(503, f"the sampler cannot wake: {error}") from error
+            raise RequestRefused(503, f"the sampler cannot wake: {error}") from error
         self._models.restore(base, read if base is not None else [])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_worker.engine import Block
+from megatron_worker.engine import TensorBlock
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.state_files import StateRanks
 
@@ -16,30 +16,30 @@ def only_here(parameters: Mapping[str, Tensor], own_rank: int) -> Held:
     return lambda name, rank: parameters[name] if rank == own_rank else None
 
 
-def blocks_of(slices: Sequence[TensorSlice], ranks: StateRanks) -> list[Block]:
+def blocks_of(slices: Sequence[TensorSlice], ranks: StateRanks) -> list[TensorBlock]:
     """Return the blocks of all tensors, in their order. They are the same on every rank."""
     return [block for s in slices for block in _blocks(s, ranks)]
 
 
-def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[Block]:
+def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
     num_rows = s.shape[0] if s.shape else 1
     if s.split is None:
-        yield Block(s.name, ranks.first_holder(s, 0), 0, num_rows)
+        yield TensorBlock(s.name, ranks.first_holder(s, 0), 0, num_rows)
         return
     size = ranks.splitting(s.expert).size
     for part in range(size):
         first, last = s.bounds(part, size)
         if first < last and s.split == 0:
-            yield Block(s.name, ranks.first_holder(s, part), first, last - first)
+            yield TensorBlock(s.name, ranks.first_holder(s, part), first, last - first)
         elif first < last:
-            yield Block(s.name, ranks.first_holder(s, part), 0, num_rows, first, last - first)
+            yield TensorBlock(s.name, ranks.first_holder(s, part), 0, num_rows, first, last - first)
 
 
-def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[Block], Tensor | None]:
+def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[TensorBlock], Tensor | None]:
     """Return what reads a block on the rank that holds it (`Outgoing.held`)."""
     by_name = {s.name: s for s in slices}
 
-    def read(block: Block) -> Tensor | None:
+    def read(block: TensorBlock) -> Tensor | None:
         s = by_name[block.name]
         parameter = held(s.parameter, block.rank)
         return None if parameter is None else s.read(parameter.detach(), block.num_rows)

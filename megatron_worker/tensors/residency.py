@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 
-from megatron_worker.engine import Memory, Part, PartBytes, Places, Where
+from megatron_worker.engine import Memory, Part, PartBytes, PartPlaces, Where
 from megatron_worker.tensors.offload import HostCopy
 
 Key = tuple[Part, str | None]
@@ -110,7 +110,11 @@ class Residency:
         return self._held[part, slot].where
 
     def place(
-        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
+        self,
+        everything: Where | None = None,
+        *,
+        slots: Collection[str | None] | None = None,
+        **parts: Unpack[PartPlaces],
     ) -> None:
         """Move parts of some slots, or of all. See `megatron_worker.engine.Engine.place`."""
         wanted = {

@@ -163,7 +163,7 @@ def refuse_unknown(files: TensorFiles, slices: Iterable[TensorSlice], folder: Pa
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenTensor:
     """A tensor of a file to be written, and its size in bytes."""
 
     name: str
@@ -175,7 +175,7 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor]) -> None:
+def write_safetensors(path: Path | None, entries: Sequence[WrittenTensor], tensors: Iterator[Tensor]) -> None:
     """Stream tensors into a file, in the order of the entries; equal tensors give equal bytes.
 
     `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
@@ -193,7 +193,7 @@ def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iter
 
 def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
     """Return the SHA-256 of the file that `write_safetensors` makes of some tensors, in their order and dtypes."""
-    found = hashlib.sha256(_header([Entry(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]))
+    found = hashlib.sha256(_header([WrittenTensor(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]))
     for tensor in tensors.values():
         found.update(_bytes_of(tensor))
     return found.hexdigest()
@@ -216,7 +216,7 @@ def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
         deque(tensors, maxlen=0)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[WrittenTensor]) -> bytes:
     """Return a header of the format: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -239,9 +239,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+def shards_of(entries: Sequence[WrittenTensor], max_bytes: int) -> list[list[WrittenTensor]]:
     """Cut entries into files of at most `max_bytes` (or one tensor), keeping their order."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[WrittenTensor]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.num_bytes > max_bytes:
@@ -252,7 +252,9 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def write_model(folder: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor], max_bytes: int) -> None:
+def write_model(
+    folder: Path | None, entries: Sequence[WrittenTensor], tensors: Iterator[Tensor], max_bytes: int
+) -> None:
     """Write `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
     shards = shards_of(entries, max_bytes)
     if len(shards) == 1:

@@ -7,7 +7,7 @@ from typing import Generic, Unpack
 
 from torch import Tensor
 
-from megatron_worker.engine import Memory, Norms, Outgoing, Part, Places, Where
+from megatron_worker.engine import Memory, Norms, Outgoing, Part, PartPlaces, Where
 from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
 from shared.jobs.job import Adam, Full, Lora
 
@@ -74,7 +74,11 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
         self._slots.drop_all()
 
     def place(
-        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
+        self,
+        everything: Where | None = None,
+        *,
+        slots: Collection[str | None] | None = None,
+        **parts: Unpack[PartPlaces],
     ) -> None:
         self._slots.residency.place(everything, slots=slots, **parts)
 

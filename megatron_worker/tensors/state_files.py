@@ -18,8 +18,8 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.safetensors_files import (
-    Entry,
     TensorFiles,
+    WrittenTensor,
     all_drawn,
     check_names,
     model_files,
@@ -114,7 +114,7 @@ def write_model_folder(
     with all_drawn(tensors):
         if folder is not None:
             _write_beside_weights(folder, model, dtype)
-        write_model(folder, [Entry(s.name, dtype, s.shape) for s in slices], tensors, max_bytes)
+        write_model(folder, [WrittenTensor(s.name, dtype, s.shape) for s in slices], tensors, max_bytes)
 
 
 def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:
@@ -151,7 +151,7 @@ def write_adapter(
     with all_drawn(tensors):
         if folder is not None:
             peft_format.write_config(folder, lora)
-        entries = [Entry(s.name, torch.float32, s.shape) for s in slices]
+        entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
         write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
 
 
@@ -175,8 +175,8 @@ def write_optimizer(
 ) -> None:
     """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
     states = _states(master)
-    entries = [Entry(f"{state}.{s.name}", torch.float32, s.shape) for state in states for s in slices]
-    entries.append(Entry(STEP, torch.int64, ()))
+    entries = [WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state in states for s in slices]
+    entries.append(WrittenTensor(STEP, torch.int64, ()))
     moments = chain.from_iterable(_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state in states)
     tensors = chain(moments, [torch.tensor(optimizer.step_count)])
     with all_drawn(tensors):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_worker.tensors.safetensors_files import Entry, write_safetensors
+from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
@@ -20,7 +20,7 @@ class Snapshot:
 
     def write(self, folder: Path) -> None:
         """Write the weights as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
-        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         peft_format.write_config(folder, self.lora)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
 

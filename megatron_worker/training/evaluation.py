@@ -19,7 +19,7 @@ from megatron_worker.training.batches import PackedBatches
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
-from shared.jobs.events import Sample
+from shared.jobs.events import EvaluationSample
 from shared.jobs.job import Evaluation
 from shared.jobs.losses import DPO, CrossEntropy, Loss
 from shared.models.end_tokens import read_end_ids
@@ -31,7 +31,7 @@ _MANY_PASSES = 20
 _TOKENS_A_TURN = 8
 
 
-class Prompt(Frozen):
+class HeldOutPrompt(Frozen):
     """A held-out row: the prompt that the model is shown, the answer in the data, and the tokens that end it there."""
 
     prompt_ids: list[int]
@@ -46,7 +46,7 @@ class Evaluator:
 
     evaluation: Evaluation
     data: PackedBatches | None
-    prompts: list[Prompt]
+    prompts: list[HeldOutPrompt]
     model: Path
     loss: CrossEntropy | DPO
 
@@ -74,7 +74,7 @@ class Evaluator:
 
     def samples(
         self, greedy: Greedy, cancelled: Callable[[], bool]
-    ) -> Generator[None, None, tuple[Sample, ...] | None]:
+    ) -> Generator[None, None, tuple[EvaluationSample, ...] | None]:
         """Greedy completions of the first `num_samples` prompts; None when cancelled. Yields between its passes."""
         prompts = self.prompts[: self.evaluation.num_samples]
         if not prompts:
@@ -84,7 +84,7 @@ class Evaluator:
             return None
         texts = _decode(self.model, completions)
         return tuple(
-            Sample(prompt=p.prompt, completion=text, reference=p.reference)
+            EvaluationSample(prompt=p.prompt, completion=text, reference=p.reference)
             for p, text in zip(prompts, texts, strict=True)
         )
 
@@ -124,10 +124,10 @@ def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
     return loss if isinstance(loss, DPO) else CrossEntropy()
 
 
-_prompts: TypeAdapter[list[Prompt]] = TypeAdapter(list[Prompt])
+_prompts: TypeAdapter[list[HeldOutPrompt]] = TypeAdapter(list[HeldOutPrompt])
 
 
-def read_prompts(units: Path) -> list[Prompt]:
+def read_prompts(units: Path) -> list[HeldOutPrompt]:
     """Read `prompts.json` beside the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
     return _parse(_prompts, path) if path.exists() else []

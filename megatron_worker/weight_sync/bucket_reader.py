@@ -18,7 +18,7 @@ from shared.errors import InvalidInput
 _WAITS_S = 10.0
 
 
-class Messages:
+class TrainerMessages:
     """The trainer's messages. Those behind which a group was given up are kept for later."""
 
     def __init__(self, connection: SyncConnection) -> None:
@@ -112,7 +112,7 @@ class Receiving:
     def _read_all(self) -> None:
         try:
             with torch.inference_mode():
-                self._read_messages(Messages(self._connection))
+                self._read_messages(TrainerMessages(self._connection))
         except SyncBroken as broken:
             self._broken = broken
         except OSError as error:  # no memory for buffers
@@ -128,7 +128,7 @@ class Receiving:
         self._read.put(one)
         self._has_come.set()
 
-    def _read_messages(self, messages: Messages) -> None:
+    def _read_messages(self, messages: TrainerMessages) -> None:
         due = 0  # buckets that come again, because others have missed them, are not read twice
         while True:
             match messages.next():

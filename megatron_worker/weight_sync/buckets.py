@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from megatron_worker.engine import Block, Outgoing
+from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.weight_sync import changes
 from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
@@ -30,7 +30,7 @@ MAX_BUCKET_BYTES = 16 << 30
 Named = Iterable[tuple[str, Tensor]]
 
 
-class Part(Frozen):
+class BucketPart(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
     With `num_columns` the rows have so many columns only, from `first_column` on. With `num_changes` the bucket holds
@@ -93,7 +93,7 @@ class Bucket(Frozen):
     """The description of a bucket. `checksum`: of its parts' rows, as `joined` makes it of the checksum of each."""
 
     number: int = Field(ge=0)
-    parts: tuple[Part, ...] = Field(min_length=1, max_length=MAX_PARTS)
+    parts: tuple[BucketPart, ...] = Field(min_length=1, max_length=MAX_PARTS)
     num_bytes: int = Field(ge=0, le=MAX_BUCKET_BYTES, description="of the buffer that are in use")
     checksum: int
 
@@ -126,7 +126,7 @@ def weights_sha256(tensors: Named) -> Sha256:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-Piece = tuple[Block, Part]
+Piece = tuple[TensorBlock, BucketPart]
 """A part, and the block that it is some rows of."""
 
 
@@ -139,7 +139,7 @@ def cut(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
         while first < block.num_rows:
             taken = min(block.num_rows - first, (bucket_bytes - end) // max(1, row_bytes))
             if taken:
-                part = Part(
+                part = BucketPart(
                     name=block.name,
                     dtype=_NAMES[dtype],
                     shape=shape,
@@ -174,11 +174,11 @@ def all_bytes(outgoing: Outgoing) -> int:
     return sum(aligned(block.num_rows * _row_bytes(outgoing, block)) for block in outgoing.blocks)
 
 
-def _row_bytes(outgoing: Outgoing, block: Block) -> int:
+def _row_bytes(outgoing: Outgoing, block: TensorBlock) -> int:
     return math.prod(block.shape_of(outgoing.shapes[block.name])[1:]) * outgoing.dtype.itemsize
 
 
-def view_of(buffer: Tensor, part: Part) -> Tensor:
+def view_of(buffer: Tensor, part: BucketPart) -> Tensor:
     """Return a part's rows in a buffer."""
     return buffer[part.start : part.start + part.num_bytes].view(DTYPES[part.dtype]).view(part.rows_shape)
 
@@ -218,10 +218,10 @@ class Assembly:
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self.names: dict[str, None] = {}
         self._targets = targets
-        self._last = dict[str, Part]()  # that has come of each tensor
+        self._last = dict[str, BucketPart]()  # that has come of each tensor
         self._digest = Digest()
 
-    def rows(self, part: Part) -> Tensor:
+    def rows(self, part: BucketPart) -> Tensor:
         """Return the rows that a part is written to, which is the next one then.
 
         Raises:
@@ -238,7 +238,7 @@ class Assembly:
         self._last[part.name] = part
         return part.of(target)
 
-    def _due(self, part: Part) -> tuple[int, int, int]:
+    def _due(self, part: BucketPart) -> tuple[int, int, int]:
         """Return the first row and the columns of the next part of a tensor: after some columns of all rows, the next
         columns, as many as the part has.
         """
@@ -277,11 +277,11 @@ class Assembly:
         return self._digest.value
 
 
-def _source(buffer: Tensor, part: Part, rows: Tensor) -> Tensor:
+def _source(buffer: Tensor, part: BucketPart, rows: Tensor) -> Tensor:
     return view_of(buffer, part) if part.num_changes is None else rows.contiguous()
 
 
-def _change(buffer: Tensor, part: Part, rows: Tensor) -> None:
+def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
     if rows.dtype != DTYPES[part.dtype]:
         raise InvalidInput(f"changes of {part.dtype} do not apply to {rows.dtype}", part.name)
     assert part.num_changes is not None

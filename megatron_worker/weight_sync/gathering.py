@@ -12,11 +12,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Block, Outgoing
+from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.background import BackgroundCall
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
-from megatron_worker.weight_sync.buckets import DTYPES, Bucket, Part, Piece, aligned, checksum, cut, joined
+from megatron_worker.weight_sync.buckets import DTYPES, Bucket, BucketPart, Piece, aligned, checksum, cut, joined
 from shared.contract import Sha256
 
 _STOP, _ROWS, _CHANGES = 0, 1, 2  # orders
@@ -31,9 +31,9 @@ class LastSent:
 
     def __init__(self) -> None:
         self.digest: Sha256 | None = None
-        self._copies: dict[Block, Tensor] = {}
+        self._copies: dict[TensorBlock, Tensor] = {}
 
-    def rows(self, block: Block, part: Part) -> Tensor:
+    def rows(self, block: TensorBlock, part: BucketPart) -> Tensor:
         """Return the copy of some rows of a block; a new one is of zeros."""
         if block not in self._copies:
             self._copies[block] = torch.zeros(block.shape_of(part.shape), dtype=DTYPES[part.dtype])
@@ -45,10 +45,10 @@ class OwnBlocks:
 
     def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
         self._outgoing, self._sent = outgoing, sent
-        self._block: Block | None = None
+        self._block: TensorBlock | None = None
         self._held: Tensor | None = None
 
-    def rows(self, block: Block, part: Part) -> Tensor | None:
+    def rows(self, block: TensorBlock, part: BucketPart) -> Tensor | None:
         """Return a part's rows; None where another rank has them. Parts are asked for in their order."""
         if block != self._block:
             # First: what failed is not asked for again, as other ranks may have sent what they have of it.
@@ -87,7 +87,7 @@ class Gathering:
             OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
         """
         self._order(_CHANGES if only_changes else _ROWS)
-        parts, sums, end = list[Part](), list[int](), 0
+        parts, sums, end = list[BucketPart](), list[int](), 0
         fault: Exception | None = None
         for piece in pieces:
             part, start = piece[1], aligned(end)
@@ -115,7 +115,7 @@ class Gathering:
             room.view(rows.dtype).view(rows.shape).copy_(rows)
         return num, checksum([rows])
 
-    def _take(self, block: Block, room: Tensor) -> tuple[int | None, int]:
+    def _take(self, block: TensorBlock, room: Tensor) -> tuple[int | None, int]:
         head = torch.zeros(2, dtype=torch.int64)
         self._ranks.receive(head, block.rank)
         num, found = head.tolist()
@@ -173,7 +173,7 @@ def _give(own: OwnBlocks, piece: Piece, ranks: SideRanks, only_changes: bool) ->
         ranks.send(data, 0)
 
 
-def _rows_of(held: Tensor, block: Block, part: Part) -> Tensor:
+def _rows_of(held: Tensor, block: TensorBlock, part: BucketPart) -> Tensor:
     if not held.dim():
         return held
     first = part.first_row - block.first_row

@@ -6,7 +6,7 @@ from pydantic import BaseModel, JsonValue
 
 from shared.errors import InvalidInput
 from shared.settings import Settings
-from shared.storage.places import Places
+from shared.storage.places import OpenPlaces
 from shared.storage.store import ObjectStore
 
 _MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
@@ -16,7 +16,7 @@ class Access:
     """Checks every string of a request for URIs and paths, whatever its field, so that no new field is forgotten."""
 
     def __init__(self, settings: Settings, store: ObjectStore) -> None:
-        self._places = Places(settings, store)
+        self._places = OpenPlaces(settings, store)
 
     def check(self, tenant: str, request: BaseModel) -> None:
         """Check every string of a request. Blocking: paths are resolved.

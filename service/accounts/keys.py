@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from service.accounts import audit
 from service.accounts.principals import ALL_SCOPES, Principal, Scope
 from service.database.engine import Database
-from service.database.tables import KeyRow, SessionRow
+from service.database.tables import KeyRow, SignInRow
 from service.errors import Conflict, DatabaseUnavailable
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
@@ -242,7 +242,7 @@ def _is_good(row: KeyRow) -> bool:
     return row.revoked_at is None and (row.expires_at or float("inf")) > time.time()
 
 
-class Sessions:
+class SignIns:
     """Sessions of the page: a browser shows an API key once, and then carries a random token in a cookie.
 
     A session has its key's tenant and scopes, and ends when the key does.
@@ -266,10 +266,10 @@ class Sessions:
         if principal is None:
             return None
         token, now = secrets.token_urlsafe(32), time.time()
-        row = SessionRow(sha256=hash_key(token), key_sha256=key_sha256, created_at=now, expires_at=now + LASTS_S)
+        row = SignInRow(sha256=hash_key(token), key_sha256=key_sha256, created_at=now, expires_at=now + LASTS_S)
 
         def work(session: Session) -> None:
-            session.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            session.execute(delete(SignInRow).where(SignInRow.expires_at <= now))
             session.add(row)
 
         await self._database.writing(work)
@@ -278,13 +278,13 @@ class Sessions:
     async def find(self, token: str) -> Principal | None:
         """Return the principal of a session; None if it, or its key, has ended. Raises DatabaseUnavailable."""
         sha256 = hash_key(token)
-        row = await self._database.reading(lambda session: session.get(SessionRow, sha256))
+        row = await self._database.reading(lambda session: session.get(SignInRow, sha256))
         if row is None or row.expires_at <= time.time():
             return None
         return await self._keys.holder(row.key_sha256)
 
     async def end(self, token: str) -> None:
-        gone = delete(SessionRow).where(SessionRow.sha256 == hash_key(token))
+        gone = delete(SignInRow).where(SignInRow.sha256 == hash_key(token))
         await self._database.writing(lambda session: session.execute(gone))
 
 

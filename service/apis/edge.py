@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.accounts import audit
 from service.accounts.audit import Audit
-from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Sessions, is_from_page, sent_key
+from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, SignIns, is_from_page, sent_key
 from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
 from service.apis import errors as problems
@@ -57,7 +57,7 @@ class Edge:
         self,
         app: ASGIApp,
         keys: Keys,
-        sessions: Sessions,
+        sign_ins: SignIns,
         audit: Audit,
         rate_limit: RateLimit,
         allowed_hosts: Iterable[str] | None,
@@ -75,7 +75,7 @@ class Edge:
         """
         self._app = app
         self._keys = keys
-        self._sessions = sessions
+        self._sign_ins = sign_ins
         self._audit = audit
         self._rate_limit = rate_limit
         self._hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
@@ -143,8 +143,8 @@ class Edge:
 
     async def _principal(self, path: str, headers: Headers) -> Principal | None:
         """The principal of a request; None for an unknown key or session. Raises DatabaseUnavailable."""
-        if token := _session_token(path, headers):
-            return await self._sessions.find(token)
+        if token := _sign_in_token(path, headers):
+            return await self._sign_ins.find(token)
         return await self._keys.find(_authorization(path, headers))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
@@ -153,7 +153,7 @@ class Edge:
         if self._hosts is not None and host not in self._hosts:
             return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
-            token = _session_token(path, headers)
+            token = _sign_in_token(path, headers)
             if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.answer(403, text, path=path)
@@ -270,7 +270,7 @@ def _authorization(path: str, headers: Headers) -> str | None:
     return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
 
 
-def _session_token(path: str, headers: Headers) -> str:
+def _sign_in_token(path: str, headers: Headers) -> str:
     """Return the token of the page's session, of a request without a key."""
     is_keyed = _authorization(path, headers) is not None
     return "" if is_keyed else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")

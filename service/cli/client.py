@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from service.cli.exits import FAILED, NOT_FOUND, Refused, Stop, Unreachable
+from service.cli.exits import FAILED, NOT_FOUND, ServiceRefused, Stop, Unreachable
 from service.runs.views import EventPage, RunPage, RunView, StepPage
 from shared.runs.events import RunEvent
 from shared.runs.requests import Run
@@ -268,7 +268,7 @@ def _problem(answer: httpx.Response) -> Stop:
                 advice = f"`longshore config show --origin` says where it comes from; {advice}"
             return Stop(message, FAILED, advice)
         case 422:
-            return Refused(rule, place)
+            return ServiceRefused(rule, place)
         case 403:
             return Stop(
                 message, FAILED, "`longshore whoami` shows your scopes; an admin's `longshore keys create` gives others"

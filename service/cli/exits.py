@@ -37,7 +37,7 @@ class Stop(Exception):
         return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code}}
 
 
-class Refused(Stop):
+class ServiceRefused(Stop):
     """The service refused a request. `place`: the field, if it named one; `rule`: the rule that it breaks."""
 
     def __init__(self, rule: str, place: str | None) -> None:

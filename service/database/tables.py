@@ -46,7 +46,7 @@ class KeyRow(Table):
     last_used_at: Mapped[float | None]
 
 
-class SessionRow(Table):
+class SignInRow(Table):
     """A browser that is signed in to the page: hashes of its token and key. There is no record of it in the store."""
 
     __tablename__ = "sessions"

@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
-class Child:
+class StackProcess:
     """One process of the stack. If it dies it is restarted, after a pause."""
 
     name: str

@@ -29,7 +29,7 @@ import psutil
 from longshore.server import with_import_path
 from service.accounts.keys import hash_key, new_key
 from service.dev import opened
-from service.dev.children import Child, end_leftovers
+from service.dev.children import StackProcess, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.errors import DevError
@@ -114,7 +114,7 @@ class Stack:
     def _open(self, number: int, frame: FrameType | None) -> None:
         self._has_opened = True
 
-    def _start_anew(self, children: list[Child], connection: Connection) -> None:
+    def _start_anew(self, children: list[StackProcess], connection: Connection) -> None:
         """Let the processes that read users' paths start again, with the folders that are open now."""
         self._folders, self._has_opened = opened.read(self.root), False
         for child in children:
@@ -160,7 +160,7 @@ class Stack:
             return self._settings.temporal_address
         return os.environ.get("TEMPORAL_ADDRESS")
 
-    def _children(self, connection: Connection) -> tuple[list[Child], list[Child]]:
+    def _children(self, connection: Connection) -> tuple[list[StackProcess], list[StackProcess]]:
         """Return the children: Temporal, if this stack runs its own, and the others."""
         logs = self.root / "logs"
         # -P: a folder named `shared` in the current directory must not be taken for ours.
@@ -168,9 +168,9 @@ class Stack:
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
         hosts = {role: [*python, "service.host", "--role", role] for role in _HOSTS}
         others = [
-            Child("web service", web, self._environment("web", connection), logs / "web.log", role="web"),
+            StackProcess("web service", web, self._environment("web", connection), logs / "web.log", role="web"),
             *(
-                Child(
+                StackProcess(
                     f"{role} host", host, self._environment(role, connection), logs / f"{role}.log", _HOST_GRACE_S, role
                 )
                 for role, host in hosts.items()
@@ -180,7 +180,7 @@ class Stack:
             return [], others
         command = _temporal_command(connection, self.root / "temporal.db")
         collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | self._environment("temporal", connection)
-        return [Child("Temporal", command, collected, logs / "temporal.log")], others
+        return [StackProcess("Temporal", command, collected, logs / "temporal.log")], others
 
     def _environment(self, kind: Kind, connection: Connection) -> dict[str, str]:
         known = os.environ | {
@@ -195,7 +195,7 @@ class Stack:
         known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders)
         return child_environment(kind, known)
 
-    def _start_temporal(self, temporal: list[Child], others: list[Child], connection: Connection) -> None:
+    def _start_temporal(self, temporal: list[StackProcess], others: list[StackProcess], connection: Connection) -> None:
         """Start all children, and wait until Temporal answers. Raises DevError when it does not in time."""
         end = time.monotonic() + _TEMPORAL_START_S
         for child in [*temporal, *others]:
@@ -206,7 +206,7 @@ class Stack:
                     raise DevError(f"Temporal does not start; {child.log} says why:\n{tail(child.log)}")
                 time.sleep(_TICK_S)
 
-    def _supervise(self, children: list[Child], connection: Connection) -> None:
+    def _supervise(self, children: list[StackProcess], connection: Connection) -> None:
         announced = False
         while not self._leaving:
             if self._has_opened:

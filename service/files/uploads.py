@@ -51,7 +51,7 @@ class UploadRecord(Frozen):
         return self.state == "pending" and self.expires_at <= time.time()
 
 
-class Part(Frozen):
+class UploadPart(Frozen):
     """A part in the store."""
 
     part_id: str
@@ -95,10 +95,10 @@ class Uploads:
                 return record.model_copy(update={"state": "expired"}) if record.is_over else record
         raise NotFound(f"there is no upload {upload_id[:64]}")
 
-    async def add_part(self, tenant: str, upload_id: str, chunks: AsyncIterator[bytes]) -> Part:
+    async def add_part(self, tenant: str, upload_id: str, chunks: AsyncIterator[bytes]) -> UploadPart:
         """Store a part. Raises InvalidInput if it is empty or too large, Conflict if the upload has ended."""
         await self._pending(tenant, upload_id)
-        part = Part(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
+        part = UploadPart(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
         size = 0
         async with self._quotas.reservation(tenant) as reserved:

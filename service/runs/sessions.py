@@ -52,7 +52,7 @@ class StoredCommand:
     data: bytes
 
 
-class TrainingSessions:
+class Sessions:
     """Hands commands to sessions, and reads their results."""
 
     def __init__(

@@ -11,12 +11,12 @@ from shared.jobs.events import (
     Applied,
     Evaluated,
     Evaluating,
+    EvaluationSample,
     Event,
     Failed,
     Kept,
     Offloaded,
     Probed,
-    Sample,
     Saved,
     Started,
     Step,
@@ -135,7 +135,7 @@ class EvaluationMetrics(Frozen):
 
     step: int
     metrics: dict[str, float]
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[EvaluationSample, ...] = ()
 
 
 class TrainStepMetrics(Frozen):

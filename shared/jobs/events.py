@@ -52,7 +52,7 @@ class Kept(_Event):
     step: int
 
 
-class Sample(Frozen):
+class EvaluationSample(Frozen):
     """One greedy completion of a prompt."""
 
     prompt: str
@@ -74,7 +74,7 @@ class Evaluated(_Event):
     event: Literal["evaluated"] = "evaluated"
     step: int
     metrics: dict[str, float]
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[EvaluationSample, ...] = ()
 
 
 class Probed(_Event):

@@ -30,7 +30,7 @@ _ALIASES = ("-s3alias", "--ol-s3", ".mrap")
 _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))
 
 
-class Places:
+class OpenPlaces:
     """Checks whether a tenant may read a path or URI, by the rule above. Blocking: paths are resolved."""
 
     def __init__(self, settings: Settings, store: ObjectStore | None = None) -> None:

@@ -13,7 +13,7 @@ from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.safetensors_files import Entry, TensorFiles, all_drawn, shards_of, write_model
+from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
@@ -159,7 +159,7 @@ def test_damaged_folders_are_refused_by_name(tmp_path):
 
 def test_a_model_in_several_files_is_read_and_written(tmp_path):
     tensors = {f"layer.{i}": torch.full((4, 8), float(i)) for i in range(5)}
-    entries = [Entry(name, torch.float32, (4, 8)) for name in tensors]
+    entries = [WrittenTensor(name, torch.float32, (4, 8)) for name in tensors]
     assert [len(shard) for shard in shards_of(entries, 300)] == [2, 2, 1]
     write_model(tmp_path, entries, iter(tensors.values()), max_bytes=300)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -171,7 +171,7 @@ def test_a_model_in_several_files_is_read_and_written(tmp_path):
 @pytest.mark.parametrize("blocked", [1, 2, 3])
 def test_all_tensors_are_drawn_though_a_file_cannot_be_written(tmp_path, blocked):
     """Drawing them is collective: peers would wait for ever."""
-    entries = [Entry(f"layer.{i}", torch.float32, (4, 8)) for i in range(5)]
+    entries = [WrittenTensor(f"layer.{i}", torch.float32, (4, 8)) for i in range(5)]
     (tmp_path / f"model-{blocked:05d}-of-00003.safetensors").mkdir()
     tensors = iter([torch.zeros(4, 8)] * 5)
     with pytest.raises(IsADirectoryError), all_drawn(tensors):
@@ -181,7 +181,7 @@ def test_all_tensors_are_drawn_though_a_file_cannot_be_written(tmp_path, blocked
 
 def test_files_that_we_write_are_the_library_s_own_format(tmp_path):
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(4)}
-    entries = [Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    entries = [WrittenTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     write_model(tmp_path, entries, iter(tensors.values()), max_bytes=1 << 20)
     assert all(torch.equal(t, tensors[n]) for n, t in load_file(tmp_path / "model.safetensors").items())
     first = (tmp_path / "model.safetensors").read_bytes()

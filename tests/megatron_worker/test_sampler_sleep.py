@@ -11,7 +11,7 @@ import pytest
 
 from activities.sampling.client import Sampler
 from examples.tiny_model import make_tiny_model
-from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.sampler.sleep import Sleep
 from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
@@ -109,7 +109,7 @@ def test_weights_that_came_by_a_sync_have_to_come_again(model, tmp_path) -> None
         sleep.sleep(b"")
         sleep.wake()
         assert one.models.cards().data == []
-        with pytest.raises(Refused, match="not complete"):
+        with pytest.raises(RequestRefused, match="not complete"):
             one.models.find(NAME)
         whole = {"name": "again", "path": str(model)}
         one.models.load_weights(json.dumps(whole).encode())
@@ -127,7 +127,7 @@ def test_a_sampler_whose_folder_is_gone_sleeps_on(model, tmp_path) -> None:
         sleep = Sleep(one.decoder, one.models, one.generator)
         sleep.sleep(b'{"level": 2}')
         (tmp_path / "model" / "model.safetensors").rename(tmp_path / "away")
-        with pytest.raises(Refused, match="cannot wake") as refused:
+        with pytest.raises(RequestRefused, match="cannot wake") as refused:
             sleep.wake()
         assert refused.value.status == 503
         assert sleep.memory().asleep == 2 and sleep.memory().device_bytes == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.contract import Artifact, Fence
-from shared.jobs.events import Evaluated, Sample, Saved, Started, Step, Succeeded
+from shared.jobs.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
 from shared.jobs.job import Adam, Job, JobPlan, Lora, PackedData, Schedule
 from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import PlanHeader
@@ -250,9 +250,11 @@ def _policy_metrics(step: int, num_steps: int, chance: random.Random) -> dict[st
     }
 
 
-def _samples(step: int) -> tuple[Sample, ...]:
+def _samples(step: int) -> tuple[EvaluationSample, ...]:
     told = "42 crates." if step >= NUM_STEPS // 2 else "the the crane the"
     return (
-        Sample(prompt="How many crates are on quay 6?", completion=f"{told} (step {step})", reference="42 crates."),
-        Sample(prompt=XSS, completion=XSS, reference=None),
+        EvaluationSample(
+            prompt="How many crates are on quay 6?", completion=f"{told} (step {step})", reference="42 crates."
+        ),
+        EvaluationSample(prompt=XSS, completion=XSS, reference=None),
     )

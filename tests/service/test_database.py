@@ -276,7 +276,7 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
             store.put_bytes(key, result.model_dump_json().encode())
         ledger.bring_result(made.run_id, 1, 7000)
     for _ in range(2):
-        await backend.training_sessions.prune()
+        await backend.sessions.prune()
         found = {
             name: [
                 CommandResult.model_validate_json(store.get_bytes(RunKeys(f"session-{name}").command_result(number)))

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from service.dev.children import Child, end_leftovers
+from service.dev.children import StackProcess, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.supervisor import listens, supervisor
@@ -282,7 +282,7 @@ def test_leftovers_of_another_root_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_child_that_keeps_dying_is_started_ever_more_slowly(tmp_path: Path) -> None:
-    child = Child("quitter", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
+    child = StackProcess("quitter", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
     told = [wait_until(child.revive, "it ended") for _ in range(4)]
     assert all("quitter ended with code 3" in line for line in told)
     assert ["0.2 s" in told[0], "0.4 s" in told[1], "0.8 s" in told[2], "1.6 s" in told[3]] == [True] * 4

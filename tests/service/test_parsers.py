@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from longshore.fields import Name
 from service.accounts.access import Access
-from service.accounts.keys import Keys, Sessions
+from service.accounts.keys import Keys, SignIns
 from service.accounts.tenants import Quotas
 from service.apis.openai.files import plain_name
 from service.database.engine import Database, open_database
@@ -187,7 +187,7 @@ def test_the_database_is_asked_with_any_text(database: Database, tmp_path: Path)
     quotas = Quotas(QuotaSettings(), store, database)
     rows, files = RunRows(database, quotas), Files(store, database, quotas, tmp_path)
     keys = Keys(Settings(root=tmp_path), store, database)
-    sessions = Sessions(database, keys)
+    sessions = SignIns(database, keys)
 
     @settings(QUIET, max_examples=40)
     @given(TEXT)

@@ -42,7 +42,7 @@ from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
 from workflows import rl
 from workflows.rl import RLWorkflow
-from workflows.rollouts.sampling import Sampling
+from workflows.rollouts.sampling import LeasedSamplers
 from workflows.services.single_activity import TrackWorkflow
 
 
@@ -369,7 +369,7 @@ async def test_a_host_that_lost_a_worker_is_avoided_in_later_executions_too(
         await handle.execute_update(RLWorkflow.finish)
         assert (await handle.result()).workers_lost == 1
     later = stack.start_of(handle.id, False) | {"state": state.model_copy(update={"avoid_for_samplers": ("host-1",)})}
-    rollouts = Sampling(RLStart(run_id=handle.id, run=rl_run(), shape="any", **later), lambda: None)
+    rollouts = LeasedSamplers(RLStart(run_id=handle.id, run=rl_run(), shape="any", **later), lambda: None)
     assert rollouts.avoid == ("host-1",) == rollouts.leasings[0].avoid
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
-from activities.sampling.sample import ProveRequest, Sampled, SampleRequest
+from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sampled
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
@@ -89,7 +89,7 @@ def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
 
 def step_samples(
     start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], step: int, place: SamplerPlace
-) -> SampleRequest:
+) -> PolicySampleRequest:
     """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from."""
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
@@ -99,7 +99,7 @@ def step_samples(
 
 def held_out_samples(
     start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], policy: Policy, place: SamplerPlace
-) -> SampleRequest:
+) -> PolicySampleRequest:
     """Ask for samples of all held-out prompts. The seeds are the same at every evaluation."""
     held_out = rollouts_of(start.run).held_out
     assert held_out is not None
@@ -118,9 +118,9 @@ def _samples(
     temperature: float,
     step: int,
     place: SamplerPlace,
-) -> SampleRequest:
+) -> PolicySampleRequest:
     run, rollouts = start.run, rollouts_of(start.run)
-    return SampleRequest(
+    return PolicySampleRequest(
         run_id=start.run_id,
         model=model,
         dtype=dtype_of(run),

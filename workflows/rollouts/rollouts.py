@@ -11,11 +11,11 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest
     from activities.records.run_records import RunRecords, StepRecordRequest, policy_of
     from activities.sampling.sample import (
+        PolicySampleRequest,
         Proved,
         ProveRequest,
         Sampled,
         SamplerActivities,
-        SampleRequest,
         Share,
         ShareRequest,
     )
@@ -34,7 +34,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
-    from workflows.rollouts.sampling import REPLACES_MISMATCHED, Sampling
+    from workflows.rollouts.sampling import REPLACES_MISMATCHED, LeasedSamplers
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
 
@@ -85,7 +85,7 @@ class RolloutSource:
     model: Artifact
     data: RolloutData
     policies: list[Policy]
-    sampling: Sampling
+    sampling: LeasedSamplers
     _tasks: dict[int, asyncio.Task[Rolled]] = field(default_factory=dict)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _grading: set[int] = field(default_factory=set)
@@ -254,7 +254,7 @@ class RolloutSource:
             self._proved.add(place.fence.epoch)
         return rollout_requests.proof(self.start, self.data, self.policies, *self._proof, place)
 
-    async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> tuple[Sampled, dict[str, float]]:
+    async def _sample(self, request: Callable[[SamplerPlace], PolicySampleRequest]) -> tuple[Sampled, dict[str, float]]:
         """Draw samples: on all samplers that are up, again where one was lost, and what is missing then on one.
 
         Returns also, as a metric, how many samplers drew at once, if the run may have several.

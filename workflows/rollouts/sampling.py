@@ -33,7 +33,7 @@ _MAX_MISMATCHES = 2
 
 
 @dataclass
-class Sampling:
+class LeasedSamplers:
     """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
 
     A sampler whose weights are not the trainer's, even when it has loaded them from the store, is given up like one

@@ -17,7 +17,7 @@ _REMEMBERED = 64  # ended steps that are kept here; the store has a record of ev
 _ENDED_BEFORE = "the run ended before this step: send it again when {} resumed"
 
 
-class Steps:
+class StepQueue:
     """Steps in order of arrival.
 
     Attributes:

@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
 _SAMPLES_EARLY = "the next step is sampled while this one is published"
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """Where a run's own groups come from: samplers that are to have each version of the policy."""
 
     def sync_target(self, version: int) -> SyncTarget | None:
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 async def train_and_publish(
-    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, source: Source | None
+    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, source: GroupSource | None
 ) -> StepStatus:
     """Pack a step's groups, train on them, publish what is due.
 

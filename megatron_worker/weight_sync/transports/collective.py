@@ -49,7 +49,7 @@ class GroupBroken(Exception):
     """A group could not be formed, or a broadcast did not succeed."""
 
 
-class Group:
+class SyncGroup:
     """A process group outside the default one."""
 
     def __init__(self, store: MemberStore, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -114,7 +114,7 @@ class Group:
 class _Member:
     """What both ends have in common: the group that they are in, if it stands."""
 
-    _group: Group | None = None
+    _group: SyncGroup | None = None
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -204,7 +204,7 @@ class CollectiveOutbound(_Member):
         why = None
         try:
             host = living[0].connection.local_host
-            self._group = Group(MemberStore(values), 0, len(living) + 1, self._device, host)
+            self._group = SyncGroup(MemberStore(values), 0, len(living) + 1, self._device, host)
             self._prove(self._group, living, name)
         except GroupBroken as broken:
             values.give_up()
@@ -216,7 +216,7 @@ class CollectiveOutbound(_Member):
                 self._receivers.lose(one, found[one.place.socket])
         return why or ("a sampler did not join" if any(one.is_interrupted for one in living) else None)
 
-    def _prove(self, group: Group, living: list[Receiver], name: str) -> None:
+    def _prove(self, group: SyncGroup, living: list[Receiver], name: str) -> None:
         shown = group.prove(b"".join(one.connection.proof("trainer", name) for one in living), 0)
         for receiver, proof in zip(living, shown[len(living) :], strict=True):
             if not hmac.compare_digest(proof, receiver.connection.proof("sampler", name)):
@@ -260,7 +260,7 @@ class CollectiveInbound(_Member):
     def _join(self, place: GroupPlace) -> None:
         connection = self._messages.connection
         store = MemberStore(RemoteValues(connection))
-        self._group = Group(store, place.rank, place.size, self._device, connection.local_host)
+        self._group = SyncGroup(store, place.rank, place.size, self._device, connection.local_host)
         shown = self._group.prove(connection.proof("sampler", place.name), place.rank)
         if not hmac.compare_digest(shown[place.rank - 1], connection.proof("trainer", place.name)):
             raise GroupBroken("rank 0 of the group is a stranger")

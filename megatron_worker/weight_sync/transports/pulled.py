@@ -23,7 +23,7 @@ _LOOK_S = 0.02  # between looks whether the trainer is there
 _CPU = torch.device("cpu")
 
 
-class Engine(Protocol):
+class PullEngine(Protocol):
     """One end of an engine, with buffers that it may read and write. `endpoint`: as RemoteBuffers has it.
 
     Every method raises SyncBroken in the engine's own words.
@@ -44,7 +44,7 @@ class Engine(Protocol):
         ...
 
 
-MakeEngine = Callable[[str, Sequence[Tensor]], Engine]
+MakeEngine = Callable[[str, Sequence[Tensor]], PullEngine]
 """Makes an end at an address of this machine. Raises SyncBroken."""
 
 
@@ -53,7 +53,7 @@ class PulledOutbound(LocalOutbound):
 
     def __init__(self, make: MakeEngine, device: torch.device) -> None:
         self._make = make
-        self._engines: dict[str, Engine] = {}  # by the address at which samplers reach this machine
+        self._engines: dict[str, PullEngine] = {}  # by the address at which samplers reach this machine
         self.buffers: Sequence[Tensor] = ()
 
     def prepare(self, num_bytes: int) -> None:
@@ -84,7 +84,7 @@ class PulledInbound:
 
     def __init__(self, make: MakeEngine, device: torch.device) -> None:
         self._make = make
-        self._engine: Engine | None = None
+        self._engine: PullEngine | None = None
 
     def prepare(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -107,7 +107,7 @@ class PulledInbound:
             self._wait(self._engine)
         return buffer
 
-    def _wait(self, engine: Engine) -> None:
+    def _wait(self, engine: PullEngine) -> None:
         """Wait for what is read. Raises SyncBroken: it failed, the trainer is gone, or it takes too long."""
         until, look = time.monotonic() + PATIENCE_S, time.monotonic() + _LOOK_S
         while not engine.is_done():

@@ -53,16 +53,16 @@ async def send_command(
     run_id: RunId, number: Number, command: JsonBody[SentCommand], backend: Backed, asking: Asking, wait_s: Wait = 0
 ) -> CommandView:
     """Send a command, which is durable when this answers, and done once however often it is sent."""
-    return await backend.training_sessions.send(asking.tenant, run_id, number, command.root, wait_s)
+    return await backend.sessions.send(asking.tenant, run_id, number, command.root, wait_s)
 
 
 @router.get("/sessions/{run_id}/commands/{number}")
 async def get_command(run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0) -> CommandView:
     """A command's state, or its result."""
-    return await backend.training_sessions.show(asking.tenant, run_id, number, wait_s)
+    return await backend.sessions.show(asking.tenant, run_id, number, wait_s)
 
 
 @router.post("/sessions/{run_id}/close", status_code=202)
 async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
     """Take no more commands: the session ends after those that wait, and its state stays. 409 when it has ended."""
-    return await backend.training_sessions.close(asking.tenant, run_id)
+    return await backend.sessions.close(asking.tenant, run_id)

@@ -149,16 +149,16 @@ async def signed_in(
     key = key.strip()
     if shown := shown_prefix(key):
         audit.touched(shown)
-    if wait_s := backend.sign_ins.wait_s(request.client.host if request.client else "", key or once):
+    if wait_s := backend.sign_in_limit.wait_s(request.client.host if request.client else "", key or once):
         problem = f"Keys are tried too often from here, or too often this one: wait {math.ceil(wait_s)} s."
         refusal = _html("login.html", 429, after=_local(after), problem=problem)
         refusal.headers["retry-after"] = str(math.ceil(wait_s))
         return refusal
     if once:
         key_sha256 = backend.sign_in_links.take(once)
-        begun = await backend.sessions.begin_for(key_sha256) if key_sha256 else None
+        begun = await backend.sign_ins.begin_for(key_sha256) if key_sha256 else None
     else:
-        begun = await backend.sessions.begin(key)
+        begun = await backend.sign_ins.begin(key)
     if begun is None and once:
         problem = "This link was used, or is older than ten minutes: start `longshore dev --link` for another."
         return _html("login.html", 401, after=_local(after), problem=problem)
@@ -174,7 +174,7 @@ async def signed_in(
 
 @router.post("/logout", status_code=204)
 async def sign_out(request: Request, backend: Backed) -> Response:
-    await backend.sessions.end(request.cookies.get(COOKIE, ""))
+    await backend.sign_ins.end(request.cookies.get(COOKIE, ""))
     answer = Response(status_code=204)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=_is_secure(request, backend))
     return answer

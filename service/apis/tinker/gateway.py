@@ -140,7 +140,7 @@ class Gateway:
     ) -> dict[str, Any]:
         """Have a model's session do a command, and answer with its future."""
         number = seq_id + model.before
-        await self.backend.training_sessions.accept(self.tenant, model.run_id, number, asked)
+        await self.backend.sessions.accept(self.tenant, model.run_id, number, asked)
         future = TrainingFuture(model.model_id, number, kind, detail)
         return {"request_id": future.request_id, "model_id": model.model_id}
 
@@ -157,10 +157,10 @@ class Gateway:
     async def skip_number(self, model: ModelRecord, seq_id: int) -> None:
         with suppress(LongshoreError):  # the number is taken, or the session has ended
             number = seq_id + model.before
-            await self.backend.training_sessions.accept(self.tenant, model.run_id, number, Skip())
+            await self.backend.sessions.accept(self.tenant, model.run_id, number, Skip())
 
     async def outcome(self, model: ModelRecord, command: int, wait_s: float) -> CommandView:
-        return await self.backend.training_sessions.outcome(self.tenant, model.run_id, command, wait_s)
+        return await self.backend.sessions.outcome(self.tenant, model.run_id, command, wait_s)
 
     # Checkpoints.
 

@@ -65,7 +65,7 @@ class SessionRecord(TinkerRecord):
 
 
 @dataclass(frozen=True)
-class Part:
+class SessionPart:
     """A numbered part of a client's session: a model or a sampler."""
 
     session_id: str
@@ -112,7 +112,7 @@ class ModelRecord(TinkerRecord):
 
     @property
     def place(self) -> str:
-        return Part(self.session_id, self.number).place
+        return SessionPart(self.session_id, self.number).place
 
     @property
     def model_id(self) -> str:
@@ -133,7 +133,7 @@ class CheckpointRecord(TinkerRecord):
 
     @property
     def place(self) -> str:
-        return f"{Part.of_model(self.model_id).place}/{self.checkpoint_id}"
+        return f"{SessionPart.of_model(self.model_id).place}/{self.checkpoint_id}"
 
     @property
     def checkpoint_id(self) -> str:
@@ -165,7 +165,7 @@ class SamplerRecord(TinkerRecord):
 
     @property
     def place(self) -> str:
-        return Part(self.session_id, self.number).place
+        return SessionPart(self.session_id, self.number).place
 
     @property
     def sampler_id(self) -> str:
@@ -242,13 +242,13 @@ class TinkerRecords:
     def model(self, model_id: str) -> ModelRecord:
         """Find a model. Raises NotFound."""
         with suppress(NotFound):
-            return self.find(ModelRecord, Part.of_model(model_id).place)
+            return self.find(ModelRecord, SessionPart.of_model(model_id).place)
         raise NotFound(f"there is no model {model_id[:120]}")
 
     def sampler(self, sampler_id: str) -> SamplerRecord:
         """Find a sampling session. Raises NotFound."""
         with suppress(NotFound):
-            return self.find(SamplerRecord, Part.of_sampler(sampler_id).place)
+            return self.find(SamplerRecord, SessionPart.of_sampler(sampler_id).place)
         raise NotFound(f"there is no sampling session {sampler_id[:120]}")
 
     def checkpoint(self, path: str) -> CheckpointRecord:
@@ -256,7 +256,7 @@ class TinkerRecords:
         match = _PATH.fullmatch(path)
         if match and re.fullmatch(CHECKPOINT_NAME, match["name"]):
             with suppress(NotFound):
-                place = f"{Part.of_model(match['model']).place}/{match['kind']}/{match['name']}"
+                place = f"{SessionPart.of_model(match['model']).place}/{match['kind']}/{match['name']}"
                 found = self.find(CheckpointRecord, place)
                 if found.is_there:
                     return found

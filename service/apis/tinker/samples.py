@@ -24,7 +24,7 @@ from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.gateway import AtGateway, Gateway
 from service.apis.tinker.records import SamplerRecord, TinkerRecord
 from service.apis.tinker.requests import CreateSampler, SampleRequest, SamplingParams
-from service.apis.tinker.wire import Drawn, Likely, PromptScores, samples_bytes
+from service.apis.tinker.wire import Likely, WirePromptScores, WireSample, samples_bytes
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
@@ -317,9 +317,9 @@ def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
         logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
         top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
         stopped = choice.finish_reason == "stop"
-        drawn.append(Drawn(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
+        drawn.append(WireSample(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
     told = answer.choices[0].prompt_logprobs
-    return samples_bytes(drawn, _prompt_scores(asked, told) if told is not None else PromptScores())
+    return samples_bytes(drawn, _prompt_scores(asked, told) if told is not None else WirePromptScores())
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
@@ -328,7 +328,7 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
-def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> PromptScores:
+def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> WirePromptScores:
     """Return what is told of the prompt's tokens: nothing of the first, and of those that nobody wants."""
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
@@ -336,7 +336,7 @@ def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogpr
     scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
     ranked = [sorted((of.rank or 0, token, of.logprob) for token, of in (each or {}).items()) for each in known]
     top = [[(token, logprob) for rank, token, logprob in row if rank <= k] for row in ranked]
-    return PromptScores(scores if asked.prompt_logprobs else None, top, k)
+    return WirePromptScores(scores if asked.prompt_logprobs else None, top, k)
 
 
 # Operations.

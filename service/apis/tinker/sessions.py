@@ -116,6 +116,6 @@ async def finish_session(session_id: str, body: JsonBody[FinishSession], gateway
 async def close(gateway: Gateway, model: ModelRecord) -> None:
     """End the session that a model is. One that has ended is left as it is."""
     try:
-        await gateway.backend.training_sessions.close(gateway.tenant, model.run_id)
+        await gateway.backend.sessions.close(gateway.tenant, model.run_id)
     except (Conflict, NotFound):
         return

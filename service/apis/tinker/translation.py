@@ -19,11 +19,11 @@ from longshore.commands import MAX_ANSWER, MAX_TOP_K, TokenScores
 from longshore.losses import DRO
 from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
-    Scores,
     SentBatch,
     SentDatum,
     SentRequest,
     Tensor,
+    WireScores,
     decompressed,
     fields_of,
     output_bytes,
@@ -312,7 +312,7 @@ def _floats(values: NDArray[Any], place: str) -> tuple[float, ...]:
 
 def scores_and_metrics(
     command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult, asked: str
-) -> tuple[list[Scores], dict[str, float]]:
+) -> tuple[list[WireScores], dict[str, float]]:
     """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
 
     The log-probability of a place that was not scored, as its weight is 0, is told as 0.
@@ -339,12 +339,12 @@ def metrics_of_step(result: CommandResult) -> dict[str, float]:
     return {f"{name}:mean": value for name, value in result.metrics.items() if name in _OF_STEP}
 
 
-def _scores(datum: Datum, scored: TokenScores, command: Forward | ForwardBackward) -> Scores:
+def _scores(datum: Datum, scored: TokenScores, command: Forward | ForwardBackward) -> WireScores:
     weights_N = _weights(datum)
     values_N = np.zeros(len(weights_N), np.float32)
     is_scored = np.ones(len(weights_N), bool) if isinstance(command, Forward) else weights_N != 0
     values_N[is_scored] = [np.nan if each is None else each for each in scored.logprobs]
-    return Scores(values_N, _trailing(datum))
+    return WireScores(values_N, _trailing(datum))
 
 
 def _trailing(datum: Datum) -> tuple[int, ...]:
@@ -361,7 +361,7 @@ def _weights(datum: Datum) -> Floats:
     return np.fromiter((weight for each in nested for weight in each), np.float64)
 
 
-def _loss_of(datum: Datum, scores: Scores, loss_fn: str, config: Config) -> float:
+def _loss_of(datum: Datum, scores: WireScores, loss_fn: str, config: Config) -> float:
     """Return a datum's loss as Tinker defines it: a sum."""
     weights_N, logprobs_N = _weights(datum), scores.values.astype(np.float64)
     if loss_fn == "cross_entropy":

@@ -309,14 +309,14 @@ def array_of(data: bytes, dtype: "np.dtype[Any]", place: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Scores:
+class WireScores:
     """Log-probabilities of one datum's targets, flat, and the shape of one place's (empty: one target a place)."""
 
     values: NDArray[np.float32]
     trailing_shape: tuple[int, ...] = ()
 
 
-def output_bytes(scores: Sequence[Scores], metrics: dict[str, float]) -> bytes:
+def output_bytes(scores: Sequence[WireScores], metrics: dict[str, float]) -> bytes:
     """Write a ForwardBackwardOutput: records of neighbours with equally many targets in a place."""
     output = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="TargetScores")
     for name, value in metrics.items():
@@ -331,7 +331,7 @@ def output_bytes(scores: Sequence[Scores], metrics: dict[str, float]) -> bytes:
     return bytes(output.SerializeToString())
 
 
-def _add_record(output: Any, scores: Sequence[Scores], shape: tuple[int, ...]) -> None:
+def _add_record(output: Any, scores: Sequence[WireScores], shape: tuple[int, ...]) -> None:
     sizes = [each.values.nbytes for each in scores]
     record = output.loss_fn_outputs.add(type_tag="TargetScores", num_datums=len(scores))
     field = record.fields.add(key="logprobs").value
@@ -342,7 +342,7 @@ def _add_record(output: Any, scores: Sequence[Scores], shape: tuple[int, ...]) -
 
 
 @dataclass(frozen=True)
-class Drawn:
+class WireSample:
     """One sample: token ids, their log-probabilities, and whether it ended by itself.
 
     `top`: the likeliest tokens in each place, at most `k`.
@@ -356,7 +356,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class PromptScores:
+class WirePromptScores:
     """What is told of a prompt's tokens, whose number is P.
 
     `logprobs`: [P], NaN for a token that was not scored, as the first one; None where nobody has asked. `top`: for each
@@ -368,7 +368,7 @@ class PromptScores:
     k: int = 0
 
 
-def samples_bytes(drawn: Sequence[Drawn], prompt: PromptScores) -> bytes:
+def samples_bytes(drawn: Sequence[WireSample], prompt: WirePromptScores) -> bytes:
     """Write a SampleResponse."""
     response = MESSAGES["SampleResponse"]()
     for each in drawn:

@@ -143,11 +143,11 @@ def _wrong(option: RunOption | None, rule: str) -> Stop:
 @contextmanager
 def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[None]:
     """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
-    from service.cli.exits import Refused
+    from service.cli.exits import ServiceRefused
 
     try:
         yield
-    except Refused as refused:
+    except ServiceRefused as refused:
         # The folder, or a file in it: by its URI or its path.
         if str(refused).startswith((model, model.removeprefix("file://"))):
             raise Stop(f"--model: {refused}", USAGE, "--help lists the options") from None

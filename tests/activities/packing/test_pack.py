@@ -7,7 +7,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.packing.pack import Pack, Packed, PackRequest, write_plan
+from activities.packing.pack import PackDataset, Packed, PackRequest, write_plan
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, UnitsWriter
@@ -99,7 +99,7 @@ def test_the_activity_seals_its_plan_and_a_retry_gives_the_same_at_once(tmp_path
     for machine in ("first", "second"):
         settings = Settings(root=tmp_path / machine, store_uri=f"file://{tmp_path}/{machine}/store")
         for _ in range(2):
-            answers.append(ActivityEnvironment().run(Pack(HostContext(settings)).pack, request))
+            answers.append(ActivityEnvironment().run(PackDataset(HostContext(settings)).pack, request))
         assert not list((tmp_path / machine / "scratch").iterdir())
     assert answers[0] == answers[1] and answers[2] == answers[3]
     assert answers[0].plan.sha256 == answers[2].plan.sha256, "two machines, the same bytes"

@@ -18,11 +18,11 @@ from activities.sampling.client import Sampler
 from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
 from activities.sampling.sample import (
     Drawing,
+    PolicySampleRequest,
     Proved,
     ProveRequest,
     Sampled,
     SamplerActivities,
-    SampleRequest,
     Share,
     ShareRequest,
     draw_group,
@@ -110,8 +110,8 @@ def rendered(settings: Settings, place: Place) -> Prompts:
     return found
 
 
-def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequest:
-    return SampleRequest.model_validate(
+def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> PolicySampleRequest:
+    return PolicySampleRequest.model_validate(
         {
             "run_id": "r1",
             "model": place.model,
@@ -128,7 +128,9 @@ def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequ
     )
 
 
-def sampled(settings: Settings, request: SampleRequest, environment: ActivityEnvironment | None = None) -> Sampled:
+def sampled(
+    settings: Settings, request: PolicySampleRequest, environment: ActivityEnvironment | None = None
+) -> Sampled:
     found: Sampled = (environment or ActivityEnvironment()).run(
         SamplerActivities(HostContext(settings), Samplers(settings)).sample, request
     )
@@ -184,7 +186,7 @@ def test_from_prompts_to_a_packed_step_twice_to_the_same_bytes_with_a_cancel_bet
     assert not list((tmp_path / "broken" / "scratch").iterdir())
 
 
-def cancelled_while_drawing(settings: Settings, request: SampleRequest, proxy: SamplerProxy) -> None:
+def cancelled_while_drawing(settings: Settings, request: PolicySampleRequest, proxy: SamplerProxy) -> None:
     """Cancel when five prompts are answered and the others wait for a server that says nothing."""
     environment, ended = ActivityEnvironment(), list[BaseException]()
 

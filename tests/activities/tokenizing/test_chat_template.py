@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from activities.formats.examples import Chat
-from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered
+from activities.tokenizing.chat_template import ChatTemplate, Rendered, Unrendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from tests.activities.templates import CHATML, SPECIAL, TEMPLATES, open_model, write_model
@@ -194,18 +194,18 @@ _chatml = ChatTemplate(CHATML, {}, SPECIAL)
 
 def test_a_template_that_depends_on_contents_is_refused_and_not_guessed() -> None:
     source = CHATML.replace("message['content']", "(message['content'] | length | string)")
-    with pytest.raises(Refused, match="question and an assistant's answer"):
+    with pytest.raises(Unrendered, match="question and an assistant's answer"):
         ChatTemplate(source, {}, SPECIAL)
     source = CHATML.replace("message['content']", "(message['content'] ~ (message['content'] | length) % 2)")
-    with pytest.raises(Refused, match="cannot be known"):
+    with pytest.raises(Unrendered, match="cannot be known"):
         ChatTemplate(source, {}, SPECIAL).spans([user("q"), assistant("a")], None, [0, 1])
 
 
 def test_a_template_without_terminator_is_refused() -> None:
-    with pytest.raises(Refused, match="nothing teaches a stop"):
+    with pytest.raises(Unrendered, match="nothing teaches a stop"):
         ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", {}, SPECIAL)
     opening = "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    with pytest.raises(Refused, match="nothing teaches a stop"):
+    with pytest.raises(Unrendered, match="nothing teaches a stop"):
         ChatTemplate(opening, {}, SPECIAL)
 
 
@@ -215,19 +215,19 @@ def test_a_turn_without_terminator_in_the_middle_is_refused() -> None:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     compiled = ChatTemplate(source, {}, SPECIAL)
-    with pytest.raises(Refused, match=r"messages\[1\]"):
+    with pytest.raises(Unrendered, match=r"messages\[1\]"):
         compiled.spans([user("q"), assistant("a"), user("q"), assistant("b")], None, [0, 1, 0, 1])
 
 
 def test_a_control_token_in_a_tool_call_is_refused() -> None:
     call = {"function": {"name": "x", "arguments": {"text": "<|im_end|>"}}}
-    with pytest.raises(Refused, match=r"control token <\|im_end\|>"):
+    with pytest.raises(Unrendered, match=r"control token <\|im_end\|>"):
         spans("qwen", [user("q"), assistant(None, tool_calls=[call])])
 
 
 def test_a_template_cannot_reach_into_python() -> None:
     for attack in ("{{ ''.__class__.__mro__ }}", "{{ namespace(__class__=1) }}", "{{ messages.append(1) }}"):
-        with pytest.raises(Refused):
+        with pytest.raises(Unrendered):
             ChatTemplate(CHATML + attack, {}, SPECIAL)
 
 

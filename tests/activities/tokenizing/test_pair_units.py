@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.tokenizing.units import PAIR_COLUMNS, Block, Tally, keep_pairs, pair_unit
+from activities.tokenizing.units import PAIR_COLUMNS, Tally, TokenBlock, keep_pairs, pair_unit
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
 from shared.jobs.losses import DPO
@@ -21,12 +21,12 @@ def answered(prompt: list[int], answer: list[int]) -> Row:
     return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
-def block_of(*rows: Row) -> Block:
+def block_of(*rows: Row) -> TokenBlock:
     """Rows as the tokenizer leaves them: two of each place."""
     id_T = np.array([i for ids, _ in rows for i in ids], dtype=np.int64)
     weight_T = np.array([w for _, mask in rows for w in mask], dtype=np.float32)
     places = [f"rows.jsonl:{1 + k // 2}" for k in range(len(rows))]
-    return Block(places, id_T, id_T, weight_T, np.array([len(ids) for ids, _ in rows], dtype=np.int64))
+    return TokenBlock(places, id_T, id_T, weight_T, np.array([len(ids) for ids, _ in rows], dtype=np.int64))
 
 
 def test_the_prompt_stands_once_and_each_answer_is_a_branch():

@@ -17,7 +17,7 @@ from activities.formats.messages import messages_of, tools_of
 from activities.formats.rows import Row
 from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
-from activities.tokenizing.chat_template import ChatTemplate, Refused
+from activities.tokenizing.chat_template import ChatTemplate, Unrendered
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.preview import preview_of
 from activities.tokenizing.render_prompts import PromptsRequest, PromptTally, rendered, write_prompts
@@ -573,7 +573,7 @@ def check_rule(template: ChatTemplate, row: dict[str, Any]) -> None:
     messages, tools = messages_of(read, "messages"), tools_of(read)
     try:
         found = template.spans(messages, tools, [float(m["role"] == "assistant") for m in messages])
-    except Refused:
+    except Unrendered:
         return
     whole = found.text + json.dumps(found.text)  # JSON's own way to write it counts
     hidden = 0

@@ -13,7 +13,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.records.run_records import BeginRequest, RunRecords
 from activities.tracking.track import RunLines, Track, Tracked, TrackRequest
-from activities.tracking.wandb_writer import STEP, Done, History, Line, Row, TrainStep
+from activities.tracking.wandb_writer import STEP, Done, History, HistoryRow, Line, TrainStep
 from shared.runs.events import read_run_events
 from shared.runs.requests import RunRecord, Source, WandbRun
 from shared.runs.start import result_sha256
@@ -236,7 +236,7 @@ def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store
     assert list(named(history, "train/loss")) == [1, 2, 3, 4, 5]
 
 
-def rows(lines: list[Line], done: Done) -> list[Row]:
+def rows(lines: list[Line], done: Done) -> list[HistoryRow]:
     """What is added, whatever pieces the lines come in."""
     [whole, *others] = [
         [row for n in range(0, len(lines), size) for row in history.rows(lines[n : n + size])]

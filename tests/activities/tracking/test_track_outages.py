@@ -17,7 +17,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.tracking.track import Track, Tracked, TrackRequest, Tries
 from activities.tracking.wandb_process import Writer, WriterLost
-from activities.tracking.wandb_writer import STEP, Done, Row, WriterStart
+from activities.tracking.wandb_writer import STEP, Done, HistoryRow, WriterStart
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
 from tests.activities.tracking.tracked_runs import (
@@ -163,7 +163,7 @@ async def test_a_writer_that_does_not_answer_is_ended_and_another_takes_its_plac
         with pytest.raises(WriterLost, match="did not close within 1 s"):
             await run.close(1.0)
     async with writer.opened(start) as run:
-        await run.write([Row(values={STEP: n}) for n in range(1, 1000)])
+        await run.write([HistoryRow(values={STEP: n}) for n in range(1, 1000)])
         await run.close(60.0)
     await writer.close()
     assert not process.is_running() and not _writers()

@@ -11,7 +11,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.tracking.track import Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP
 from shared.contract import Fence
-from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
+from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Started, Step, Succeeded
 from shared.jobs.job import Lora
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.sources import DatasetSource
@@ -55,7 +55,7 @@ def step(number: int) -> Step:
 
 
 def evaluated(number: int) -> Evaluated:
-    samples = (Sample(prompt="ahoy?", completion=f"ahoy {number}", reference="ahoy"),)
+    samples = (EvaluationSample(prompt="ahoy?", completion=f"ahoy {number}", reference="ahoy"),)
     return Evaluated(seq=1, time=0.0, step=number, metrics={"loss": 3.0 - number / 10}, samples=samples)
 
 

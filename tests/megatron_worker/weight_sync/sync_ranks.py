@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_worker.dispatch import Dispatcher
-from megatron_worker.engine import Block, Outgoing
+from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.process_group import start_group
 from megatron_worker.process.ranks import WorkerRanks
@@ -142,7 +142,9 @@ def _cut_the_first(begun: list[Sending]) -> None:
     begun[0]._receivers.living[0].connection.shut()
 
 
-def _held_unless(lost: Block, held: Callable[[Block], torch.Tensor | None], block: Block) -> torch.Tensor | None:
+def _held_unless(
+    lost: TensorBlock, held: Callable[[TensorBlock], torch.Tensor | None], block: TensorBlock
+) -> torch.Tensor | None:
     if block == lost and torch.distributed.get_rank() == lost.rank:
         raise OSError("the device is gone")
     return held(block)

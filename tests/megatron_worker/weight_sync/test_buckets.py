@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_worker.engine import Block, Outgoing
+from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
 from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut
@@ -37,7 +37,7 @@ def test_what_is_divided_is_put_together_again(shapes, dtype, bucket_bytes):
 
 
 def divided(tensors, bucket_bytes=512, blocks=None, sent=None, only_changes=False):
-    blocks = blocks or [Block(name, 0, 0, len(one) if one.dim() else 1) for name, one in tensors.items()]
+    blocks = blocks or [TensorBlock(name, 0, 0, len(one) if one.dim() else 1) for name, one in tensors.items()]
     outgoing = Outgoing(
         lora=None,
         dtype=next(iter(tensors.values())).dtype,
@@ -79,7 +79,7 @@ def test_blocks_of_rows_and_columns_are_put_together_whole_and_as_changes(shapes
         for first, last in itertools.pairwise([0, *[end for end in ends if end], tensor.shape[1 - by_rows]]):
             if first < last:
                 own = (first, last - first) if by_rows else (0, tensor.shape[0], first, last - first)
-                blocks.append(Block(name, 0, *own))
+                blocks.append(TensorBlock(name, 0, *own))
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for only_changes in (False, True):
         assembly, digest = Assembly(found), Digest()
@@ -103,7 +103,7 @@ def test_columns_that_overlap_or_are_left_out_are_noticed():
     ):
         assembly = Assembly({"t0": torch.zeros(3, 8)})
         with pytest.raises(InvalidInput, match=message):
-            for bucket, buffer in divided(tensors, blocks=[Block(*block) for block in blocks]):
+            for bucket, buffer in divided(tensors, blocks=[TensorBlock(*block) for block in blocks]):
                 assembly.put(bucket, buffer)
             assembly.finish()
 

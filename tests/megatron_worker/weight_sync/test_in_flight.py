@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from tests.megatron_worker.driving import train
@@ -132,7 +132,7 @@ def test_equal_weights_have_one_hash_however_they_came(model, tmp_path, kind):
         assert card(first).weights_sha256 == card(second).weights_sha256 != before
         assert card(first).policy_version == card(second).policy_version == 3
         assert "is not older" in update(first, 2, tmp_path / "nowhere", kind == "lora")
-        with pytest.raises(Refused, match=r"cannot be used|no model is at"):
+        with pytest.raises(RequestRefused, match=r"cannot be used|no model is at"):
             update(first, 4, tmp_path / "nowhere", kind == "lora")
         assert card(first).policy_version == 3
 
@@ -157,7 +157,7 @@ def test_samples_under_weights_that_are_lost_are_asked_again(model, tmp_path, he
         sending.join(300)
         assert under_way.done.wait(300) and queued.done.wait(300)
         assert under_way.is_late and queued.is_late and not queued.sequences[0].token_ids
-        with pytest.raises(Refused, match="not complete"):
+        with pytest.raises(RequestRefused, match="not complete"):
             sampler.models.find(NEWEST)
         update(sampler, 1, model)
         assert draw(sampler, 3).done.wait(300)

@@ -16,8 +16,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_worker.sampler.models import Refused
-from megatron_worker.weight_sync.transports.collective import Group
+from megatron_worker.sampler.models import RequestRefused
+from megatron_worker.weight_sync.transports.collective import SyncGroup
 from megatron_worker.weight_sync.transports.rendezvous import MemberStore, Values
 from shared.jobs.weight_sync import SyncTarget
 from tests import forks
@@ -102,7 +102,7 @@ def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(m
             elif names:
                 assert phase == "finalize" and equal(sampler, driven)
             else:
-                with pytest.raises(Refused, match="not complete"):
+                with pytest.raises(RequestRefused, match="not complete"):
                     sampler.models.find(old)
 
 
@@ -150,7 +150,7 @@ def test_a_group_is_left_while_a_broadcast_is_under_way():
         values = Values(time.monotonic() + 60)
         with ThreadPoolExecutor(2) as threads:
             joining = [
-                threads.submit(Group, MemberStore(values), rank, 2, torch.device("cpu"), "127.0.0.1")
+                threads.submit(SyncGroup, MemberStore(values), rank, 2, torch.device("cpu"), "127.0.0.1")
                 for rank in range(2)
             ]
             root, waiting = (future.result() for future in joining)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder, load_adapter
-from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import shapes_sha256
 from megatron_worker.weight_sync.connections import connect_locally
@@ -128,7 +128,7 @@ def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
                 assert torch.equal(found.lora_weights[name].a_RI, lora.a_RI)
                 assert torch.equal(found.lora_weights[name].b_OR, lora.b_OR)
                 assert found.lora_weights[name].scale == lora.scale
-        with pytest.raises(Refused, match="no weights of this digest"):
+        with pytest.raises(RequestRefused, match="no weights of this digest"):
             named(samplers[0], "run-2", "0" * 64)
 
 
@@ -142,16 +142,16 @@ def test_an_adapter_is_named_by_its_content_alone(model, tmp_path, engine):
     with listening(model, tmp_path, 1) as [sampler]:
         done = sync(driven, "run", [sampler], 1)
         other = config.model_copy(update={"alpha": config.alpha * 2})
-        with pytest.raises(Refused, match="no weights of this digest"):
+        with pytest.raises(RequestRefused, match="no weights of this digest"):
             named(sampler, "other", peft.content_sha256(other, file))
         for _ in range(500):  # its content is known a moment after the trainer's last answer
-            with suppress(Refused):
+            with suppress(RequestRefused):
                 named(sampler, "a", peft.content_sha256(config, file))
                 break
             time.sleep(0.01)
         assert sampler.models.find("a").weights_sha256() == load_adapter("b", folder, sampler.decoder).weights_sha256()
         assert sampler.models.find("a").drawn_by.policy_version is None
-        with pytest.raises(Refused, match="no weights of this digest"):
+        with pytest.raises(RequestRefused, match="no weights of this digest"):
             named(sampler, "again", done.digest)
 
 
@@ -163,7 +163,7 @@ def test_of_adapters_that_nobody_names_the_newest_of_a_run_stays_and_no_run_take
         assert len(sampler.models.adapters()) == 8
         for digest in (last, *others):
             named(sampler, digest[:8], digest)
-        with pytest.raises(Refused, match="no weights of this digest"):
+        with pytest.raises(RequestRefused, match="no weights of this digest"):
             named(sampler, "first", first)
 
 
@@ -213,7 +213,7 @@ def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path, wa
         deadline = threading.Event()
         while sampler.models.cards().data:
             assert not deadline.wait(0.01)
-        with pytest.raises(Refused, match="not complete") as refused:
+        with pytest.raises(RequestRefused, match="not complete") as refused:
             sampler.models.find(NAME)
         assert refused.value.status == 503
         assert sync(driven, None, [sampler], 1, way).problems == {}
@@ -299,7 +299,7 @@ def test_folders_take_the_place_of_weights(model, tmp_path):
         expected = Decoder(folder, torch.float32, torch.device("cpu")).named_weights()
         assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in expected.items())
         assert [card.id for card in sampler.models.cards().data] == ["v1"]
-        with pytest.raises(Refused, match="has no config"):
+        with pytest.raises(RequestRefused, match="has no config"):
             sampler.models.load_weights(json.dumps({"name": "v2", "path": str(tmp_path)}).encode())
         assert sampler.models.find("v1")
 
@@ -335,7 +335,7 @@ def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
         first = sync(driven, None, samplers, 1, "delta", sent)
         second = sync(driven, None, samplers, 2, "delta", sent)
         assert second.problems == {} and second.num_bytes == 0 and second.digest == first.digest
-        with pytest.raises(Refused, match="does not exist"):
+        with pytest.raises(RequestRefused, match="does not exist"):
             samplers[0].models.find(NAME)
         named(samplers[0], "v2", second.digest)
         assert samplers[0].models.find("v2")

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from megatron_worker.weight_sync.bucket_reader import Messages
-from megatron_worker.weight_sync.buckets import Bucket, Part
+from megatron_worker.weight_sync.bucket_reader import TrainerMessages
+from megatron_worker.weight_sync.buckets import Bucket, BucketPart
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Connect, CudaHandle, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
 from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound
@@ -96,8 +96,8 @@ def test_a_read_that_would_never_end_ends_when_its_trainer_is_gone() -> None:
     inbound = PulledInbound(lambda host, buffers: engine, CPU)
     inbound.prepare(1 << 10)
     given = Connect(remote=RemoteBuffers(endpoint="00", addresses=(1, 2)))
-    trainer, messages = SyncConnection(theirs, is_trainer=True), Messages(SyncConnection(ours))
-    part = Part(name="a", dtype="float32", shape=(1,), first_row=0, num_rows=1, start=0)
+    trainer, messages = SyncConnection(theirs, is_trainer=True), TrainerMessages(SyncConnection(ours))
+    part = BucketPart(name="a", dtype="float32", shape=(1,), first_row=0, num_rows=1, start=0)
     bucket = Bucket(number=0, parts=(part,), num_bytes=4, checksum=0)
     with pytest.raises(SyncBroken, match="a bucket came before its buffer"):
         inbound.receive(bucket)

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys, Sessions
+from service.accounts.keys import Keys, SignIns
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
 from service.apis.edge import Edge
@@ -29,7 +29,7 @@ async def answer_to(error: Exception, tmp_path, path: str = "/") -> httpx.Respon
     edge = Middleware(
         Edge,
         keys=keys,
-        sessions=Sessions(database, keys),
+        sessions=SignIns(database, keys),
         audit=Audit(database, 1),
         rate_limit=RateLimit(1, 1),
         allowed_hosts=None,

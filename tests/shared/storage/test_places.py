@@ -9,7 +9,7 @@ from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, S3Settings, Settings
 from shared.storage.paths import query_record
-from shared.storage.places import Places
+from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore, S3Store
 from shared.uri_queries import with_query, without_queries
 
@@ -27,12 +27,12 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def places(home: Path, **changes: object) -> Places:
+def places(home: Path, **changes: object) -> OpenPlaces:
     roots = (home, home / "root", home / "root/data", home / "root/hosts")
-    return Places(Settings(root=home / "root", download=DownloadSettings(file_roots=roots), **changes))
+    return OpenPlaces(Settings(root=home / "root", download=DownloadSettings(file_roots=roots), **changes))
 
 
-def is_open(found: Places, path: Path) -> bool:
+def is_open(found: OpenPlaces, path: Path) -> bool:
     """To eve; and the service says of its URI what a host says of the path."""
     try:
         found.check_file("eve", path, "uri")
