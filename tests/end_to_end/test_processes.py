@@ -80,15 +80,22 @@ class Watch:
 
     def look(self) -> None:
         listening = [socket for socket in psutil.net_connections("inet") if not socket.raddr]
+        # The supervisor, and the process from which it has the service and hosts forked.
+        parents = {self._supervisor.pid}
+        for process in self._supervisor.children():
+            with suppress(psutil.NoSuchProcess):
+                if KINDS["data step"] in " ".join(process.cmdline()):
+                    parents.add(process.pid)
         for process in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a sandbox is nobody's to look into
-                self._look_at(process, {socket.laddr.ip for socket in listening if socket.pid == process.pid})
+                addresses = {socket.laddr.ip for socket in listening if socket.pid == process.pid}
+                self._look_at(process, addresses, process.ppid() in parents)
 
-    def _look_at(self, process: psutil.Process, addresses: set[str]) -> None:
+    def _look_at(self, process: psutil.Process, addresses: set[str], is_supervised: bool) -> None:
         command = " ".join(process.cmdline())
         environment = process.environ()
         kind = next((kind for kind, words in KINDS.items() if words in command), "any other")
-        if not command or (process.ppid() != self._supervisor.pid and kind in SUPERVISED):
+        if not command or (kind in SUPERVISED and not is_supervised):
             return  # a zombie; a child that has not become its own program yet
         seen = self.seen[kind]
         values = " ".join(environment.values())
