@@ -98,6 +98,15 @@ def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="programs are forked on Linux alone")
+def test_its_service_and_hosts_are_forks_of_one_process(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well")
+    for words in (each for each in CHILDREN if each != ("start-dev",)):
+        [process] = dev.processes(*words)
+        assert "activities.confined.fork_server" in process.parent().cmdline(), words
+        assert process.parent().ppid() == dev.connection.pid
+
+
 def test_a_link_signs_a_browser_in_once(dev: Dev) -> None:
     link = dev.cli("dev", "--link").stdout.strip()
     path, _, once = link.partition("?once=")
