@@ -29,7 +29,7 @@ async def answer_to(error: Exception, tmp_path, path: str = "/") -> httpx.Respon
     edge = Middleware(
         Edge,
         keys=keys,
-        sessions=SignIns(database, keys),
+        sign_ins=SignIns(database, keys),
         audit=Audit(database, 1),
         rate_limit=RateLimit(1, 1),
         allowed_hosts=None,
