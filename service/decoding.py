@@ -32,6 +32,7 @@ _MEMORY_BYTES, _LARGE_MEMORY_BYTES = 1 << 30, 2 << 30
 _CPU_S, _LARGE_CPU_S = 10, 120
 _SILENCE_S = 300.0
 _FILE_BYTES = 1 << 30
+_PREPARED_AFTER_S = 30.0  # a service that starts has other work, and smaller bodies are read without children
 _server = ForkServer(("numpy", "service.apis.decoders"), "decoder", niceness=10)
 
 
@@ -174,13 +175,9 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def prepare(after_s: float = 30.0) -> None:
-    """Start the process that children are forked from before the first large body, which would else wait for it.
-
-    Args:
-        after_s: when: a service that starts has other work, and smaller bodies are read without it.
-    """
-    timer = threading.Timer(after_s, _server.start)
+def prepare() -> None:
+    """Have the process that children are forked from started soon, for which the first large body would else wait."""
+    timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True
     timer.start()
 

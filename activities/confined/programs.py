@@ -22,13 +22,15 @@ from activities.confined.children import ForkServer
 from activities.isolation.frames import read_frame, write_frame
 from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT, SAMPLER_MODULES, TRAINER_MODULES
 
+_STACK_MODULES = ("service.app", "service.host")
 _IMPORTS = {
     "megatron_worker": (*TRAINER_MODULES, "megatron_worker.megatron.engine"),
     "megatron_worker.process.launcher": (*TRAINER_MODULES, "megatron_worker.megatron.engine"),
     "megatron_worker.sampler": (*SAMPLER_MODULES, "tokenizers", "megatron_worker.sampler.answers"),
     "megatron_worker.training.trial --role gpu": TRAINER_MODULES,
     "megatron_worker.training.trial --role sampler": SAMPLER_MODULES,
-    **dict.fromkeys(("service.app", "service.host"), ("service.app", "service.host")),
+    "service.app": _STACK_MODULES,
+    "service.host": _STACK_MODULES,
 }
 """Beginnings of command lines behind `python -P -m`, and what their programs import. The longest that fits counts."""
 _PATIENCE_S = 120.0  # for the imports of the first program, on a slow machine

@@ -204,6 +204,6 @@ class Progress:
             evaluating_s=self._evaluating_s,
         )
         if report != self._told:
-            combined = report.model_copy(update={"held_s": self._held_s()})
-            self._sending = self._signals.send("progress", combined)
+            sent = report.model_copy(update={"held_s": self._held_s()})
+            self._sending = self._signals.send("progress", sent)
             self._told, self._told_at = report, now

@@ -71,7 +71,7 @@ class AnsweringHosts:
         self._clients = clients
         self._large = FairShare("large answers", 1, 600.0)
 
-    async def ask(self, at: HostAddress, request: CompleteRequest, partial: PartialAnswer | None = None) -> bytes:
+    async def ask(self, at: HostAddress, request: CompleteRequest, draft: PartialAnswer | None = None) -> bytes:
         """Return an answer's JSON. A caller that is cancelled hangs up.
 
         Raises:
@@ -84,13 +84,13 @@ class AnsweringHosts:
             async with client.stream("POST", "/answers", content=content) as response:
                 if response.status_code != httpx.codes.OK:
                     raise QuestionLost(f"the sampler's host refuses: {response.status_code}")
-                return await self._read(response.aiter_raw(), request.tenant, partial)
+                return await self._read(response.aiter_raw(), request.tenant, draft)
         except HostUnreachable as error:
             raise QuestionLost(f"the sampler's host cannot be asked: {error}") from error
         except (httpx.TransportError, OSError) as error:
             raise QuestionLost(f"the sampler's host does not answer: {error!r}") from error
 
-    async def _read(self, chunks: AsyncIterator[bytes], tenant: str, partial: PartialAnswer | None) -> bytes:
+    async def _read(self, chunks: AsyncIterator[bytes], tenant: str, draft: PartialAnswer | None) -> bytes:
         found, texts, has_ended, is_large = bytearray(), list[str](), False, False
         async with AsyncExitStack() as held:
             async for chunk in chunks:
@@ -101,10 +101,10 @@ class AnsweringHosts:
                     has_ended = line.ends
                     if line.failure is not None:
                         _refuse(line.failure)
-                    if line.grown and partial is not None:
+                    if line.grown and draft is not None:
                         texts += [""] * (len(line.grown) - len(texts))
                         texts = [text + new for text, new in zip(texts, line.grown, strict=True)]
-                        partial.put(tuple(texts))
+                        draft.put(tuple(texts))
                 if len(found) > _MAX_BYTES:
                     raise InvalidInput(f"the answer has more than {_MAX_BYTES:,} bytes: ask for less", "n")
                 if len(found) > _LARGE_BYTES and not is_large:

@@ -188,10 +188,8 @@ class Inference:
         self._untrained = untrained
         self._questions = questions
 
-    async def chat(
-        self, tenant: str, asked: ChatRequest, partial: PartialAnswer | None = None
-    ) -> Reply[ChatCompletion]:
-        """Ask a model to answer messages. `partial` is told the answer's text while it is drawn, if `stream` is asked.
+    async def chat(self, tenant: str, asked: ChatRequest, draft: PartialAnswer | None = None) -> Reply[ChatCompletion]:
+        """Ask a model to answer messages. `draft` is told the answer's text while it is drawn, if `stream` is asked.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -200,15 +198,15 @@ class Inference:
         """
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._place(tenant, asked):
-            return Reply(ChatCompletion, await self._ask(tenant, asked, partial))
+            return Reply(ChatCompletion, await self._ask(tenant, asked, draft))
 
     async def complete(
-        self, tenant: str, asked: CompletionRequest, partial: PartialAnswer | None = None
+        self, tenant: str, asked: CompletionRequest, draft: PartialAnswer | None = None
     ) -> Reply[CompletionResponse]:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         check_length(self._settings, asked.prompt)
         async with self._place(tenant, asked):
-            return Reply(CompletionResponse, await self._ask(tenant, asked, partial))
+            return Reply(CompletionResponse, await self._ask(tenant, asked, draft))
 
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
@@ -224,7 +222,7 @@ class Inference:
         prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, partial: PartialAnswer | None) -> bytes:
+    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None) -> bytes:
         if (name := ArtName.parse(asked.model)) is not None:
             if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
@@ -233,9 +231,9 @@ class Inference:
             target = await self._art_models.target(tenant, name)
         else:
             target = await self._named(tenant, asked.model)
-        if partial is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
+        if draft is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
-        return await self._ask_target(tenant, target, asked, partial)
+        return await self._ask_target(tenant, target, asked, draft)
 
     async def _named(self, tenant: str, name: str) -> Target:
         """Return the weights of what a tenant has published; else of the base model that the installation names so."""
@@ -247,7 +245,7 @@ class Inference:
         return await self._untrained.target(tenant, uri)
 
     async def _ask_target(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, partial: PartialAnswer | None = None
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None = None
     ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -260,8 +258,8 @@ class Inference:
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     at = await self._served_at(attempt) if lease is None else _at(lease.grant)
-                    request = _request(tenant, target, asked, lease, partial.answer_id if partial else None)
-                    return await self._hosts.ask(at, request, partial)
+                    request = _request(tenant, target, asked, lease, draft.answer_id if draft else None)
+                    return await self._hosts.ask(at, request, draft)
             except (QuestionLost, TimeoutError) as lost:
                 problem = str(lost) or f"no answer came within {_ANSWER_S:g} s"
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)

@@ -111,11 +111,15 @@ class _Stale(Exception):
 
 @dataclass
 class _Attempt:
-    """The objects that hold one attempt's log: `whole` if it exists, else the pieces in `parts`."""
+    """The objects that hold one attempt's log: `whole` if it exists, else the pieces in `parts`.
+
+    `is_complete`: it is known that none of the pieces had gone when they were listed.
+    """
 
     key: str
     whole: ObjectInfo | None = None
     parts: list[ObjectInfo] = field(default_factory=list)
+    is_complete: bool = False
 
 
 def _next_piece(store: ObjectStore, attempts: dict[tuple[str, str], _Attempt], cursor: EventCursor) -> _Piece | None:
@@ -146,8 +150,10 @@ def _attempts(store: ObjectStore, run_id: str) -> dict[tuple[str, str], _Attempt
 
 def _check_is_complete(store: ObjectStore, attempt: _Attempt) -> None:
     """Raise _Stale unless all pieces of a log were listed: they are deleted behind the upload of the whole one."""
-    if attempt.whole is None and store.head(attempt.key) is not None:
-        raise _Stale
+    if attempt.whole is None and not attempt.is_complete:
+        if store.head(attempt.key) is not None:
+            raise _Stale
+        attempt.is_complete = True
 
 
 def _read(store: ObjectStore, attempt: _Attempt, offset: int) -> bytes:

@@ -62,11 +62,11 @@ def elsewhere(at: HostAddress) -> HostAddress:
 
 
 async def asked(
-    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, partial: PartialAnswer | None = None
+    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, draft: PartialAnswer | None = None
 ) -> bytes:
     clients = HostClients(settings, SILENCE_S)
     try:
-        return await AnsweringHosts(clients).ask(at, request or question(), partial)
+        return await AnsweringHosts(clients).ask(at, request or question(), draft)
     finally:
         await clients.close()
 
@@ -131,12 +131,12 @@ async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_pa
         return RootModel("the whole")
 
     with host(tmp_path, grow) as (settings, at):
-        partial, seen = PartialAnswer(), list[tuple[str, ...]]()
-        answering = asyncio.create_task(asked(settings, at, partial=partial))
+        draft, seen = PartialAnswer(), list[tuple[str, ...]]()
+        answering = asyncio.create_task(asked(settings, at, draft=draft))
         for _ in range(3):
-            await asyncio.wait_for(partial.changed.wait(), 60)
-            partial.changed.clear()
-            seen.append(partial.texts)
+            await asyncio.wait_for(draft.changed.wait(), 60)
+            draft.changed.clear()
+            seen.append(draft.texts)
             heard.release()
         assert await answering == b'"the whole"'
         assert seen == [told[0], told[1], told[3]]

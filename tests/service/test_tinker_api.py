@@ -113,7 +113,10 @@ def test_what_is_no_request_is_refused_before_it_is_read(
         assert len(compressed(many)) < 4096
         # It names no model; on a slow machine its child's seconds are up before it has been read to the end.
         answer = door.post("/forward_backward", content=compressed(many), headers=ZSTD)
-        refused(answer, 422, "processor time") if answer.status_code == 422 else refused(answer, 404)
+        if answer.status_code == 422:
+            refused(answer, 422, "processor time")
+        else:
+            refused(answer, 404)
         refused(door.post("/forward_backward", content=compressed(head + many), headers=ZSTD), 422)
     refused(door.post("/optim_step", content=b"\0" * (2 << 20)), 413)
     for seq_id in (0, -1, 2**31 - 1):

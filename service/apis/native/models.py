@@ -62,9 +62,7 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
             role=role,
             queue=queue,
             num_polling=count,
-            lacking=tuple(
-                why_not for each in states if each.role == role for why_not in each.why_not(now, asking.is_operator)
-            ),
+            lacking=tuple(why for each in states if each.role == role for why in each.why_not(now, asking.is_operator)),
             precision=precision if role == "gpu" else None,
         )
         for (role, queue), count in zip(queues, counts, strict=True)

@@ -42,15 +42,15 @@ async def answered(
     Args:
         whole: translates an answer that is not streamed; without it the answer is passed on as it is.
     """
-    partial = PartialAnswer() if chunks else None
-    task = asyncio.ensure_future(ask(partial))
-    if partial is None or chunks is None:
+    draft = PartialAnswer() if chunks else None
+    task = asyncio.ensure_future(ask(draft))
+    if draft is None or chunks is None:
         reply = await _unless_gone(request, task)
         content = reply.content if whole is None else whole(reply.read()).model_dump_json().encode()
         return Response(content, media_type="application/json")
     with suppress(TimeoutError):
-        await _unless_gone(request, task, _KEEP_ALIVE_S, partial.changed)
-    events = _events(task, partial, chunks(partial))
+        await _unless_gone(request, task, _KEEP_ALIVE_S, draft.changed)
+    events = _events(task, draft, chunks(draft))
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
@@ -88,16 +88,16 @@ async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", t
     await asyncio.wait({first, second}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _events(task: "asyncio.Future[Reply[T]]", partial: PartialAnswer, chunks: Chunks[T]) -> AsyncIterator[str]:
+async def _events(task: "asyncio.Future[Reply[T]]", draft: PartialAnswer, chunks: Chunks[T]) -> AsyncIterator[str]:
     """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
     try:
         while not task.done():
-            growing = asyncio.ensure_future(partial.changed.wait())
+            growing = asyncio.ensure_future(draft.changed.wait())
             await _either(task, growing, _KEEP_ALIVE_S)
             growing.cancel()
-            if partial.changed.is_set():
-                partial.changed.clear()
-                for chunk in chunks.grown(partial.texts):
+            if draft.changed.is_set():
+                draft.changed.clear()
+                for chunk in chunks.grown(draft.texts):
                     yield _event(chunk)
             elif not task.done():
                 yield ": the model is answering\n\n"

@@ -225,14 +225,14 @@ async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Ask
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
     chat = body.chat()
 
-    async def ask(partial: PartialAnswer | None) -> Reply[ChatCompletion]:
+    async def ask(draft: PartialAnswer | None) -> Reply[ChatCompletion]:
         try:
-            return await backend.inference.chat(asking.tenant, chat, partial)
+            return await backend.inference.chat(asking.tenant, chat, draft)
         except InvalidInput as error:
             raise InvalidInput(error.message, error.place and _named(error.place)) from error
 
-    def events(partial: PartialAnswer) -> ResponseEvents:
-        return ResponseEvents(body.asked(response_id(partial.answer_id), partial.created))
+    def events(draft: PartialAnswer) -> ResponseEvents:
+        return ResponseEvents(body.asked(response_id(draft.answer_id), draft.created))
 
     def whole(answer: ChatCompletion) -> ResponseObject:
         return completed(body.asked(response_id(answer.id), answer.created), answer)

@@ -52,9 +52,9 @@ class ChatChunks:
 
     end: ClassVar[str] = DONE
 
-    def __init__(self, partial: PartialAnswer, model: str, include_usage: bool = False) -> None:
+    def __init__(self, draft: PartialAnswer, model: str, include_usage: bool = False) -> None:
         self._include_usage = include_usage
-        self._head = ChatChunk(id=partial.answer_id, created=partial.created, model=model, choices=[])
+        self._head = ChatChunk(id=draft.answer_id, created=draft.created, model=model, choices=[])
         self._sent = SentTexts()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[ChatChunk]:
@@ -103,10 +103,10 @@ class TextChunks:
 
     end: ClassVar[str] = DONE
 
-    def __init__(self, partial: PartialAnswer, model: str, include_usage: bool = False) -> None:
+    def __init__(self, draft: PartialAnswer, model: str, include_usage: bool = False) -> None:
         self._include_usage = include_usage
-        id = partial.answer_id.replace("chatcmpl", "cmpl")
-        self._head = CompletionChunk(id=id, created=partial.created, model=model, choices=[])
+        id = draft.answer_id.replace("chatcmpl", "cmpl")
+        self._head = CompletionChunk(id=id, created=draft.created, model=model, choices=[])
         self._sent = SentTexts()
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[CompletionChunk]:

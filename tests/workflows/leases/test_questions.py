@@ -113,10 +113,10 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
         assert choice.logprobs is not None
         assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
         assert kept.content == choice.message.content
-    partial = PartialAnswer()
-    chunks = list(ChatChunks(partial, "north").rest(answer))
+    draft = PartialAnswer()
+    chunks = list(ChatChunks(draft, "north").rest(answer))
     named = [chunk.choices[0].answer_id for chunk in chunks if chunk.choices[0].answer_id]
-    assert named == [partial.answer_id, answer.id] * 2, "of each choice the first chunk and the last"
+    assert named == [draft.answer_id, answer.id] * 2, "of each choice the first chunk and the last"
     assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
     told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
     assert told == [choice.token_ids for choice in answer.choices]
@@ -128,21 +128,21 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
 
 async def test_text_comes_while_it_is_drawn(harbour: Harbour) -> None:
     """Texts only grow into those of the answer, which is remembered under the id that its stream had."""
-    inference, partial, seen = harbour.inference(), PartialAnswer(), dict[tuple[str, ...], float]()
+    inference, draft, seen = harbour.inference(), PartialAnswer(), dict[tuple[str, ...], float]()
     await inference.chat("default", greedy("north", max_tokens=1))
     asked_at = time.monotonic()
     asked = greedy("north", temperature=1, n=2, max_tokens=1500, stream=True)
-    answering = asyncio.ensure_future(inference.chat("default", asked, partial))
+    answering = asyncio.ensure_future(inference.chat("default", asked, draft))
     while not answering.done():
         await asyncio.sleep(0.02)
-        if partial.texts:
-            seen.setdefault(partial.texts, time.monotonic() - asked_at)
+        if draft.texts:
+            seen.setdefault(draft.texts, time.monotonic() - asked_at)
     answer = answering.result().read()
     print(f"first text after {min(seen.values()):.2f} s, all of it after {time.monotonic() - asked_at:.2f} s")
     texts = [choice.message.content for choice in answer.choices]
     assert sum(map(len, next(iter(seen)))) < sum(map(len, texts))
     assert all(whole.startswith(text) for each in seen for whole, text in zip(texts, each, strict=True))
-    assert recall(harbour.store, "default", partial.answer_id) is not None and answer.id == partial.answer_id
+    assert recall(harbour.store, "default", draft.answer_id) is not None and answer.id == draft.answer_id
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:

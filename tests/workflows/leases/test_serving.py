@@ -48,11 +48,11 @@ from workflows.leases.serving import ServingWorkflow
 @pytest.mark.parametrize("waits_s", drawn([0.0, 0.01, 0.1, 1.0, None], 1, always=[None]))
 async def test_a_caller_that_leaves_takes_the_question_back(harbour: Harbour, waits_s: float | None) -> None:
     """However far it has come: on its way to the host, waiting, drawn. None: a part of the answer is there."""
-    inference, partial = harbour.inference(), PartialAnswer()
+    inference, draft = harbour.inference(), PartialAnswer()
     await inference.chat("default", greedy("north"))
     endless = greedy("north", temperature=1, max_tokens=1900, n=128, stream=True)
-    asked = asyncio.create_task(inference.chat("default", endless, partial))
-    await (there_is(lambda: partial.texts) if waits_s is None else asyncio.sleep(waits_s))
+    asked = asyncio.create_task(inference.chat("default", endless, draft))
+    await (there_is(lambda: draft.texts) if waits_s is None else asyncio.sleep(waits_s))
     asked.cancel()
     with suppress(asyncio.CancelledError):
         await asked
@@ -74,10 +74,10 @@ async def is_idle(sampler: str) -> bool:
 
 async def test_a_sampler_that_is_killed_over_a_question_is_replaced(harbour: Harbour) -> None:
     """The new one goes on with what the old one drew, though the question names no seed."""
-    inference, partial = harbour.inference(), PartialAnswer()
+    inference, draft = harbour.inference(), PartialAnswer()
     long = greedy("north", max_tokens=1900, temperature=1, stream=True)
-    asked = asyncio.create_task(inference.chat("default", long, partial))
-    before = await there_is(lambda: partial.texts)
+    asked = asyncio.create_task(inference.chat("default", long, draft))
+    before = await there_is(lambda: draft.texts)
     assert not asked.done()
     [sampler] = harbour.samplers()
     for process in processes_of(sampler):
