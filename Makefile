@@ -20,7 +20,7 @@ help:
 	@echo "make wheel      the wheel, in dist"
 	@echo "make docs       the documentation site, in build/site"
 
-$(installed): pyproject.toml requirements/constraints.txt $(wildcard requirements/locked/*.txt) requirements/clients.txt requirements/install.sh
+$(installed): pyproject.toml requirements/constraints.txt $(wildcard requirements/locked/*.txt) requirements/clients.txt $(addprefix requirements/,install.sh clients.sh pip_install.sh)
 	@requirements/install.sh
 
 setup: $(installed)
@@ -68,8 +68,7 @@ lint: setup
 # A local build of torch (+cpu) is the same version: the lock names the public one. CUDA libraries are pinned by torch itself.
 lock: setup
 	@.venv/bin/python -m pip freeze --exclude-editable | grep -v -E '^(nvidia-|cuda-)' | sed 's/+cpu$$//' > requirements/constraints.txt
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --target .venv/lock uv==0.13.9
-	@.venv/bin/python requirements/lock.py .venv/lock/bin/uv
+	@.venv/bin/python requirements/lock.py .venv/uv/bin/uv
 
 wheel: setup
 	@infra/check_wheel.sh --build-only

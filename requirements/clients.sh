@@ -31,7 +31,7 @@ while read -r name packages; do
             ;;
     esac
     # shellcheck disable=SC2086  # a list of packages
-    if ! PIP_PYTHON=$python pip_install --no-deps --no-compile --target "$folder" ${packages#python3.[0-9]* }; then
+    if ! PYTHON_OF_PACKAGES=$python uv_install --no-deps --target "$folder" ${packages#python3.[0-9]* }; then
         if [ "${name%\?}" = "$name" ]; then exit 1; fi
         echo "${name%\?} cannot be had here: it is left out, and its tests are skipped" >&2
         rm -rf "$folder"

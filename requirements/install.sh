@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv and install Longshore into it: everything but torch by locked versions and hashes (locked/*.txt), torch by
-# the version that constraints.txt names. Finished downloads stay in pip's cache, so that a try after a lost connection goes on.
+# the version that constraints.txt names. Finished downloads stay in caches, so that a try after a lost connection goes on.
 #   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `worker`; or `server`: what the control plane needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,9 +35,9 @@ fi
 echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
 # Bytecode of 17,000 modules takes minutes, and few of them are imported: here imports write it, where elsewhere the
 # service's user may not.
-no_compile=; if [ "$extra" = dev ]; then no_compile=--no-compile; fi
+if [ "$extra" = dev ]; then no_compile=--no-compile; else compile=--compile-bytecode; fi
 # shellcheck disable=SC2046  # a list of options
-pip_install ${no_compile:+"$no_compile"} --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
+uv_install ${compile:+"$compile"} --require-hashes --no-deps $(printf -- '--requirements requirements/locked/%s.txt ' "${sets[@]}")
 # A local build of torch (+cpu) has other hashes than the public one, which brings CUDA's libraries and pins them itself.
 if [ "$extra" != server ]; then pip_install ${no_compile:+"$no_compile"} --constraint requirements/constraints.txt torch; fi
 pip_install --no-deps --no-build-isolation --editable .
