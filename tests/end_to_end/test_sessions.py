@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from temporalio.api.enums.v1 import EventType
 
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
 from longshore.commands import Asked
@@ -299,6 +300,10 @@ def test_a_session_on_two_ranks_survives_the_loss_of_one(
     assert final_state(cut, client) == state
 
 
+def _has_completed(stack: Stack, run_id: str) -> bool:
+    return stack.history(run_id).events[-1].event_type == EventType.EVENT_TYPE_WORKFLOW_EXECUTION_COMPLETED
+
+
 def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tiny_model: Path) -> None:
     session = opened(client, tiny_model, gap_s=1.0)
     data = [Datum(tokens=(5, 6, 7))]
@@ -333,6 +338,8 @@ def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tin
     assert client.attach(session.id).forward(data).result(600).number == 6
     session.close()
     wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
+    # What comes as the end is being recorded is accepted, and dropped.
+    wait_until(lambda: _has_completed(stack, session.id), "the end of its workflow")
     refused(lambda: client.call("PUT", f"{path}/7", json={"kind": "save_state"}), 409, "ended")
     refused(lambda: client.call("GET", f"{path}/7"), 404, "no command 7")
     # What a workflow has put under the number stays when a client's command is refused there.
