@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
-from tests.depth import drawn
+from tests.depth import drawn, one_of
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
@@ -119,6 +119,7 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
 
 
 POINTS: list[Point] = [before_the_claim, mid_step, between_save_and_manifest, after_save, at_the_sentinel]
+KILLED = ["at every point", "around a limit"]
 VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_server]
 
 
@@ -131,7 +132,7 @@ def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
         signal_all(ranks(stack), signal.SIGCONT)
 
 
-@pytest.mark.drawn
+@one_of(KILLED, "at every point")
 @pytest.mark.parametrize("turn", drawn(range(len(VICTIMS)), 1))
 def test_a_kill_at_every_point_changes_nothing(
     stack: Stack, undisturbed: Answer, sft_options: list[str], turn: int
@@ -168,7 +169,7 @@ LIMIT_KILLS: list[tuple[str, Victim]] = drawn(
 )
 
 
-@pytest.mark.drawn
+@one_of(KILLED, "around a limit")
 def test_a_spending_limit_holds_whatever_is_killed(stack: Stack, undisturbed: Answer, sft_options: list[str]) -> None:
     """Kills as the limit is set, while it holds, and as it is raised: no step beyond it, no step lost."""
     key = _asked(stack, "POST", "/tenants", {"tenant": "thrifty", "title": "Thrifty"})["key"]["key"]

@@ -122,7 +122,7 @@ ALL_CONTINUE_KILLS: list[tuple[Point, Victim]] = [
     (training, gpu_host),
 ]
 CONTINUE_KILLS = drawn(ALL_CONTINUE_KILLS, 1)
-KILLED_IN_TURN = ["waits", "goes on"]  # what samples do while weights come
+LOST = ["samples wait", "samples go on", "samplers come late"]  # what happens as weights come
 WRONG_WEIGHTS = ["before a proof", "while the next step is drawn"]
 
 
@@ -134,7 +134,7 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
     wait_until(lambda: _count(stack, "sampled/*-parts/*.json") == 0, "parts are gone")
 
 
-@one_of(KILLED_IN_TURN, "waits")
+@one_of(LOST, "samples wait")
 def test_kills_in_every_phase_change_nothing(
     fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
 ) -> None:
@@ -144,7 +144,7 @@ def test_kills_in_every_phase_change_nothing(
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
 
 
-@one_of(KILLED_IN_TURN, "goes on")
+@one_of(LOST, "samples go on")
 def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_make_of_it(
     fresh_stack: Stack, rollout_options: list[str]
 ) -> None:
@@ -176,6 +176,7 @@ def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_
     assert models[0].read_bytes() == models[1].read_bytes()
 
 
+@one_of(LOST, "samplers come late")
 def test_samplers_come_late_and_are_lost_and_change_nothing(
     fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
 ) -> None:

@@ -11,6 +11,7 @@ from temporalio.api.history.v1 import HistoryEvent
 from benchmarks.one_device import Device
 from shared.chat.trajectories import TrajectoryGroup
 from shared.jobs.events import Offloaded, parse_event
+from tests.depth import drawn
 from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
 from tests.megatron_worker.weight_sync.samplers import TRANSPORTS, needs
@@ -253,7 +254,8 @@ def test_a_sync_that_the_hosts_cannot_do_ends_the_run_before_a_sampler_starts(
     assert not any(event.HasField("workflow_execution_signaled_event_attributes") for event in events), "no grant"
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.drawn
+@pytest.mark.parametrize("in_flight", drawn(["finish", "continue"], 1))
 def test_full_weights_are_sent_while_later_steps_are_sampled(
     stack: Stack, rollout_options: list[str], in_flight: str
 ) -> None:

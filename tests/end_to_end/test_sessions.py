@@ -30,7 +30,7 @@ from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Ledger
-from tests.depth import SEED
+from tests.depth import SEED, drawn, one_of
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import Victim, a_rank, control_host, gpu_host, kill, temporal_server, web_service
 
@@ -127,6 +127,10 @@ def told(result: CommandResult) -> tuple[object, ...]:
     return result.number, result.kind, result.problem, timeless, result.data
 
 
+KILLED = ["in all that comes", "around a loaded state"]
+
+
+@one_of(KILLED, "in all that comes")
 def test_whatever_is_killed_every_future_resolves_to_the_same_bits(
     stack: Stack, client: Client, tiny_model: Path
 ) -> None:
@@ -233,6 +237,7 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     assert by_hand.read_bytes() == weights.read_bytes()
 
 
+@one_of(KILLED, "around a loaded state")
 def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, client: Client, tiny_model: Path) -> None:
     """Of another session, of its own past, with moments and without; and what cannot be loaded is refused."""
     print(f"seed {SEED}")
@@ -283,7 +288,8 @@ def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, cli
     narrow.close()
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=["dp2", "tp2"])
+@pytest.mark.drawn
+@pytest.mark.parametrize("layout", drawn([Layout(dp=2), Layout(tp=2)], 1), ids=lambda layout: layout.label)
 def test_a_session_on_two_ranks_survives_the_loss_of_one(
     stack: Stack, client: Client, tiny_model: Path, layout: Layout
 ) -> None:

@@ -313,12 +313,13 @@ def finished(process: subprocess.Popen, hub: Path, log: str) -> dict[str, Any]:
 
 @pytest.mark.drawn
 def test_the_cookbook_s_recipes_run_unmodified(stack: Stack, hub: Path) -> None:
-    names = drawn(list(RECIPES), 1, always=["sl_loop"])
+    names = drawn(list(RECIPES), 1)
     running = {name: recipe(stack, hub, name, RECIPES[name], name) for name in names}
     for name, process in running.items():
         finished(process, hub, name)
-    metrics = lines_of(hub, "sl_loop", "metrics.jsonl")
-    assert metrics[2]["train_mean_nll"] < metrics[0]["train_mean_nll"]
+    if "sl_loop" in names:
+        metrics = lines_of(hub, "sl_loop", "metrics.jsonl")
+        assert metrics[2]["train_mean_nll"] < metrics[0]["train_mean_nll"]
     if "preference.dpo.train" in names:
         steps = lines_of(hub, "preference.dpo.train", "metrics.jsonl")
         losses = [step["dpo_loss"] for step in steps if "dpo_loss" in step]

@@ -1,6 +1,6 @@
 """Two and four ranks give what one gives, under every layout: scores, losses, gradients, norms, weights, files.
 
-One launch for each number of ranks. Of layouts of four, and of faults, each run of the suite tries a part.
+One launch for each number of ranks. Of layouts and of faults each run of the suite tries a part.
 `python -m benchmarks.layouts` measures many more layouts.
 """
 
@@ -46,9 +46,6 @@ ALL_FAULTS = {
     ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-tokens": "history"},
     ("experts", "tp2-sp-etp2"): {"forget-finalize": "full history", "drop-shard": "lora weights"},
 }  # of two ranks: four show the same ones, for three times the work
-FAULTS = drawn(
-    [(*place, fault, shows_in) for place, faults in ALL_FAULTS.items() for fault, shows_in in faults.items()], 6
-)
 FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
@@ -56,11 +53,21 @@ ALL_TRIALS = [
     for own in worlds.values()
     for layout in own
 ]
-TRIALS = drawn(ALL_TRIALS, 2, always=[FIRST[4], *(trial for trial in ALL_TRIALS if trial[1].world_size == 2)])
-NAMES = [f"{name}/{layout.label}" for name, layout in TRIALS]
-OF_TWO = [name for name, (_, layout) in zip(NAMES, TRIALS, strict=True) if layout.world_size == 2]
 NOT_ROUNDING = ["dense/pp2", "dense/dp2"]
-ROUNDED = drawn(OF_TWO, 2, always=NOT_ROUNDING)  # in bfloat16, too
+ALWAYS = [*FIRST.values(), *(("dense", layout) for layout in (Layout(pp=2), Layout(dp=2)))]
+TRIALS = drawn(ALL_TRIALS, 3, always=ALWAYS)
+NAMES = [f"{name}/{layout.label}" for name, layout in TRIALS]
+FAULTS = drawn(
+    [
+        (*place, fault, shows_in)
+        for place, faults in ALL_FAULTS.items()
+        if "/".join(place) in NAMES
+        for fault, shows_in in faults.items()
+    ],
+    4,
+)
+OF_TWO = [name for name, (_, layout) in zip(NAMES, TRIALS, strict=True) if layout.world_size == 2]
+ROUNDED = drawn(OF_TWO, 1, always=NOT_ROUNDING)  # in bfloat16, too
 pytestmark = pytest.mark.drawn
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import drawn
 from tests.page.guest import AXE, DESKTOP, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, Page, expect
 from tests.service.conftest import Service
 
@@ -49,10 +50,9 @@ def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]
     assert nameless == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("name", "width"),
-    [("phone", PHONE["width"]), ("tablet", 820), ("desktop", DESKTOP["width"])],
-    ids=["390", "820", "1280"],
+    ("name", "width"), drawn([("phone", PHONE["width"]), ("tablet", 820), ("desktop", DESKTOP["width"])], 1)
 )
 def test_pages_fit_the_screen_and_can_be_read(
     browser: Browser, service: Service, trained: dict[str, str], name: str, width: int

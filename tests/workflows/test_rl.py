@@ -37,6 +37,7 @@ from shared.storage.artifacts import read_record
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
+from tests.depth import drawn
 from tests.workflows.stack import Stack, eventually
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
@@ -383,7 +384,8 @@ async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
         yield settings.control_queue
 
 
-@pytest.mark.parametrize("way", ["cancelled", "paused"])
+@pytest.mark.drawn
+@pytest.mark.parametrize("way", drawn(["cancelled", "paused"], 1))
 async def test_a_run_that_was_stopped_resumes_where_its_last_done_step_left_it(
     stack: RLStack, undisturbed: list[bytes], way: str
 ) -> None:

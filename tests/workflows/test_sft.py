@@ -28,6 +28,7 @@ from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.storage.paths import RunKeys
+from tests.depth import drawn
 from tests.workflows.stack import (
     Stack,
     eventually,
@@ -160,7 +161,8 @@ async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> No
     assert stack.weights(status) == adapter_bytes(7, 100)
 
 
-@pytest.mark.parametrize("way", ["cancelled", "paused"])
+@pytest.mark.drawn
+@pytest.mark.parametrize("way", drawn(["cancelled", "paused"], 1))
 async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack, way: str) -> None:
     await stack.add_gpu_host(step_s=0.05)
     held_out = DatasetSource(uri="file:///held_out.jsonl")
@@ -307,7 +309,8 @@ async def test_a_run_that_gets_ahead_outlives_any_number_of_losses(stack: Stack)
     assert status.epoch == 4
 
 
-@pytest.mark.parametrize("way", ["cancelled", "paused"])
+@pytest.mark.drawn
+@pytest.mark.parametrize("way", drawn(["cancelled", "paused"], 1))
 async def test_a_run_that_is_stopped_again_before_it_goes_on_is_what_it_was(stack: Stack, way: str) -> None:
     """What it used counts, and there is where to go on from."""
     await stack.add_gpu_host(step_s=0.02)
