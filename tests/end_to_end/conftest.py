@@ -105,7 +105,7 @@ def options(tiny_model: Path, chat_dataset: Path) -> list[str]:
     """60 steps, seconds long, a checkpoint every 10."""
     return [
         *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset)),
-        *("--steps", "60", "--batch-size", "64", "--max-tokens", "256", "--checkpoint-every", "10", "--seed", "7"),
+        *("--steps", "60", "--batch-size", "32", "--max-tokens", "256", "--checkpoint-every", "10", "--seed", "7"),
     ]
 
 

@@ -63,7 +63,7 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
             "--grader",
             json.dumps(LETTERS),
         ),
-        *("--steps", str(NUM_STEPS), "--prompts-per-step", "12", "--group-size", "8", "--max-completion-tokens", "32"),
+        *("--steps", str(NUM_STEPS), "--prompts-per-step", "8", "--group-size", "4", "--max-completion-tokens", "32"),
         *("--off-policy-steps", "1", "--loss", "ppo", "--lora-rank", "4", "--learning-rate", "0.01"),
         *("--max-tokens", "80", "--seed", "7"),
     ]
