@@ -20,7 +20,7 @@ help:
 	@echo "make wheel      the wheel, in dist"
 	@echo "make docs       the documentation site, in build/site"
 
-$(installed): pyproject.toml requirements/constraints.txt $(wildcard requirements/locked/*.txt) requirements/clients.txt $(addprefix requirements/,install.sh clients.sh pip_install.sh)
+$(installed): pyproject.toml requirements/constraints.txt $(wildcard requirements/locked/*.txt) $(addprefix requirements/,clients.txt uv.txt install.sh clients.sh pip_install.sh)
 	@requirements/install.sh
 
 setup: $(installed)

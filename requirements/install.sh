@@ -45,6 +45,6 @@ if ! .venv/bin/python -m pip check --disable-pip-version-check; then
     echo "the locks are behind pyproject.toml: make lock" >&2
     exit 1
 fi
-if [ "$extra" = dev ]; then requirements/clients.sh; fi
+if [ "$extra" = dev ]; then requirements/clients.sh; else rm -rf .venv/uv; fi  # an image runs without it
 touch .venv/installed
 echo "installed in $((SECONDS - started)) s"

