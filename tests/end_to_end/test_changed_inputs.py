@@ -8,6 +8,7 @@ import pytest
 
 from tests.activities.groups import random_groups
 from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.victims import halt
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def interrupted(stack: Stack, options: list[str], num_checkpoints: int = 1) -> s
     """A run that was paused when it had so many checkpoints."""
     run_id = stack.cli(*options).json["run_id"]
     wait_until(lambda: len(checkpoints(stack, run_id)) >= num_checkpoints, "checkpoints")
-    stack.cli("pause", run_id)
+    halt(stack, run_id, "pause")
     assert stack.cli("watch", run_id, "--json", check=False).json["status"] == "paused"
     return run_id
 

@@ -20,6 +20,7 @@ from tests.end_to_end.victims import (
     a_rank,
     control_host,
     gpu_host,
+    halt,
     kill,
     ranks,
     signal_all,
@@ -149,7 +150,7 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
 ) -> None:
     run_id = _submit(stack, sft_options)
     wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
-    stack.cli("cancel", run_id)
+    halt(stack, run_id, "cancel")
     ended = stack.cli("watch", run_id, "--json", check=False)
     assert ended.code == 103 and ended.json["steps"] < 60, "it was stopped before its last step"
     checkpoints = stack.cli("checkpoints", run_id, "--json").json

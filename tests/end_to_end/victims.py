@@ -69,6 +69,15 @@ def kill(stack: Stack, victim: Victim, patience_s: float = 30) -> None:
     signal_all(killed, signal.SIGKILL)
 
 
+def halt(stack: Stack, run_id: str, command: str) -> None:
+    """Pause or cancel a run whose ranks stand still until its worker is told, so that it does not end before."""
+    held = ranks(stack)
+    signal_all(held, signal.SIGSTOP)
+    stack.cli(command, run_id)
+    wait_until(lambda: any(stack.host_paths.workers.glob(f"*/cancel/{run_id}-*")), "the worker is told")
+    signal_all(held, signal.SIGCONT)
+
+
 def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         try:
