@@ -7,7 +7,10 @@ from pydantic import Field, model_validator
 from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 
-Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Linear = Literal[
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+]
 LINEARS: tuple[Linear, ...] = get_args(Linear)
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]

@@ -1,12 +1,12 @@
 """Model families: the engine's architecture for a Hugging Face config, and where each of its tensors lies."""
 
-import dataclasses
 import json
 from pathlib import Path
 
-from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
+from megatron_worker.families import qwen3_5
+from megatron_worker.families.architecture import Architecture, Attention, Llama3Scaling, Mixture, Rope
 from shared.errors import InvalidInput
-from shared.models.config import DenseConfig, MixtureConfig, read_model_config
+from shared.models.config import DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig, read_model_config
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -31,50 +31,60 @@ def _architecture(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
         case "llama":
-            return _sized(config)
+            return _sized(config, _attention(config))
         case "qwen2":
-            return _sized(config, qkv_bias=True)
-        case "qwen3":
-            return _sized(config, qk_norm=True)
-        case "qwen3_moe":
-            return _sized(config, qk_norm=True)
+            return _sized(config, _attention(config, qkv_bias=True))
+        case "qwen3" | "qwen3_moe":
+            return _sized(config, _attention(config, qk_norm=True))
+        case "qwen3_5" | "qwen3_5_moe":
+            assert isinstance(config, HybridConfig)
+            return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 
 
-def _sized(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Architecture:
-    """Return the architecture of a config with the given settings of its family."""
-    dense = Architecture(
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_size=config.intermediate_size,
+def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Attention:
+    return Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.size_of_heads,
+        rope=_rope(config),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _sized(config: DenseConfig, attention: Attention) -> Architecture:
+    """Return an architecture whose layers are all alike."""
+    return Architecture(
+        family=config.model_type,
+        mixers=(attention,) * config.num_hidden_layers,
+        mlp=_mixture(config) if isinstance(config, MixtureConfig) else config.intermediate_size,
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        rope=_rope(config),
+        tensor_prefix=config.tensor_prefix,
+        carried=config.carried,
     )
-    if not isinstance(config, MixtureConfig):
-        return dense
-    return dataclasses.replace(
-        dense,
+
+
+def _mixture(config: MixtureConfig) -> Mixture:
+    return Mixture(
         num_experts=config.num_experts,
-        expert_ffn_size=config.moe_intermediate_size,
+        ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
-        normalised_experts=config.norm_topk_prob,
+        is_normalised=config.norm_topk_prob,
+        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
     )
 
 
 def _rope(config: DenseConfig) -> Rope:
     parameters = config.rope
     theta = parameters.rope_theta or _DEFAULT_THETA
+    size = config.rotary_size if isinstance(config, HybridConfig) else config.size_of_heads
     if parameters.rope_type != "llama3":
-        return Rope(theta)
+        return Rope(theta, size)
     assert parameters.factor is not None  # else the file was refused
     assert parameters.original_max_position_embeddings is not None
     scaling = Llama3Scaling(
@@ -83,4 +93,4 @@ def _rope(config: DenseConfig) -> Rope:
         parameters.high_freq_factor,
         parameters.original_max_position_embeddings,
     )
-    return Rope(theta, scaling)
+    return Rope(theta, size, scaling)

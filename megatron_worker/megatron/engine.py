@@ -15,8 +15,9 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import linears_of, slices_of
+from megatron_worker.families.architecture import Architecture, Mixture
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
@@ -125,18 +126,19 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
 
 def shape_of(architecture: Architecture) -> ModelShape:
-    a = architecture
+    a, attention, delta_net = architecture, architecture.attention, architecture.delta_net
+    mixture = a.mlp if isinstance(a.mlp, Mixture) else None
     return ModelShape(
         family=a.family,
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
-        num_heads=a.num_heads,
-        num_kv_heads=a.num_kv_heads,
-        ffn_size=a.ffn_size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        ffn_size=a.mlp if isinstance(a.mlp, int) else 0,
         vocab_size=a.vocab_size,
         num_experts=a.num_experts,
-        expert_ffn_size=a.expert_ffn_size,
-        head_dim=a.head_dim,
+        expert_ffn_size=mixture.ffn_size if mixture else 0,
+        head_dim=attention.head_dim,
     )
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
-from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.drawing import PromptScores
 from megatron_worker.sampler.experts import SamplerExperts, fuse_experts
 from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse, fuse_mlp

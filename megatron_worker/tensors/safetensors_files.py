@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, joined
 from shared.contract import Sha256
 from shared.errors import InvalidInput
 
@@ -54,11 +54,10 @@ class TensorFiles:
         if self.shape(name) != tensor_slice.shape:
             message = f"{name!r} has shape {list(self.shape(name))}, expected {list(tensor_slice.shape)}"
             raise InvalidInput(message, str(self._files[name]))
-        index: list[slice] = [slice(None)] * len(tensor_slice.shape)
-        if tensor_slice.split is not None:
-            index[tensor_slice.split] = slice(*tensor_slice.bounds(rank, size))
+        split, everything = tensor_slice.split, slice(None)
+        spans = [everything] if split is None else tensor_slice.spans(rank, size)
         try:
-            local: Tensor = self._slice(name)[tuple(index)]
+            local = joined([self._slice(name)[(everything,) * (split or 0) + (span,)] for span in spans], split)
         except SafetensorError as error:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
         if not local.is_floating_point():

@@ -10,10 +10,12 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama")
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
-_HEAD_DIMS = {"qwen3": 128}  # of families whose files may leave it out; others' heads divide the hidden size
+_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}  # of families whose files may leave it out
+_READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
+_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 
 Size = Field(ge=1)
 
@@ -29,6 +31,7 @@ class RopeConfig(BaseModel):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
 
 
 # transformers takes an empty object for none.
@@ -36,9 +39,18 @@ _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or N
 
 
 class DenseConfig(BaseModel):
+    """A decoder's settings.
+
+    Attributes:
+        tensor_prefix: what the names of its tensors begin with.
+        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
+    """
+
     model_config = ConfigDict(extra="ignore")
 
     model_type: str
+    tensor_prefix: str = "model"
+    carried: tuple[str, ...] = ()
     vocab_size: int = Size
     hidden_size: int = Size
     intermediate_size: int = Size
@@ -86,23 +98,83 @@ class MixtureConfig(DenseConfig):
     mlp_only_layers: tuple[int, ...] | None = None
 
 
-def check_known(values: dict[str, Any], place: str) -> None:
-    """Raise InvalidInput where a `config.json` is of no family that we know, before its other fields are read."""
-    family = values.get("model_type")
+class HybridConfig(DenseConfig):
+    """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
+
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
+    full_attention_interval: int = Field(default=4, ge=1)
+    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    linear_conv_kernel_dim: int = Field(default=4, ge=2)
+    linear_key_head_dim: int = Field(default=128, ge=1)
+    linear_value_head_dim: int = Field(default=128, ge=1)
+    linear_num_key_heads: int = Field(default=16, ge=1)
+    linear_num_value_heads: int = Field(default=32, ge=1)
+
+    @property
+    def is_recurrent(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a gated delta net."""
+        if self.layer_types is not None:
+            return tuple(kind == "linear_attention" for kind in self.layer_types)
+        return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
+
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that is rotated."""
+        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
+
+
+class HybridMixtureConfig(MixtureConfig, HybridConfig):
+    """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
+
+    intermediate_size: int = 0
+    norm_topk_prob: Literal[True] = True
+    shared_expert_intermediate_size: int = Size
+
+
+_KINDS: dict[str, type[DenseConfig]] = {
+    "qwen3_moe": MixtureConfig,
+    "qwen3_5": HybridConfig,
+    "qwen3_5_moe": HybridMixtureConfig,
+}
+
+
+def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return what a `config.json` says of the model's decoder, with `model_type` one of FAMILIES.
+
+    That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
+
+    Raises:
+        InvalidInput: the model is of no family that we know. No other field has been read then.
+    """
+    named = values.get("model_type")
+    family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
     if family not in FAMILIES:
-        raise InvalidInput(f"model_type {family!r} is not a known family: {', '.join(FAMILIES)}", place)
+        raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
+    if family not in _READ_IMAGES:
+        return values
+    decoder = values | {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",)}
+    if named in _TEXT_ALONE:
+        return decoder
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
+    is_tied = values.get("tie_word_embeddings", False)
+    if text.get("tie_word_embeddings", is_tied) != is_tied:
+        raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
+    whole = {name: values.get(name) for name in ("quantization_config",)}
+    place_of_tensors = {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
+    return text | whole | place_of_tensors | {"model_type": family, "tie_word_embeddings": is_tied}
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
-    """Parse a `config.json`: a MixtureConfig for a model with experts, else a DenseConfig.
+    """Parse a `config.json`: a DenseConfig, or one of its classes for families with more settings.
 
     Raises:
         InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
     """
-    check_known(values, place)
-    kind = MixtureConfig if values["model_type"] == "qwen3_moe" else DenseConfig
+    decoder = decoder_settings(values, place)
     try:
-        config = kind.model_validate(values)
+        config = _KINDS.get(decoder["model_type"], DenseConfig).model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
@@ -121,10 +193,24 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"rope scaling of type {rope.rope_type!r} is not supported"
     if rope.rope_type == "llama3" and (rope.factor is None or rope.original_max_position_embeddings is None):
         return "llama3 rope scaling needs factor and original_max_position_embeddings"
+    if isinstance(config, HybridConfig) and (problem := _not_hybrid(config)):
+        return problem
     if not isinstance(config, MixtureConfig):
         return None
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
         return "layers without experts among others with them are not supported"
     if config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return None
+
+
+def _not_hybrid(config: HybridConfig) -> str | None:
+    num_layers, found = config.num_hidden_layers, len(config.is_recurrent)
+    if found != num_layers:
+        return f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        heads = f"{config.linear_num_key_heads} key heads do not divide {config.linear_num_value_heads} value heads"
+        return f"linear attention: {heads}"
+    if config.rotary_size < 2 or config.rotary_size % 2:
+        return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
     return None

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
-from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
