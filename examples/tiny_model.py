@@ -108,7 +108,9 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
 
     size = sizes["head_dim"]
     delta_net = {
-        "layer_types": ["full_attention" if layer % 2 else "linear_attention" for layer in range(sizes["num_hidden_layers"])],
+        "layer_types": [
+            "full_attention" if layer % 2 else "linear_attention" for layer in range(sizes["num_hidden_layers"])
+        ],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": size,

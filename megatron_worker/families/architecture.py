@@ -88,8 +88,8 @@ Mixer = Attention | DeltaNet
 class Mixture:
     """Experts in the place of an MLP.
 
-    `is_normalised`: the chosen experts' weights add up to 1. `shared_ffn_size`: of an expert that all tokens go to, with
-    a gate of its own; 0: there is none.
+    `is_normalised`: the chosen experts' weights add up to 1. `shared_ffn_size`: of an expert that all tokens go to,
+    with a gate of its own; 0: there is none.
     """
 
     num_experts: int

@@ -20,9 +20,9 @@ class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `sections`: sizes
-    of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the pipeline
-    stage and the expert-parallel rank that hold it.
+    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `sections`:
+    sizes of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the
+    pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str

@@ -70,8 +70,9 @@ class LayerNeeds:
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
         ropes = {mixer.rope for mixer in architecture.mixers if isinstance(mixer, Attention)}
+        frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
         delta_net = architecture.delta_net
-        return cls({rope: rotary_frequencies(rope).to(device) for rope in ropes}, delta_net and delta_net.conv_width)
+        return cls(frequencies, None if delta_net is None else delta_net.conv_width)
 
 
 def plan_bin(

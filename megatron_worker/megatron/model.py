@@ -8,6 +8,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -222,4 +223,6 @@ _SWIGLU = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLin
 
 
 def _swiglu(config: TransformerConfig, ffn_size: int) -> SwigluMLP:
-    return SwigluMLP(config, _SWIGLU, ffn_hidden_size=ffn_size)
+    own = copy(config)
+    own.ffn_hidden_size = ffn_size  # megatron's second linear goes by this alone
+    return SwigluMLP(own, _SWIGLU, ffn_hidden_size=ffn_size)

@@ -19,7 +19,8 @@ from shared.errors import InvalidInput
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
-FAMILIES = [(family, tied) for family in ("qwen3", "qwen3_moe", "qwen2", "llama") for tied in (True, False)]
+NAMES = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama"]
+FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
 LENGTHS = (90, 2, 700, 33)
 
 
@@ -50,7 +51,7 @@ def test_named_weights_are_the_files_own(tmp_path, family, tied):
     assert all(torch.equal(weights[name], files[name]) for name in weights)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slices_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
     slices = slices_of(read_architecture(distinct_model(tmp_path, family)), tp, etp=tp)
@@ -59,7 +60,7 @@ def test_slices_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
         filled = {}
         for s in slices:
             parameter = filled.setdefault(s.parameter, torch.zeros(shapes[s.parameter] * s.groups, 1))
-            share = s.shape[0] if s.split != 0 else s.bounds(rank, tp)[1] - s.bounds(rank, tp)[0]
+            share = s.shape[0] if s.split != 0 else sum(span.stop - span.start for span in s.spans(rank, tp))
             before = torch.zeros_like(parameter)
             s.write(before, torch.ones(share, 1))
             assert torch.equal(s.read(before, share), torch.ones(share, 1))
@@ -78,10 +79,10 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == new
-    assert new.rope.scaling is not None
+    assert new.attention.rope.scaling is not None
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", NAMES)
 def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
     from transformers import AutoConfig
 
@@ -92,7 +93,9 @@ def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_pa
     (folder / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
     assert theirs["rope_type"] == "default"
-    assert read_architecture(folder).rope == Rope(theirs["rope_theta"])
+    attention = read_architecture(folder).attention
+    size = int(attention.head_dim * theirs.get("partial_rotary_factor", 1))
+    assert attention.rope == Rope(theirs["rope_theta"], size)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.process_group import start_group
 from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.sampler.decoder import adapter_of
+from megatron_worker.sampler.adapters import adapter_of
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.weight_sync.gathering import LastSent
