@@ -110,7 +110,7 @@ def test_states_that_leak_or_are_lost_show(model, monkeypatch, fault):
 
 
 def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
-    """Beside attention and delta nets alone where there are experts: transformers fuses them, and PEFT sees no linears."""
+    """Beside attention and delta nets alone where there are experts: PEFT sees no linears in those of transformers."""
     from peft import PeftModel
 
     is_mixture = read_architecture(model).num_experts > 0

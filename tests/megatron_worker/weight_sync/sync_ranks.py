@@ -45,6 +45,7 @@ _MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), La
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
     "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 1)), ("fsdp", Layout(dp=2))],
     "experts": [("megatron", Layout(dp=2, ep=2))],
+    "hybrid": [("megatron", Layout(tp=2))],
 }
 BUCKET = 1 << 14
 NUM_SAMPLERS = 2
@@ -208,7 +209,7 @@ def main() -> None:
                     dtype = "float32" if kind == "full" else "bfloat16"
                     driven = start(engine, Path(models[name]), kind, dtype, layout)
                     assert isinstance(driven, SlottedEngine)
-                    label = f"{engine}-{layout.label}"
+                    label = f"{name}-{engine}-{layout.label}"
                     for found in sync_all(driven, kind, samplers, label, memory):
                         taken.write(json.dumps({"layout": label, "kind": kind, "rank": rank, **found}) + "\n")
                         taken.flush()
