@@ -20,8 +20,9 @@ The bound is the ratio of the floating-point operations that both sides cannot a
     head        N * 4 V h           N targets: their logits, and the rows that are their gradient; hidden size h
 
 Of experts those count that a token goes to. The sums are over the layers, with T, A and N of all sequences on one side,
-and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` says where a step's time went, by torch's profiler: matrix products (linears and head),
-attention kernels, and the rest (norms, rotation, activation, residuals, copies, optimizer, Python).
+and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` says where a step's time
+went, by torch's profiler: matrix products (linears and head), attention kernels, and the rest (norms, rotation,
+activation, recurrences, residuals, copies, optimizer, Python).
 """
 
 import argparse
