@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -99,11 +99,13 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
         LlamaConfig,
+        MistralConfig,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
+        SmolLM3Config,
     )
 
     size = sizes["head_dim"]
@@ -133,6 +135,11 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "qwen2":
             sizes.pop("head_dim")
             return Qwen2Config(**sizes)
+        case "mistral":
+            return MistralConfig(**sizes, sliding_window=None)
+        case "smollm3":
+            sizes.pop("head_dim")
+            return SmolLM3Config(**sizes, no_rope_layer_interval=2)
         case "llama":
             rope = {
                 "rope_type": "llama3",

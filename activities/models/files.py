@@ -110,13 +110,6 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
     return entries
 
 
-class _Rope(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    rope_type: Literal["default", "llama3"] = "default"
-    type: Literal["default", "llama3"] = "default"
-
-
 class _Config(BaseModel):
     """The fields of `config.json` that are checked."""
 
@@ -135,8 +128,6 @@ class _Config(BaseModel):
     quantization_config: None = None
     num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: int = Field(default=0, ge=0)
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
 
 
 class _Index(BaseModel):

@@ -1,12 +1,30 @@
 """Model families: the engine's architecture for a Hugging Face config, and where each of its tensors lies."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 from megatron_worker.families import qwen3_5
-from megatron_worker.families.architecture import Architecture, Attention, Llama3Scaling, Mixture, Rope
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    LinearScaling,
+    Llama3Scaling,
+    Mixture,
+    Rope,
+    YarnScaling,
+)
 from shared.errors import InvalidInput
-from shared.models.config import DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig, read_model_config
+from shared.models.config import (
+    DenseConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    MixtureConfig,
+    RopeConfig,
+    SmolLM3Config,
+    read_model_config,
+)
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -30,8 +48,14 @@ def read_architecture(folder: Path) -> Architecture:
 def _architecture(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
-        case "llama":
+        case "llama" | "mistral":
             return _sized(config, _attention(config))
+        case "smollm3":
+            assert isinstance(config, SmolLM3Config)
+            attention = _attention(config)
+            still = dataclasses.replace(attention, rope=None)
+            mixers = tuple(attention if rotated else still for rotated in config.is_rotated)
+            return dataclasses.replace(_sized(config, attention), mixers=mixers)
         case "qwen2":
             return _sized(config, _attention(config, qkv_bias=True))
         case "qwen3" | "qwen3_moe":
@@ -83,14 +107,27 @@ def _rope(config: DenseConfig) -> Rope:
     parameters = config.rope
     theta = parameters.rope_theta or _DEFAULT_THETA
     size = config.rotary_size if isinstance(config, HybridConfig) else config.size_of_heads
-    if parameters.rope_type != "llama3":
+    if parameters.rope_type == "default":
         return Rope(theta, size)
-    assert parameters.factor is not None  # else the file was refused
-    assert parameters.original_max_position_embeddings is not None
-    scaling = Llama3Scaling(
-        parameters.factor,
-        parameters.low_freq_factor,
-        parameters.high_freq_factor,
-        parameters.original_max_position_embeddings,
-    )
-    return Rope(theta, size, scaling)
+    factor, original = parameters.factor, parameters.original_max_position_embeddings
+    assert factor is not None  # else the file was refused
+    if parameters.rope_type == "linear":
+        return Rope(theta, size, LinearScaling(factor))
+    assert original is not None
+    if parameters.rope_type == "yarn":
+        bounds = parameters.beta_fast or 32.0, parameters.beta_slow or 1.0, parameters.truncate
+        return Rope(theta, size, YarnScaling(factor, original, *bounds, _yarn_magnitude(parameters, factor)))
+    return Rope(theta, size, Llama3Scaling(factor, parameters.low_freq_factor, parameters.high_freq_factor, original))
+
+
+def _yarn_magnitude(parameters: RopeConfig, factor: float) -> float:
+    """Return the paper's magnitude, 0.1 ln(factor) + 1, unless the file has one, or scales of its own."""
+    if parameters.attention_factor is not None:
+        return parameters.attention_factor
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if parameters.mscale and parameters.mscale_all_dim:
+        return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
+    return magnitude(1.0)

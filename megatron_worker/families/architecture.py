@@ -21,18 +21,48 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies are divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies that turn less than `beta_slow` times within the original
+    positions are divided by `factor`, those that turn more than `beta_fast` times kept, those between interpolated.
+
+    `truncates`: the bounds are widened to whole dimensions. `magnitude`: what cosines and sines are multiplied by.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncates: bool
+    magnitude: float
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over the first `size` dimensions of each head, half
     against half."""
 
     theta: float
     size: int
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+
+    def tables(self, position_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the positions' angles, [T, 1, size] each, for `rotary_frequencies`."""
+        angle_TD2 = position_T.float()[:, None] * frequency_D2
+        angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
+        magnitude = self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+        return (angle_T1D.cos() * magnitude).to(dtype), (angle_T1D.sin() * magnitude).to(dtype)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention, `num_heads` being whole multiples of `num_kv_heads`.
+    """Grouped-query attention, `num_heads` being a multiple of `num_kv_heads`. `rope` None: positions are not encoded.
 
     `is_gated`: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al. 2025,
     arXiv:2505.06708).
@@ -41,7 +71,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     qkv_bias: bool = False
     qk_norm: bool = False
     is_gated: bool = False
@@ -127,7 +157,7 @@ class Architecture:
 
     @property
     def attention(self) -> Attention:
-        """The first layer of attention: all are alike."""
+        """The first layer of attention: all are alike but for their rotary embedding."""
         return next(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
@@ -144,8 +174,30 @@ def rotary_frequencies(rope: Rope) -> Tensor:
     """Return the frequencies in radians a position, [size / 2] float32."""
     exponent = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
     frequency = 1.0 / (rope.theta**exponent)
-    if (scaling := rope.scaling) is None:
-        return frequency
-    turns = scaling.original_max_positions * frequency / (2 * math.pi)
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+    match rope.scaling:
+        case None:
+            return frequency
+        case LinearScaling(factor=factor):
+            return frequency / factor
+        case Llama3Scaling() as llama:
+            turns = llama.original_max_positions * frequency / (2 * math.pi)
+            kept = (turns - llama.low_freq_factor) / (llama.high_freq_factor - llama.low_freq_factor)
+            return _interpolated(frequency, llama.factor, kept.clamp(0, 1))
+        case YarnScaling() as yarn:
+            first, last = (_dimension_of(turns, rope, yarn) for turns in (yarn.beta_fast, yarn.beta_slow))
+            if yarn.truncates:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, rope.size - 1)
+            last += 0.001 if first == last else 0.0
+            index = torch.arange(rope.size // 2, dtype=torch.float32)
+            return _interpolated(frequency, yarn.factor, 1 - ((index - first) / (last - first)).clamp(0, 1))
+
+
+def _interpolated(frequency: Tensor, factor: float, kept: Tensor) -> Tensor:
+    """Mix frequencies as they are, by their part `kept`, with the same divided by `factor`."""
+    return (1 - kept) * frequency / factor + kept * frequency
+
+
+def _dimension_of(turns: float, rope: Rope, yarn: YarnScaling) -> float:
+    """Return the dimension, not a whole number, whose frequency turns so often within the original positions."""
+    return rope.size * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

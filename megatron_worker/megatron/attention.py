@@ -69,7 +69,7 @@ class LayerNeeds:
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        ropes = {mixer.rope for mixer in architecture.mixers if isinstance(mixer, Attention)}
+        ropes = {mixer.rope for mixer in architecture.mixers if isinstance(mixer, Attention) and mixer.rope}
         frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
         delta_net = architecture.delta_net
         return cls(frequencies, None if delta_net is None else delta_net.conv_width)
@@ -85,18 +85,12 @@ def plan_bin(
     """
     lengths = chain_lengths(parent_T) if context is None else None
     forest = plan_forest(parent_T, dtype, context.chunks if context else ()) if lengths is None else None
-    rotary = {rope: _rotary(position_T, frequency_D2, dtype) for rope, frequency_D2 in needs.frequencies.items()}
+    rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in needs.frequencies.items()}
     recurrence = None if needs.conv_width is None else plan_recurrence(parent_T, needs.conv_width)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
     return BinPlan(lengths or (), forest, start_S1, rotary, context, recurrence)
-
-
-def _rotary(position_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angle_TD2 = position_T.float()[:, None] * frequency_D2
-    angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
-    return angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype)
 
 
 def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
@@ -134,7 +128,8 @@ class PackedSelfAttention(SelfAttention):
         query_THD, key_TGD = query.flatten(1, 2), key.flatten(1, 2)
         if a.qk_norm:
             query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
-        query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
+        if a.rope is not None:
+            query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
         key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
         attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
         if gate_THD is not None:

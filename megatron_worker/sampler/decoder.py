@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, rotary_frequencies
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    Mixture,
+    Rope,
+    rotary_frequencies,
+)
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
@@ -36,6 +43,7 @@ _SCORED = 64  # prompt tokens whose logits are held at a time
 
 @dataclass(frozen=True)
 class AttentionLinears:
+    attention: Attention
     qkv: FusedLinear
     query_norm_D: Tensor | None
     key_norm_D: Tensor | None
@@ -134,8 +142,8 @@ class Decoder:
         slices = {s.name: s for s in self._slices}
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
-        self._attention = a.attention
-        self._frequency_D2 = rotary_frequencies(a.attention.rope).to(device)
+        ropes = {mixer.rope for mixer in a.mixers if isinstance(mixer, Attention) and mixer.rope}
+        self._frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
@@ -168,10 +176,9 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        a = self._attention
         x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
         index_T = torch.arange(len(token_ids), device=self.device)
-        cos_T1D, sin_T1D = self._rotary(index_T)
+        rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
         plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
         keys, values, recurrent = [], [], []
@@ -182,11 +189,11 @@ class Decoder:
                 mixed_TH, state = layer.mixer.read(normed_TH, lora_weights, plan)
                 recurrent.append(state)
             else:
-                query_TQD, key_TGD, value_TGD, gate_TX = self._heads(
-                    layer.mixer, normed_TH, lora_weights, cos_T1D, sin_T1D
-                )
+                query_TQD, key_TGD, value_TGD, gate_TX = self._heads(layer.mixer, normed_TH, lora_weights, rotary)
                 query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
-                key_1QTD, value_1QTD = (t.repeat_interleave(a.heads_per_group, dim=0)[None] for t in (key, value))
+                key_1QTD, value_1QTD = (
+                    t.repeat_interleave(layer.mixer.attention.heads_per_group, dim=0)[None] for t in (key, value)
+                )
                 attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
                 attended_TX = attended_1QTD[0].transpose(0, 1).flatten(1)
                 mixed_TH = _output(layer.mixer, attended_TX, gate_TX, lora_weights)
@@ -223,7 +230,7 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
         """
         x_BH = F.embedding(token_B, self._embedding_VH)
-        cos_B1D, sin_B1D = self._rotary(position_B)
+        rotary = self._rotary(position_B)
         masks = _masks(position_B, num_blocks)
         block_B, offset_B = position_B // BLOCK, position_B % BLOCK
         for layer in self._layers:
@@ -231,9 +238,7 @@ class Decoder:
             if isinstance(layer.mixer, SamplerDeltaNet):
                 mixed_BH = layer.mixer.step(normed_BH, lora_weights, cache.recurrent[layer.place])
             else:
-                query_BQD, key_BGD, value_BGD, gate_BX = self._heads(
-                    layer.mixer, normed_BH, lora_weights, cos_B1D, sin_B1D
-                )
+                query_BQD, key_BGD, value_BGD, gate_BX = self._heads(layer.mixer, normed_BH, lora_weights, rotary)
                 keys, values = cache.keys[layer.place], cache.values[layer.place]
                 keys[block_B, cache.slots_B, :, offset_B] = key_BGD
                 values[block_B, cache.slots_B, :, offset_B] = value_BGD
@@ -252,11 +257,10 @@ class Decoder:
         linears: AttentionLinears,
         normed_TH: Tensor,
         lora_weights: Mapping[str, LoraFactors],
-        cos_T1D: Tensor,
-        sin_T1D: Tensor,
+        rotary: Mapping[Rope, tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys and values, rotated: [T, heads, D]; and the gates of the outputs, [T, heads * D]."""
-        a, gate_TX = self._attention, None
+        a, gate_TX = linears.attention, None
         mixed_TO = linears.qkv(normed_TH, lora_weights)
         rows = [a.num_heads * a.rows_per_head, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim]
         query, key, value = (part.unflatten(-1, (-1, a.head_dim)) for part in mixed_TO.split(rows, dim=-1))
@@ -265,7 +269,9 @@ class Decoder:
             gate_TX = gate.flatten(1)
         if linears.query_norm_D is not None and linears.key_norm_D is not None:
             query, key = self._norm(query, linears.query_norm_D), self._norm(key, linears.key_norm_D)
-        return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value, gate_TX
+        if a.rope is not None:
+            query, key = (_rotated(x, *rotary[a.rope]) for x in (query, key))
+        return query, key, value, gate_TX
 
     def _with_mlp(
         self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool
@@ -284,10 +290,8 @@ class Decoder:
             return F.rms_norm(x.float(), size, 1 + weight.float(), a.norm_eps).to(x.dtype)
         return F.rms_norm(x, size, weight, a.norm_eps)
 
-    def _rotary(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        angle_TD2 = position_T.float()[:, None] * self._frequency_D2
-        angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
-        return angle_T1D.cos().to(self.dtype), angle_T1D.sin().to(self.dtype)
+    def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
+        return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}
 
 
 def _output(
@@ -357,7 +361,7 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
         mixer=(
             fuse_delta_net(f"{prefix}.linear_attn", mixer, a.norm_eps, weights, slices)
             if isinstance(mixer, DeltaNet)
-            else _attention_linears(f"{prefix}.self_attn", weights, slices)
+            else _attention_linears(f"{prefix}.self_attn", mixer, weights, slices)
         ),
         place=sum(isinstance(before, type(mixer)) for before in a.mixers[:number]),
         mlp_norm_H=weights[f"{prefix}.post_attention_layernorm.weight"],
@@ -365,9 +369,12 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
     )
 
 
-def _attention_linears(module: str, weights: dict[str, Tensor], slices: dict[str, TensorSlice]) -> AttentionLinears:
+def _attention_linears(
+    module: str, attention: Attention, weights: dict[str, Tensor], slices: dict[str, TensorSlice]
+) -> AttentionLinears:
     qkv = [f"{module}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
     return AttentionLinears(
+        attention=attention,
         qkv=fuse(f"{module}.qkv", qkv, weights, slices),
         query_norm_D=weights.get(f"{module}.q_norm.weight"),
         key_norm_D=weights.get(f"{module}.k_norm.weight"),

@@ -10,10 +10,17 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3")
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
-_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}  # of families whose files may leave it out
+# What transformers takes for settings that a family's file leaves out, where families differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "qwen3_5": {"head_dim": 256},
+    "qwen3_5_moe": {"head_dim": 256},
+    "mistral": {"sliding_window": 4096},
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+}
 _READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 
@@ -31,6 +38,12 @@ class RopeConfig(BaseModel):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
 
 
@@ -64,6 +77,8 @@ class DenseConfig(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
@@ -80,11 +95,24 @@ class DenseConfig(BaseModel):
 
     @property
     def size_of_heads(self) -> int:
-        of_family = _HEAD_DIMS.get(self.model_type, self.hidden_size // self.num_attention_heads)
-        return self.head_dim or of_family
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+
+
+class SmolLM3Config(DenseConfig):
+    """The config of SmolLM3, some of whose layers encode no positions."""
+
+    no_rope_layers: tuple[int, ...] | None = None  # 1: the layer rotates, 0: it does not
+    no_rope_layer_interval: int = Field(default=4, ge=1)
+
+    @property
+    def is_rotated(self) -> tuple[bool, ...]:
+        """For each layer, whether it encodes positions."""
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers[: self.num_hidden_layers]))
+        return tuple((layer + 1) % self.no_rope_layer_interval > 0 for layer in range(self.num_hidden_layers))
 
 
 class MixtureConfig(DenseConfig):
@@ -135,7 +163,9 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "qwen3_moe": MixtureConfig,
     "qwen3_5": HybridConfig,
     "qwen3_5_moe": HybridMixtureConfig,
+    "smollm3": SmolLM3Config,
 }
+_SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
@@ -150,6 +180,7 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
+    values = _DEFAULTS.get(family, {}) | values
     if family not in _READ_IMAGES:
         return values
     decoder = values | {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",)}
@@ -163,7 +194,8 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
     whole = {name: values.get(name) for name in ("quantization_config",)}
     place_of_tensors = {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
-    return text | whole | place_of_tensors | {"model_type": family, "tie_word_embeddings": is_tied}
+    decoder = _DEFAULTS.get(family, {}) | text | whole | place_of_tensors
+    return decoder | {"model_type": family, "tie_word_embeddings": is_tied}
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
@@ -186,13 +218,17 @@ def _not_computed(config: DenseConfig) -> str | None:
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if getattr(config, name):
             return f"{name}=true is not supported for this family"
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        rule = "set it to null if the model was trained without one"
+        return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
+    if not isinstance(config, HybridConfig) and {"full_attention"} < {"full_attention", *(config.layer_types or ())}:
+        return f"layer_types: {next(x for x in config.layer_types or () if x != 'full_attention')} is not supported"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    rope = config.rope
-    if rope.rope_type not in ("default", "llama3"):
-        return f"rope scaling of type {rope.rope_type!r} is not supported"
-    if rope.rope_type == "llama3" and (rope.factor is None or rope.original_max_position_embeddings is None):
-        return "llama3 rope scaling needs factor and original_max_position_embeddings"
+    if problem := _rope_not_computed(config.rope):
+        return problem
+    if isinstance(config, SmolLM3Config) and len(config.is_rotated) != config.num_hidden_layers:
+        return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
     if isinstance(config, HybridConfig) and (problem := _not_hybrid(config)):
         return problem
     if not isinstance(config, MixtureConfig):
@@ -213,4 +249,14 @@ def _not_hybrid(config: HybridConfig) -> str | None:
         return f"linear attention: {heads}"
     if config.rotary_size < 2 or config.rotary_size % 2:
         return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
+    return None
+
+
+def _rope_not_computed(rope: RopeConfig) -> str | None:
+    if rope.rope_type not in _SCALINGS:
+        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(_SCALINGS)}"
+    if rope.rope_type != "default" and rope.factor is None:
+        return f"{rope.rope_type} rope scaling needs factor"
+    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
+        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
     return None

@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import Family
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
@@ -19,16 +21,15 @@ from shared.errors import InvalidInput
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
-NAMES = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama"]
+NAMES = list(get_args(Family))
 FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
 LENGTHS = (90, 2, 700, 33)
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
-def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
+def furthest_from_transformers(folder: Path) -> float:
+    """The largest difference of a log-probability, of rows packed in one bin."""
     from transformers import AutoModelForCausalLM
 
-    folder = distinct_model(tmp_path, family, tied)
     reference = AutoModelForCausalLM.from_pretrained(folder)
     engine = MegatronEngine(folder, Layout(), "float32")
     rows = random_rows(LENGTHS)
@@ -39,7 +40,35 @@ def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
             all_logprobs = reference(torch.tensor([row.ids])).logits[0, :-1].log_softmax(-1)
             picked = all_logprobs.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
             expected.append(picked[torch.tensor(row.weights)[1:] > 0])
-    assert (logprob_N - torch.cat(expected)).abs().max() <= 1e-5
+    return float((logprob_N - torch.cat(expected)).abs().max())
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
+    assert furthest_from_transformers(distinct_model(tmp_path, family, tied)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
+            **{"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+        {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            **{"attention_factor": 1.3, "beta_fast": None},
+        },
+    ],
+    ids=str,
+)
+def test_rope_scalings_are_those_of_transformers(tmp_path, scaling):
+    folder = distinct_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4, **scaling}}))
+    assert furthest_from_transformers(folder) <= 1e-5
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -123,7 +152,11 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"use_sliding_window": True}, "use_sliding_window=true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn rope scaling needs factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"model_type": "mistral", "sliding_window": 128}, "a sliding_window, here of 128"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers names 1 layers of 2"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"vocab_size": 299}, "has shape"),
         ({"num_hidden_layers": 3}, "is missing"),
