@@ -165,6 +165,19 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "qwen3_5_moe": HybridMixtureConfig,
     "smollm3": SmolLM3Config,
 }
+# Of families that we do not compute: what they need, and the family that is nearest to them among ours.
+_UNKNOWN: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "qwen3_moe")),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
+    **dict.fromkeys(("ministral", "ministral3", "olmo3"), ("sliding windows of attention", "mistral")),
+    "gpt_oss": ("attention sinks and sliding windows", "qwen3_moe"),
+    "granite": ("multipliers of its residual stream", "llama"),
+    "kimi_linear": ("Kimi delta attention", "qwen3_5_moe"),
+    "nemotron_h": ("Mamba-2 layers", "qwen3_5"),
+    "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
+    "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
+}
 _SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
@@ -178,6 +191,9 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     """
     named = values.get("model_type")
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
+    if isinstance(named, str) and named in _UNKNOWN:
+        needed, nearest = _UNKNOWN[named]
+        raise InvalidInput(f"model_type {named!r} needs {needed}, not computed here; the nearest is {nearest}", place)
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
     values = _DEFAULTS.get(family, {}) | values
