@@ -193,7 +193,8 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
     if isinstance(named, str) and named in _UNKNOWN:
         needed, nearest = _UNKNOWN[named]
-        raise InvalidInput(f"model_type {named!r} needs {needed}, not computed here; the nearest is {nearest}", place)
+        rule = f"it needs {needed}; the nearest is {nearest}"
+        raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
     values = _DEFAULTS.get(family, {}) | values

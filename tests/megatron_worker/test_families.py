@@ -149,7 +149,7 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a known family"),
-        ({"model_type": "gpt_oss"}, "'gpt_oss' needs attention sinks .* the nearest is qwen3_moe"),
+        ({"model_type": "gpt_oss"}, "it needs attention sinks .* the nearest is qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"use_sliding_window": True}, "use_sliding_window=true"),
