@@ -1,9 +1,10 @@
 """What sharing prefixes saves: a training step on trees against the same engine on the same sequences unshared.
 
-    python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--rounds 5] [--out FILE.json]
+    python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--family qwen3_5_moe] [--rounds 5]
+        [--out FILE.json]
 
 A shape P+GxC is one prompt of P tokens and G completions of C. Both sides train LoRA r=16 on all linears of a 4-layer
-Qwen3 model of hidden size 256, from the two tables on disk; the completions are the targets. The tree is one bin;
+model of hidden size 256, from the two tables on disk; the completions are the targets. The tree is one bin;
 without sharing, bins of one sequence are tried, and bins of as many as fit into 4,096 tokens, and the faster of both
 counts. Timed is a whole step: forward, backward, optimizer. Rounds are interleaved, so that a busy machine hits
 all alike; the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
@@ -14,11 +15,14 @@ The bound is the ratio of the floating-point operations that both sides cannot a
                                     their own gradient
     attention   A * 14 H D          A pairs of a token and one that it sees; H heads of size D: 2 products forward, 5
                                     backward (Dao 2023, arXiv:2307.08691, algorithm 2)
+    states      T * 18 G K V        of gated delta nets: G value heads with states of K * V: read, written and read
+                                    again for each token, and twice as much backward
     head        N * 4 V h           N targets: their logits, and the rows that are their gradient; hidden size h
 
-with T, A and N of all sequences on one side, and of the tree on the other (N is the same). `of_bound` is measured
-speed-up / bound. `shares` says where a step's time went, by torch's profiler: matrix products (linears and head),
-attention kernels, and the rest (norms, rotation, activation, residuals, copies, optimizer, Python).
+Of experts those count that a token goes to. The sums are over the layers, with T, A and N of all sequences on one side,
+and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` says where a step's time
+went, by torch's profiler: matrix products (linears and head), attention kernels, and the rest (norms, rotation,
+activation, recurrences, residuals, copies, optimizer, Python).
 """
 
 import argparse
@@ -30,15 +34,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import provenance
-from benchmarks.random_model import Sizes, flops
-from examples.tiny_model import make_tiny_model
+from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
+from megatron_worker.families import read_architecture
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
@@ -48,7 +56,7 @@ from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, RANK = 256, 4, 4, 2, 64, 768, 16
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 256, 4, 4, 2, 64, 16
 CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Step = Callable[[], None]
@@ -99,21 +107,38 @@ def as_batch(units: Sequence[TreeUnit], device: torch.device = CPU) -> Batch:
             return to_batch(stored.read_bin(np.arange(len(units))), device)
 
 
-def both_flops(shape: Shape, vocab_size: int) -> tuple[dict[str, float], dict[str, float]]:
+def both_flops(shape: Shape, architecture: Architecture) -> tuple[dict[str, float], dict[str, float]]:
     """Without sharing, and with: the docstring's formulas."""
     p, g, c = shape.prompt, shape.group, shape.completion
-    sizes = Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, vocab_size)
     whole, own = (p + c) * (p + c + 1) // 2, c * (c + 1) // 2
     return (
-        flops(sizes, RANK, g * (p + c), g * whole, g * c, attention_products=7),
-        flops(sizes, RANK, p + g * c, p * (p + 1) // 2 + g * (p * c + own), g * c, attention_products=7),
+        step_flops(architecture, g * (p + c), g * whole, g * c),
+        step_flops(architecture, p + g * c, p * (p + 1) // 2 + g * (p * c + own), g * c),
     )
 
 
-def make_model(folder: Path, vocab_size: int) -> Path:
+def step_flops(a: Architecture, num_tokens: int, num_pairs: int, num_targets: int) -> dict[str, float]:
+    linears = attention = states = 0.0
+    for part in (part for linear in linears_of(slices_of(a, 1)) for part in linear.slices):
+        (num_outputs, num_inputs), used = part.shape, 1.0
+        if isinstance(a.mlp, Mixture) and part.expert is not None:
+            used = a.mlp.experts_per_token / a.mlp.num_experts
+        linears += used * (4.0 * num_outputs * num_inputs + 6 * RANK * (num_outputs + num_inputs))
+    for mixer in a.mixers:
+        match mixer:
+            case Attention():
+                attention += num_pairs * 14.0 * mixer.num_heads * mixer.head_dim
+            case DeltaNet():
+                states += num_tokens * 18.0 * mixer.num_value_heads * mixer.key_size * mixer.value_size
+    head = num_targets * 4.0 * a.vocab_size * a.hidden_size
+    return {"linears": num_tokens * linears, "attention": attention, "states": states, "head": head}
+
+
+def make_model(folder: Path, vocab_size: int, family: Family) -> Path:
     return make_tiny_model(
         folder,
         ["a benchmark"],
+        family=family,
         vocab_size=vocab_size,
         hidden_size=HIDDEN,
         num_layers=LAYERS,
@@ -172,10 +197,10 @@ def shares(step: Step) -> dict[str, float]:
     return {**parts, "rest": 1 - sum(parts.values())}
 
 
-def measure(engine: MegatronEngine, shape: Shape, vocab_size: int, rounds: int) -> dict[str, object]:
+def measure(engine: MegatronEngine, model: Path, shape: Shape, vocab_size: int, rounds: int) -> dict[str, object]:
     steps = contestants(engine, shape, vocab_size)
     seconds = best_times(steps, rounds)
-    unshared, shared = both_flops(shape, vocab_size)
+    unshared, shared = both_flops(shape, read_architecture(model))
     bound = sum(unshared.values()) / sum(shared.values())
     fastest = {clock: min((n for n in own if n != "shared"), key=own.__getitem__) for clock, own in seconds.items()}
     speedup = {clock: own[fastest[clock]] / own["shared"] for clock, own in seconds.items()}
@@ -199,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--vocab", type=int, nargs="+", default=[512, 32_000])
+    parser.add_argument("--family", choices=get_args(Family), default="qwen3")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -207,13 +233,14 @@ def main() -> None:
     figures = []
     for vocab_size in arguments.vocab:
         with tempfile.TemporaryDirectory() as folder:
-            engine = MegatronEngine(make_model(Path(folder), vocab_size), Layout(), "float32")
+            model = make_model(Path(folder), vocab_size, arguments.family)
+            engine = MegatronEngine(model, Layout(), "float32")
             engine.add_adapter("run", Lora(rank=RANK, alpha=2 * RANK), seed=0)
             for shape in arguments.shapes:
-                figures.append(measure(engine, shape, vocab_size, arguments.rounds))
+                figures.append(measure(engine, model, shape, vocab_size, arguments.rounds))
                 print(json.dumps(figures[-1]), flush=True)
     result = {"benchmark": "prefix_sharing", **provenance(), "torch": torch.__version__}
-    result |= {"threads": arguments.threads, "rounds": arguments.rounds, "figures": figures}
+    result |= {"family": arguments.family, "threads": arguments.threads, "rounds": arguments.rounds, "figures": figures}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """A tiny model in Hugging Face format, made from nothing: its own BPE tokenizer, its own chat template, random weights.
 
-python -m examples.tiny_model FOLDER [--corpus FILE ...] [--family qwen3|qwen3_moe|qwen2|llama]
+python -m examples.tiny_model FOLDER [--corpus FILE ...] [--family FAMILY]
 """
 
 import argparse
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen3_moe", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -97,9 +97,36 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 
 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3_5MoeTextConfig,
+        Qwen3_5TextConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        SmolLM3Config,
+    )
 
+    size = sizes["head_dim"]
+    delta_net = {
+        "layer_types": [
+            "full_attention" if layer % 2 else "linear_attention" for layer in range(sizes["num_hidden_layers"])
+        ],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    }
     match family:
+        case "qwen3_5":
+            return Qwen3_5TextConfig(**sizes, **delta_net)
+        case "qwen3_5_moe":
+            sizes.pop("intermediate_size")
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
+            experts["shared_expert_intermediate_size"] = sizes["hidden_size"] // 2
+            return Qwen3_5MoeTextConfig(**sizes, **delta_net, **experts)
         case "qwen3":
             return Qwen3Config(**sizes)
         case "qwen3_moe":
@@ -108,6 +135,11 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "qwen2":
             sizes.pop("head_dim")
             return Qwen2Config(**sizes)
+        case "mistral":
+            return MistralConfig(**sizes, sliding_window=None)
+        case "smollm3":
+            sizes.pop("head_dim")
+            return SmolLM3Config(**sizes, no_rope_layer_interval=2)
         case "llama":
             rope = {
                 "rope_type": "llama3",

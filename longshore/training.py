@@ -7,8 +7,13 @@ from pydantic import Field, model_validator
 from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 
-Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Linear = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+]  # fmt: skip
 LINEARS: tuple[Linear, ...] = get_args(Linear)
+DELTA_NET: tuple[Linear, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""The linears of a gated delta net, which some layers of a hybrid model have in the place of attention."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
@@ -20,7 +25,9 @@ class Lora(Frozen):
     kind: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1, le=1024, description="rank of the two factors")
     alpha: float = Field(default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
-    targets: tuple[Linear, ...] = Field(default=LINEARS, min_length=1, description="linears with an adapter")
+    targets: tuple[Linear, ...] = Field(
+        default=LINEARS, min_length=1, description="linears with an adapter, of those that the model has"
+    )
 
     @property
     def scale(self) -> float:

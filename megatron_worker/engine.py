@@ -217,6 +217,7 @@ class TensorBlock:
     """Rows of a whole tensor, and of each some columns (None: all), that rank `rank` holds.
 
     Where several ranks hold the same, `rank` is the first of them. A tensor without a dimension is one row.
+    `rows_before`: rows of the tensor that the rank holds in front of these.
     """
 
     name: str
@@ -225,6 +226,7 @@ class TensorBlock:
     num_rows: int
     first_column: int = 0
     num_columns: int | None = None
+    rows_before: int = 0
 
     def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the block's shape. `whole`: the tensor's."""

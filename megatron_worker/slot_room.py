@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from longshore.training import LINEARS
 from megatron_worker.process.faults import Fault, JobFailed
 from shared.jobs.job import Full, Lora
 
@@ -29,7 +30,8 @@ class SlotNeed:
     def __str__(self) -> str:
         match self.trainable:
             case Lora(rank=rank, targets=targets):
-                what = f"a slot of rank {rank} beside {', '.join(targets)}"
+                beside = "every linear" if targets == LINEARS else ", ".join(targets)
+                what = f"a slot of rank {rank} beside {beside}"
             case Full():
                 what = "a slot of all weights"
         parts = f"weights {self.weights:,}, gradients {self.gradients:,}, optimizer state {self.optimizer:,}"

@@ -12,8 +12,14 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule, refused_value
-from shared.models.config import DenseConfig, check_known, read_model_config
-from shared.models.shape import ModelShape
+from shared.models.config import (
+    DenseConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    decoder_settings,
+    read_model_config,
+)
+from shared.models.shape import DeltaNetShape, ModelShape
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 _ITEM_BYTES = {
@@ -37,9 +43,9 @@ _UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
 HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)
 _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(r"model\.layers\.\d+\.(?!.*rotary_emb)(.+)")
+_OF_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*rotary_emb)(.+)")
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -104,13 +110,6 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
     return entries
 
 
-class _Rope(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    rope_type: Literal["default", "llama3"] = "default"
-    type: Literal["default", "llama3"] = "default"
-
-
 class _Config(BaseModel):
     """The fields of `config.json` that are checked."""
 
@@ -121,7 +120,7 @@ class _Config(BaseModel):
     hidden_size: int = Field(ge=1)
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int | None = Field(default=None, ge=1)
-    intermediate_size: int = Field(ge=1)
+    intermediate_size: int = Field(default=0, ge=0)
     vocab_size: int = Field(ge=1)
     tie_word_embeddings: bool = False
     hidden_act: Literal["silu"] = "silu"
@@ -129,8 +128,6 @@ class _Config(BaseModel):
     quantization_config: None = None
     num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: int = Field(default=0, ge=0)
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
 
 
 class _Index(BaseModel):
@@ -147,7 +144,7 @@ def read_shape(location: Location) -> ModelShape:
     """
     config, computed = _read_config(location)
     return ModelShape(
-        family=config.model_type,
+        family=computed.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -156,7 +153,20 @@ def read_shape(location: Location) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=config.num_experts,
         expert_ffn_size=config.moe_intermediate_size,
+        shared_ffn_size=computed.shared_expert_intermediate_size if isinstance(computed, HybridMixtureConfig) else 0,
         head_dim=computed.size_of_heads,
+        is_gated=isinstance(computed, HybridConfig),
+        delta_net=_delta_net(computed) if isinstance(computed, HybridConfig) else None,
+    )
+
+
+def _delta_net(config: HybridConfig) -> DeltaNetShape:
+    return DeltaNetShape(
+        layers=config.is_recurrent,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_size=config.linear_key_head_dim,
+        value_size=config.linear_value_head_dim,
     )
 
 
@@ -166,9 +176,9 @@ def _read_config(location: Location) -> tuple[_Config, DenseConfig]:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
-    check_known(raw, place)
+    decoder = decoder_settings(raw, place)
     try:
-        config = _Config.model_validate(raw)
+        config = _Config.model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
     return config, read_model_config(raw, place)
@@ -256,11 +266,11 @@ def check_weights(location: Location) -> None:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config, _ = _read_config(location)
+    config, computed = _read_config(location)
     check_dtypes(tensors, location.store.uri)
-    _check_whole(tensors, config, location)
+    _check_whole(tensors, config, computed, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
-        _check_tied(tensors, file_of, location)
+        _check_tied(tensors, file_of, f"{computed.tensor_prefix}.embed_tokens.weight", location)
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -273,17 +283,17 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
             raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
 
 
-def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], location: Location) -> None:
+def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], embedded: str, location: Location) -> None:
     """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
-    output, embedding = tensors[_OUTPUT], tensors[_EMBEDDING]
+    output, embedding = tensors[_OUTPUT], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs
         for mine, theirs in zip(
-            *(blocks_of(location, file_of[name], tensors[name]) for name in (_OUTPUT, _EMBEDDING)), strict=True
+            *(blocks_of(location, file_of[name], tensors[name]) for name in (_OUTPUT, embedded)), strict=True
         )
     )
     if not is_same:
-        rule = f"but {_OUTPUT} of {file_of[_OUTPUT]} differs from {_EMBEDDING}: set it to false, or remove that tensor"
+        rule = f"but {_OUTPUT} of {file_of[_OUTPUT]} differs from {embedded}: set it to false, or remove that tensor"
         raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
 
 
@@ -310,15 +320,21 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
             raise InvalidInput(problem, place)
 
 
-def _check_whole(tensors: dict[str, TensorEntry], config: _Config, location: Location) -> None:
-    """Check that a layer has what any other has, and the embedding's shape. The worker checks the rest."""
-    suffixes = {match[1] for name in tensors if (match := _OF_LAYER.fullmatch(name))} | {"input_layernorm.weight"}
-    needed = [f"model.layers.{i}.{suffix}" for i in range(config.num_hidden_layers) for suffix in sorted(suffixes)]
-    needed += [_EMBEDDING, "model.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+def _check_whole(tensors: dict[str, TensorEntry], config: _Config, computed: DenseConfig, location: Location) -> None:
+    """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
+    prefix = computed.tensor_prefix
+    kinds = computed.is_recurrent if isinstance(computed, HybridConfig) else (False,) * config.num_hidden_layers
+    embedded = f"{prefix}.embed_tokens.weight"
+    needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+    for is_recurrent in sorted(set(kinds)):
+        layers = [number for number, kind in enumerate(kinds) if kind == is_recurrent]
+        found = {match[2] for name in tensors if (match := _OF_LAYER.fullmatch(name)) and int(match[1]) in layers}
+        suffixes = sorted(found | {"input_layernorm.weight"})
+        needed += [f"{prefix}.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes]
     for name in needed:
         if name not in tensors:
             raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)
-    shape = tensors[_EMBEDDING].shape
+    shape = tensors[embedded].shape
     if shape != (config.vocab_size, config.hidden_size):
-        problem = f"model.embed_tokens.weight is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
+        problem = f"{embedded} is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
         raise InvalidInput(problem, location.store.uri)

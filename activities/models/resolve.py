@@ -53,10 +53,10 @@ What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp(\.experts\.\d+)?)\.(?P<linear>\w+)"
+    r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
+    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterRequest(Frozen):
@@ -145,7 +145,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     check_dtypes(tensors, location.place(WEIGHTS))
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
-    expected = 0 if shape is None else 2 * _linears_of_layer(lora, shape) * shape.num_layers
+    expected = 0 if shape is None else 2 * shape.num_linears(lora.targets)
     if shape is not None and len(tensors) != expected:
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
@@ -154,12 +154,6 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         for block in blocks_of(location, WEIGHTS, tensor):
             if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
-
-
-def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
-    """Count the adapted linears of a layer. Those of the MLP are there once for each expert."""
-    of_experts = sum(target in _MLP for target in lora.targets)
-    return len(lora.targets) - of_experts + of_experts * max(1, shape.num_experts)
 
 
 def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:
@@ -171,10 +165,11 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
     if rank != lora.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(cast(Linear, match["linear"]))
+    linear, is_shared = cast(Linear, match["linear"]), match["shared"] is not None
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared)
     size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and size != fits:
-        rule = f"{match['linear']} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
+        rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 
 

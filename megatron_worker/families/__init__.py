@@ -2,11 +2,29 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
-from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
+from megatron_worker.families import qwen3_5
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    LinearScaling,
+    Llama3Scaling,
+    Mixture,
+    Rope,
+    YarnScaling,
+)
 from shared.errors import InvalidInput
-from shared.models.config import DenseConfig, MixtureConfig, read_model_config
+from shared.models.config import (
+    DenseConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    MixtureConfig,
+    RopeConfig,
+    SmolLM3Config,
+    read_model_config,
+)
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -30,57 +48,86 @@ def read_architecture(folder: Path) -> Architecture:
 def _architecture(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
-        case "llama":
-            return _sized(config)
+        case "llama" | "mistral":
+            return _sized(config, _attention(config))
+        case "smollm3":
+            assert isinstance(config, SmolLM3Config)
+            attention = _attention(config)
+            still = dataclasses.replace(attention, rope=None)
+            mixers = tuple(attention if rotated else still for rotated in config.is_rotated)
+            return dataclasses.replace(_sized(config, attention), mixers=mixers)
         case "qwen2":
-            return _sized(config, qkv_bias=True)
-        case "qwen3":
-            return _sized(config, qk_norm=True)
-        case "qwen3_moe":
-            return _sized(config, qk_norm=True)
+            return _sized(config, _attention(config, qkv_bias=True))
+        case "qwen3" | "qwen3_moe":
+            return _sized(config, _attention(config, qk_norm=True))
+        case "qwen3_5" | "qwen3_5_moe":
+            assert isinstance(config, HybridConfig)
+            return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 
 
-def _sized(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Architecture:
-    """Return the architecture of a config with the given settings of its family."""
-    dense = Architecture(
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_size=config.intermediate_size,
+def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Attention:
+    return Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.size_of_heads,
+        rope=_rope(config),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _sized(config: DenseConfig, attention: Attention) -> Architecture:
+    """Return an architecture whose layers are all alike."""
+    return Architecture(
+        family=config.model_type,
+        mixers=(attention,) * config.num_hidden_layers,
+        mlp=_mixture(config) if isinstance(config, MixtureConfig) else config.intermediate_size,
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        rope=_rope(config),
+        tensor_prefix=config.tensor_prefix,
+        carried=config.carried,
     )
-    if not isinstance(config, MixtureConfig):
-        return dense
-    return dataclasses.replace(
-        dense,
+
+
+def _mixture(config: MixtureConfig) -> Mixture:
+    return Mixture(
         num_experts=config.num_experts,
-        expert_ffn_size=config.moe_intermediate_size,
+        ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
-        normalised_experts=config.norm_topk_prob,
+        is_normalised=config.norm_topk_prob,
+        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
     )
 
 
 def _rope(config: DenseConfig) -> Rope:
     parameters = config.rope
     theta = parameters.rope_theta or _DEFAULT_THETA
-    if parameters.rope_type != "llama3":
-        return Rope(theta)
-    assert parameters.factor is not None  # else the file was refused
-    assert parameters.original_max_position_embeddings is not None
-    scaling = Llama3Scaling(
-        parameters.factor,
-        parameters.low_freq_factor,
-        parameters.high_freq_factor,
-        parameters.original_max_position_embeddings,
-    )
-    return Rope(theta, scaling)
+    size = config.rotary_size if isinstance(config, HybridConfig) else config.size_of_heads
+    if parameters.rope_type == "default":
+        return Rope(theta, size)
+    factor, original = parameters.factor, parameters.original_max_position_embeddings
+    assert factor is not None  # else the file was refused
+    if parameters.rope_type == "linear":
+        return Rope(theta, size, LinearScaling(factor))
+    assert original is not None
+    if parameters.rope_type == "yarn":
+        bounds = parameters.beta_fast or 32.0, parameters.beta_slow or 1.0, parameters.truncate
+        return Rope(theta, size, YarnScaling(factor, original, *bounds, _yarn_magnitude(parameters, factor)))
+    return Rope(theta, size, Llama3Scaling(factor, parameters.low_freq_factor, parameters.high_freq_factor, original))
+
+
+def _yarn_magnitude(parameters: RopeConfig, factor: float) -> float:
+    """Return the paper's magnitude, 0.1 ln(factor) + 1, unless the file has one, or scales of its own."""
+    if parameters.attention_factor is not None:
+        return parameters.attention_factor
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if parameters.mscale and parameters.mscale_all_dim:
+        return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
+    return magnitude(1.0)

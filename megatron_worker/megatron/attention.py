@@ -1,24 +1,27 @@
 """Attention within the sequences of a bin, without masks: no token sees another sequence.
 
-A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its
-positions. Trees of sequences that share prefixes are computed in tree_attention.py.
+A bin's `BinPlan` is made once and used by all layers: where its sequences begin, the rotary tables of its positions,
+and the chunks of its recurrences. Trees of sequences that share prefixes are computed in tree_attention.py.
 
 Shape suffixes: T tokens of a bin, S sequences, H query heads of this rank, G key/value heads, X either, D size of a
 head, E half of it.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron_worker.families.architecture import Architecture, Attention, Rope, rotary_frequencies
 from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
+from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
 from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 
 
@@ -47,13 +50,33 @@ class BinPlan:
     lengths: tuple[int, ...]
     forest: Forest | None
     start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
-    cos_T1D: Tensor
-    sin_T1D: Tensor
+    rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and sines, [T, 1, D] each
     context: Context | None = None
+    recurrence: RecurrentPlan | None = None  # for models with recurrent layers
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What the layers of a model want planned of each bin.
+
+    Attributes:
+        frequencies: of each rotary embedding, in radians a position, [D / 2].
+        conv_width: of the convolutions of its recurrent layers; None: it has none.
+    """
+
+    frequencies: Mapping[Rope, Tensor]
+    conv_width: int | None = None
+
+    @classmethod
+    def of(cls, architecture: Architecture, device: torch.device) -> Self:
+        ropes = {mixer.rope for mixer in architecture.mixers if isinstance(mixer, Attention) and mixer.rope}
+        frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
+        delta_net = architecture.delta_net
+        return cls(frequencies, None if delta_net is None else delta_net.conv_width)
 
 
 def plan_bin(
-    position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype, context: Context | None = None
+    position_T: Tensor, parent_T: Tensor, needs: LayerNeeds, dtype: torch.dtype, context: Context | None = None
 ) -> BinPlan:
     """Plan a bin. Raises InvalidInput when a tree's tokens do not stand depth first.
 
@@ -62,12 +85,12 @@ def plan_bin(
     """
     lengths = chain_lengths(parent_T) if context is None else None
     forest = plan_forest(parent_T, dtype, context.chunks if context else ()) if lengths is None else None
-    angle_TD2 = position_T.float()[:, None] * frequency_D2
-    angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
+    rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in needs.frequencies.items()}
+    recurrence = None if needs.conv_width is None else plan_recurrence(parent_T, needs.conv_width)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
-    return BinPlan(lengths or (), forest, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype), context)
+    return BinPlan(lengths or (), forest, start_S1, rotary, context, recurrence)
 
 
 def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
@@ -84,23 +107,33 @@ class PackedSelfAttention(SelfAttention):
     """Megatron's projections and head norms around our own rotation and attention.
 
     `forward` takes a `BinPlan` where megatron passes an attention mask; megatron's own would build rotary tables in
-    every layer and knows no sequences without Transformer Engine.
+    every layer and knows no sequences without Transformer Engine. A head's gate stands behind its query.
     """
 
+    def __init__(self, *args: Any, attention: Attention, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._attention = attention
+
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
-        plan = attention_mask
+        plan, a = attention_mask, self._attention
         mixed_T1X, _bias = self.linear_qkv(hidden_states)
-        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        per_group = self.num_attention_heads_per_partition // groups
-        mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, per_group + 2, size)
-        query, key, value_TGD = mixed_TGXD.split([per_group, 1, 1], dim=2)
+        groups, size = self.num_query_groups_per_partition, a.head_dim
+        num_queries = a.heads_per_group * a.rows_per_head // size
+        mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, num_queries + 2, size)
+        query, key, value_TGD = mixed_TGXD.split([num_queries, 1, 1], dim=2)
+        gate_THD = None
+        if a.is_gated:
+            query, gate = query.unflatten(2, (-1, 2)).unbind(3)
+            gate_THD = gate.flatten(1, 2)
         query_THD, key_TGD = query.flatten(1, 2), key.flatten(1, 2)
-        if self.config.qk_layernorm:
+        if a.qk_norm:
             query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
-        query_THD = rotate(query_THD, plan.cos_T1D, plan.sin_T1D)
-        key_TGD = rotate(key_TGD, plan.cos_T1D, plan.sin_T1D)
+        if a.rope is not None:
+            query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
         key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
         attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
+        if gate_THD is not None:
+            attended_THD = attended_THD * gate_THD.sigmoid()
         output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
         return output, bias
 
@@ -151,10 +184,15 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head's first half against its second by the angle of its token's position.
+    """Rotate each head's first half against its second by the angle of its token's position; of a head that is larger
+    than the tables, only the dimensions that they have.
 
     It costs one product and two fused multiply-adds; the backward is the rotation by the opposite angle.
     """
+    size = cos_T1D.shape[-1]
+    if size < heads_TXD.shape[-1]:
+        first, rest = heads_TXD[..., :size].contiguous(), heads_TXD[..., size:]
+        return torch.cat([rotate(first, cos_T1D, sin_T1D), rest], dim=-1)
     return linear_map(heads_TXD, partial(_rotated, sign=1), partial(_rotated, sign=-1), cos_T1D, sin_T1D)
 
 

@@ -15,8 +15,9 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import linears_of, slices_of
+from megatron_worker.families.architecture import Architecture, DeltaNet, Mixture
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
@@ -32,7 +33,7 @@ from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.jobs.job import Dtype, Lora
 from shared.jobs.layout import Layout
-from shared.models.shape import ModelShape, check_layout
+from shared.models.shape import DeltaNetShape, ModelShape, check_layout
 
 
 class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
@@ -70,7 +71,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
-            read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh)
+            carried = self._model.architecture.carried
+            read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh, carried)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
@@ -125,18 +127,32 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
 
 def shape_of(architecture: Architecture) -> ModelShape:
-    a = architecture
+    a, attention, delta_net = architecture, architecture.attention, architecture.delta_net
+    mixture = a.mlp if isinstance(a.mlp, Mixture) else None
     return ModelShape(
         family=a.family,
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
-        num_heads=a.num_heads,
-        num_kv_heads=a.num_kv_heads,
-        ffn_size=a.ffn_size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        ffn_size=0 if mixture else a.mlp,
         vocab_size=a.vocab_size,
         num_experts=a.num_experts,
-        expert_ffn_size=a.expert_ffn_size,
-        head_dim=a.head_dim,
+        expert_ffn_size=mixture.ffn_size if mixture else 0,
+        shared_ffn_size=mixture.shared_ffn_size if mixture else 0,
+        head_dim=attention.head_dim,
+        is_gated=attention.is_gated,
+        delta_net=delta_net and _delta_net_shape(a, delta_net),
+    )
+
+
+def _delta_net_shape(a: Architecture, delta_net: DeltaNet) -> DeltaNetShape:
+    return DeltaNetShape(
+        layers=tuple(isinstance(mixer, DeltaNet) for mixer in a.mixers),
+        num_key_heads=delta_net.num_key_heads,
+        num_value_heads=delta_net.num_value_heads,
+        key_size=delta_net.key_size,
+        value_size=delta_net.value_size,
     )
 
 

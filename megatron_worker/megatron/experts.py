@@ -9,13 +9,15 @@ Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a 
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.architecture import Mixture
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -24,10 +26,10 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 class Router(torch.nn.Module):
     """Chooses the experts of each token, and their weights."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+    def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = Parameter(torch.empty(architecture.num_experts, architecture.hidden_size, dtype=dtype))
-        self._num_chosen, self._normalised = architecture.experts_per_token, architecture.normalised_experts
+        self.weight = Parameter(torch.empty(mixture.num_experts, hidden_size, dtype=dtype))
+        self._num_chosen, self._normalised = mixture.experts_per_token, mixture.is_normalised
 
     def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
@@ -53,32 +55,58 @@ class Expert(torch.nn.Module):
         return output_MH
 
 
-class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec."""
+class SharedGate(torch.nn.Module):
+    """How much each token takes of the shared expert: [s, 1]."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, mesh: Mesh, **_: object) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        a, dtype = architecture, config.params_dtype
-        self._per_rank = a.num_experts // mesh.ep.size
+        self.weight = Parameter(torch.empty(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden_sH: Tensor) -> Tensor:
+        return F.linear(hidden_sH, self.weight).sigmoid()
+
+
+class MegatronExperts(torch.nn.Module):
+    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mixture: Mixture,
+        mesh: Mesh,
+        shared: Callable[[TransformerConfig], torch.nn.Module],
+        **_: object,
+    ) -> None:
+        super().__init__()
+        hidden_size, dtype = config.hidden_size, config.params_dtype
+        self._per_rank = mixture.num_experts // mesh.ep.size
         self._first = mesh.ep.rank * self._per_rank
         own = range(self._first, self._first + self._per_rank)
-        self.router = Router(a, dtype)
+        self.router = Router(mixture, hidden_size, dtype)
         self.experts = torch.nn.ModuleDict(
-            {str(number): Expert(a.hidden_size, a.expert_ffn_size // mesh.etp.size, dtype) for number in own}
+            {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
         )
+        self.shared_expert = shared(config) if mixture.shared_ffn_size else None
+        self.shared_gate = SharedGate(hidden_size, dtype) if mixture.shared_ffn_size else None
         self._mesh = mesh
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output_sH = self._routed(hidden_sH)
+        if self.shared_expert is not None and self.shared_gate is not None:
+            shared_s1H, _bias = self.shared_expert(hidden_states)
+            output_sH = output_sH + self.shared_gate(hidden_sH) * shared_s1H.reshape(output_sH.shape)
+        return output_sH.view(hidden_states.shape), None
+
+    def _routed(self, hidden_sH: Tensor) -> Tensor:
         weight_sK, expert_sK = self.router(hidden_sH)
         if self._mesh.experts.size == 1:
-            return self._computed(hidden_sH, weight_sK, expert_sK).view(hidden_states.shape), None
+            return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)
         expert_RK = way.out(expert_sK)
         both = way.out(torch.cat([hidden_sH, weight_sK], dim=1))  # in one message
         hidden_RH, weight_RK = both.split([hidden_sH.shape[1], weight_sK.shape[1]], dim=1)
-        output_sH = way.back(self._computed(hidden_RH, weight_RK, expert_RK))
-        return output_sH.view(hidden_states.shape), None
+        return way.back(self._computed(hidden_RH, weight_RK, expert_RK))
 
     def _computed(self, hidden_RH: Tensor, weight_RK: Tensor, expert_RK: Tensor) -> Tensor:
         """Return each token's weighted sum of the outputs of this rank's experts."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.engine import Batch
-from megatron_worker.megatron.attention import BinPlan, Context, plan_bin
+from megatron_worker.megatron.attention import BinPlan, Context, LayerNeeds, plan_bin
 from megatron_worker.megatron.parallel.collectives import sum_alike
 from megatron_worker.megatron.parallel.mesh import Mesh
 
@@ -45,7 +45,7 @@ class LocalBin:
         return sum_alike(zeros_N.index_copy(0, self.target_M, values_M), self.context.group)
 
 
-def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype) -> LocalBin:
+def localised(batch: Batch, mesh: Mesh, needs: LayerNeeds, dtype: torch.dtype) -> LocalBin:
     """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first."""
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
@@ -61,7 +61,7 @@ def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype
     rows = len(token_id_t) // (mesh.tp.size if mesh.layout.sp else 1)
     return LocalBin(
         token_id_t=token_id_t,
-        plan=plan_bin(position_t, parent_T, frequency_D2, dtype, context),
+        plan=plan_bin(position_t, parent_T, needs, dtype, context),
         rows=rows,
         hidden_index_M=hidden_index_M,
         label_M=label_M,

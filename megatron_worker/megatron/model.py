@@ -8,22 +8,25 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, rotary_frequencies
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
+from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
+from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
@@ -34,6 +37,8 @@ from megatron_worker.megatron.regions import arrange
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_OF_EACH_TOKEN = (".router.weight", ".shared_gate.weight")
+_NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
 
 class RMSNorm(torch.nn.Module):
@@ -46,6 +51,14 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class ZeroCentredNorm(RMSNorm):
+    """The same by 1 + the weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(torch.float32, x.dtype)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class SwigluMLP(MLP):
@@ -69,10 +82,10 @@ class MegatronModel:
         self.architecture = a
         self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group)
         self.dtype = dtype
-        self.frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(mesh.device)
+        self.needs = LayerNeeds.of(a, mesh.device)
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
-        self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, len(self._layers))
+        self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
         placements = {name: self._placement(name) for name in self.parameters}
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
@@ -91,10 +104,9 @@ class MegatronModel:
     def _placement(self, name: str) -> Placement:
         if ".experts." in name:
             return "expert"
-        if "norm" in name or ".router." in name:
+        if "norm" in name or name.endswith(_OF_EACH_TOKEN):
             # Under sp each rank applies norms to its own tokens only; norms of heads are applied to a rank's own heads.
-            is_partial = self._mesh.layout.sp or name.endswith((".q_layernorm.weight", ".k_layernorm.weight"))
-            return "partial" if is_partial else "whole"
+            return "partial" if self._mesh.layout.sp or name.endswith(_NORMS_OF_HEADS) else "whole"
         return "tied" if name == _EMBEDDING and self.architecture.tied else "split"
 
     @property
@@ -129,12 +141,14 @@ class MegatronModel:
         return gather_alike(hidden_sH, self._mesh.tp) if self._mesh.layout.sp else hidden_sH
 
 
-def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, num_layers: int) -> Any:
-    config = _config(a, mesh, dtype, num_layers)
-    layer = _with_ours(get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm"), a, mesh)
+def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, layers: range) -> Any:
+    config = _config(a, mesh, dtype, len(layers))
+    norm = ZeroCentredNorm if a.zero_centred_norms else RMSNorm
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer] * num_layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            [_layer(a, a.mixers[number], mesh, norm) for number in layers], layer_norm=norm
+        ),
         vocab_size=padded_vocab,
         max_sequence_length=0,
         pre_process=mesh.is_first_stage,
@@ -149,16 +163,18 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, n
 
 
 def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) -> TransformerConfig:
+    attention = a.attention
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_size,
-        num_attention_heads=a.num_heads,
-        num_query_groups=a.num_kv_heads,
-        kv_channels=a.head_dim,
+        ffn_hidden_size=a.mlp if isinstance(a.mlp, int) else a.mlp.ffn_size,
+        num_attention_heads=attention.num_heads,
+        num_query_groups=attention.num_kv_heads,
+        kv_channels=attention.head_dim,
         layernorm_epsilon=a.norm_eps,
-        add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
+        add_qkv_bias=attention.qkv_bias,
+        qk_layernorm=attention.qk_norm,
+        attention_output_gate=attention.is_gated,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -178,15 +194,35 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
-def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh) -> ModuleSpec:
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    attention.module, mlp.module = PackedSelfAttention, SwigluMLP
-    attention.submodules.linear_qkv, attention.submodules.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
-    attention.submodules.core_attention = CoreAttention
-    if a.qk_norm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
-    if a.num_experts:
-        layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params={"architecture": a, "mesh": mesh})
+def _layer(a: Architecture, mixer: Mixer, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+    """Return megatron's spec of a layer, with our parts in it."""
+    has_norms = isinstance(mixer, Attention) and mixer.qk_norm
+    layer = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    match mixer:
+        case Attention():
+            attention = layer.submodules.self_attention
+            attention.module, attention.params = PackedSelfAttention, {**attention.params, "attention": mixer}
+            attention.submodules.linear_qkv, attention.submodules.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
+            attention.submodules.core_attention = CoreAttention
+            if mixer.qk_norm:
+                attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+        case DeltaNet():
+            layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
+    match a.mlp:
+        case Mixture() as mixture:
+            params = {"mixture": mixture, "mesh": mesh, "shared": partial(_swiglu, ffn_size=mixture.shared_ffn_size)}
+            layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params=params)
+        case int():
+            mlp = layer.submodules.mlp
+            mlp.module, mlp.submodules = SwigluMLP, _SWIGLU
     return layer
+
+
+_SWIGLU = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
+
+
+def _swiglu(config: TransformerConfig, ffn_size: int) -> SwigluMLP:
+    own = copy(config)
+    own.ffn_hidden_size = ffn_size  # megatron's second linear goes by this alone
+    return SwigluMLP(own, _SWIGLU, ffn_hidden_size=ffn_size)

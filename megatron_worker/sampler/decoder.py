@@ -11,7 +11,7 @@ of those, S positions of a block, D size of a head, V vocabulary, O outputs and 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,78 +19,109 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture, rotary_frequencies
-from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    Mixture,
+    Rope,
+    rotary_frequencies,
+)
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.sampler.drawing import PromptScores
-from megatron_worker.sampler.experts import SamplerExperts, fuse_experts
-from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse, fuse_mlp
-from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
-from megatron_worker.weight_sync.buckets import weights_sha256
-from shared.chat.completions import DrawnBy
-from shared.contract import Sha256
+from megatron_worker.sampler.layers.delta_net import RecurrentState, SamplerDeltaNet, fuse_delta_net
+from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
+from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse, fuse_mlp
+from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
-from shared.models import peft as peft_format
 
 BLOCK = 128
 _SCORED = 64  # prompt tokens whose logits are held at a time
 
 
 @dataclass(frozen=True)
-class Layer:
-    input_norm_H: Tensor
+class AttentionLinears:
+    attention: Attention
     qkv: FusedLinear
     query_norm_D: Tensor | None
     key_norm_D: Tensor | None
     output: FusedLinear
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        return [self.qkv, self.output]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, and its place among those that mix tokens in its way."""
+
+    input_norm_H: Tensor
+    mixer: AttentionLinears | SamplerDeltaNet
+    place: int
     mlp_norm_H: Tensor
     mlp: Mlp | SamplerExperts
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer [G, T, D], and
-    the residual stream after the last layer, from which all tokens' final hidden states can be computed."""
+    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
+    [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which all tokens'
+    final hidden states can be computed."""
 
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    recurrent: list[RecurrentState]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.stream_TH)
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+        return attended + sum(state.num_bytes for state in self.recurrent)
 
 
 class Cache:
-    """Keys and values of all slots, one tensor a layer: [blocks, B, G, S, D]. Grows by blocks of zeros."""
+    """Keys and values of all slots, one tensor a layer of attention: [blocks, B, G, S, D]; grows by blocks of zeros.
+    Beside them the states of recurrent layers."""
 
     def __init__(self, a: Architecture, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
-        empty = (0, num_slots, a.num_kv_heads, BLOCK, a.head_dim)
-        self.keys = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
-        self.values = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
+        attention = [mixer for mixer in a.mixers if isinstance(mixer, Attention)]
+        delta_nets = [mixer for mixer in a.mixers if isinstance(mixer, DeltaNet)]
+        empty = [(0, num_slots, mixer.num_kv_heads, BLOCK, mixer.head_dim) for mixer in attention]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in empty]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in empty]
+        self.recurrent = [RecurrentState.zeros(mixer, num_slots, dtype, device) for mixer in delta_nets]
         self.slots_B = torch.arange(num_slots, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        attended = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return attended + sum(state.num_bytes for state in self.recurrent)
 
     def reserve(self, num_tokens: int) -> None:
-        missing = -(-num_tokens // BLOCK) - len(self.keys[0])
-        if missing > 0:
-            for tensors in (self.keys, self.values):
-                for number, old in enumerate(tensors):
+        for tensors in (self.keys, self.values):
+            for number, old in enumerate(tensors):
+                missing = -(-num_tokens // BLOCK) - len(old)
+                if missing > 0:
                     tensors[number] = torch.cat([old, old.new_zeros(missing, *old.shape[1:])])
 
     def fill(self, slot: int, prompt: Prefilled) -> None:
-        num_tokens = prompt.keys[0].shape[1]
-        self.reserve(num_tokens)
+        self.reserve(prompt.num_tokens)
         for tensors, sources in ((self.keys, prompt.keys), (self.values, prompt.values)):
             for target, source_GTD in zip(tensors, sources, strict=True):
-                for block, start in enumerate(range(0, num_tokens, BLOCK)):
+                for block, start in enumerate(range(0, prompt.num_tokens, BLOCK)):
                     part_GTD = source_GTD[:, start : start + BLOCK]
                     target[block, slot, :, : part_GTD.shape[1]] = part_GTD
+        for state, read in zip(self.recurrent, prompt.recurrent, strict=True):
+            state.fill(slot, read)
 
 
 class Decoder:
@@ -104,14 +135,15 @@ class Decoder:
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
-        self._embedding_VH = weights["model.embed_tokens.weight"]
+        self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
         self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
-        self._final_norm_H = weights["model.norm.weight"]
+        self._final_norm_H = weights[f"{a.tensor_prefix}.norm.weight"]
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
-        self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(device)
+        ropes = {mixer.rope for mixer in a.mixers if isinstance(mixer, Attention) and mixer.rope}
+        self._frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
@@ -130,13 +162,13 @@ class Decoder:
             raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
         targets = self.named_weights()
         with model_files(folder) as files:
-            refuse_unknown(files, self._slices, folder)
+            refuse_unknown(files, self._slices, folder, self.architecture.carried)
             for s in self._slices:
                 targets[s.name].copy_(files.local(s, s.name, 0, 1))
 
     @property
     def linears(self) -> list[FusedLinear]:
-        return [x for layer in self._layers for x in (layer.qkv, layer.output, *layer.mlp.linears)]
+        return [x for layer in self._layers for x in (*layer.mixer.linears, *layer.mlp.linears)]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -144,21 +176,32 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        a = self.architecture
         x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
-        cos_T1D, sin_T1D = self._rotary(torch.arange(len(token_ids), device=self.device))
-        keys, values = [], []
+        index_T = torch.arange(len(token_ids), device=self.device)
+        rotary = self._rotary(index_T)
+        delta_net = self.architecture.delta_net
+        plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
+        keys, values, recurrent = [], [], []
         for layer in self._layers:
-            query_TQD, key_TGD, value_TGD = self._heads(layer, x_TH, lora_weights, cos_T1D, sin_T1D)
-            query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
-            key_1QTD, value_1QTD = (t.repeat_interleave(a.heads_per_group, dim=0)[None] for t in (key, value))
-            attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
-            attended_TX = attended_1QTD[0].transpose(0, 1).flatten(1)
-            x_TH = self._rest(layer, x_TH, attended_TX, lora_weights, fixed_shapes=False)
-            keys.append(key)
-            values.append(value)
+            normed_TH = self._norm(x_TH, layer.input_norm_H)
+            if isinstance(layer.mixer, SamplerDeltaNet):
+                assert plan is not None
+                mixed_TH, state = layer.mixer.read(normed_TH, lora_weights, plan)
+                recurrent.append(state)
+            else:
+                query_TQD, key_TGD, value_TGD, gate_TX = self._heads(layer.mixer, normed_TH, lora_weights, rotary)
+                query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
+                key_1QTD, value_1QTD = (
+                    t.repeat_interleave(layer.mixer.attention.heads_per_group, dim=0)[None] for t in (key, value)
+                )
+                attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
+                attended_TX = attended_1QTD[0].transpose(0, 1).flatten(1)
+                mixed_TH = _output(layer.mixer, attended_TX, gate_TX, lora_weights)
+                keys.append(key)
+                values.append(value)
+            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values)
+        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
@@ -187,15 +230,21 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
         """
         x_BH = F.embedding(token_B, self._embedding_VH)
-        cos_B1D, sin_B1D = self._rotary(position_B)
+        rotary = self._rotary(position_B)
         masks = _masks(position_B, num_blocks)
         block_B, offset_B = position_B // BLOCK, position_B % BLOCK
-        for number, layer in enumerate(self._layers):
-            query_BQD, key_BGD, value_BGD = self._heads(layer, x_BH, lora_weights, cos_B1D, sin_B1D)
-            cache.keys[number][block_B, cache.slots_B, :, offset_B] = key_BGD
-            cache.values[number][block_B, cache.slots_B, :, offset_B] = value_BGD
-            attended_BX = _attend(query_BQD, cache.keys[number], cache.values[number], masks)
-            x_BH = self._rest(layer, x_BH, attended_BX, lora_weights, fixed_shapes=True)
+        for layer in self._layers:
+            normed_BH = self._norm(x_BH, layer.input_norm_H)
+            if isinstance(layer.mixer, SamplerDeltaNet):
+                mixed_BH = layer.mixer.step(normed_BH, lora_weights, cache.recurrent[layer.place])
+            else:
+                query_BQD, key_BGD, value_BGD, gate_BX = self._heads(layer.mixer, normed_BH, lora_weights, rotary)
+                keys, values = cache.keys[layer.place], cache.values[layer.place]
+                keys[block_B, cache.slots_B, :, offset_B] = key_BGD
+                values[block_B, cache.slots_B, :, offset_B] = value_BGD
+                attended_BX = _attend(query_BQD, keys, values, masks)
+                mixed_BH = _output(layer.mixer, attended_BX, gate_BX, lora_weights)
+            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, fixed_shapes=True)
         return self._norm(x_BH, self._final_norm_H)
 
     @torch.inference_mode()
@@ -204,28 +253,30 @@ class Decoder:
         return F.linear(hidden_BH, self._output_VH).float()
 
     def _heads(
-        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], cos_T1D: Tensor, sin_T1D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, rotated: [T, heads, D]."""
-        a = self.architecture
-        mixed_TO = layer.qkv(self._norm(x_TH, layer.input_norm_H), lora_weights)
-        mixed_TXD = mixed_TO.view(len(x_TH), -1, a.head_dim)
-        query, key, value = mixed_TXD.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-        if layer.query_norm_D is not None and layer.key_norm_D is not None:
-            query, key = self._norm(query, layer.query_norm_D), self._norm(key, layer.key_norm_D)
-        return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
-
-    def _rest(
         self,
-        layer: Layer,
-        x_TH: Tensor,
-        attended_TX: Tensor,
+        linears: AttentionLinears,
+        normed_TH: Tensor,
         lora_weights: Mapping[str, LoraFactors],
-        *,
-        fixed_shapes: bool,
+        rotary: Mapping[Rope, tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, rotated: [T, heads, D]; and the gates of the outputs, [T, heads * D]."""
+        a, gate_TX = linears.attention, None
+        mixed_TO = linears.qkv(normed_TH, lora_weights)
+        rows = [a.num_heads * a.rows_per_head, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim]
+        query, key, value = (part.unflatten(-1, (-1, a.head_dim)) for part in mixed_TO.split(rows, dim=-1))
+        if a.is_gated:
+            query, gate = query.unflatten(1, (-1, 2)).unbind(2)
+            gate_TX = gate.flatten(1)
+        if linears.query_norm_D is not None and linears.key_norm_D is not None:
+            query, key = self._norm(query, linears.query_norm_D), self._norm(key, linears.key_norm_D)
+        if a.rope is not None:
+            query, key = (_rotated(x, *rotary[a.rope]) for x in (query, key))
+        return query, key, value, gate_TX
+
+    def _with_mlp(
+        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool
     ) -> Tensor:
-        """Return the residual stream after a layer's attention and MLP. `fixed_shapes`: see Experts."""
-        x_TH = x_TH + layer.output(attended_TX, lora_weights)
+        """Return the residual stream after a layer's MLP. `fixed_shapes`: see SamplerExperts."""
         normed_TH = self._norm(x_TH, layer.mlp_norm_H)
         match layer.mlp:
             case Mlp() as mlp:
@@ -234,15 +285,25 @@ class Decoder:
                 return x_TH + experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+        a, size = self.architecture, (x.shape[-1],)
+        if a.zero_centred_norms:
+            return F.rms_norm(x.float(), size, 1 + weight.float(), a.norm_eps).to(x.dtype)
+        return F.rms_norm(x, size, weight, a.norm_eps)
 
-    def _rotary(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
-        angle_TD2 = position_T.float()[:, None] * self._frequency_D2
-        angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
-        return angle_T1D.cos().to(self.dtype), angle_T1D.sin().to(self.dtype)
+    def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
+        return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}
+
+
+def _output(
+    linears: AttentionLinears, attended_TX: Tensor, gate_TX: Tensor | None, lora_weights: Mapping[str, LoraFactors]
+) -> Tensor:
+    return linears.output(attended_TX if gate_TX is None else attended_TX * gate_TX.sigmoid(), lora_weights)
 
 
 def _rotated(x_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate as many of a head's dimensions as the tables have."""
+    if (size := cos_T1D.shape[-1]) < x_TXD.shape[-1]:
+        return torch.cat([_rotated(x_TXD[..., :size], cos_T1D, sin_T1D), x_TXD[..., size:]], dim=-1)
     first, second = x_TXD.chunk(2, dim=-1)
     return x_TXD * cos_T1D + torch.cat([-second, first], dim=-1) * sin_T1D
 
@@ -288,102 +349,34 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
     """Read every tensor, by its Hugging Face name."""
     slices = slices_of(a, 1)
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder)
+        refuse_unknown(files, slices, folder, a.carried)
         return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
 
 
 def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
-    prefix = f"model.layers.{number}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    qkv = [f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    prefix, mixer = f"{a.tensor_prefix}.layers.{number}", a.mixers[number]
+    mlp = f"{prefix}.mlp"
     return Layer(
         input_norm_H=weights[f"{prefix}.input_layernorm.weight"],
-        qkv=fuse(f"{attention}.qkv", qkv, weights, slices),
-        query_norm_D=weights.get(f"{attention}.q_norm.weight"),
-        key_norm_D=weights.get(f"{attention}.k_norm.weight"),
-        output=fuse(f"{attention}.output", [f"{attention}.o_proj"], weights, slices),
+        mixer=(
+            fuse_delta_net(f"{prefix}.linear_attn", mixer, a.norm_eps, weights, slices)
+            if isinstance(mixer, DeltaNet)
+            else _attention_linears(f"{prefix}.self_attn", mixer, weights, slices)
+        ),
+        place=sum(isinstance(before, type(mixer)) for before in a.mixers[:number]),
         mlp_norm_H=weights[f"{prefix}.post_attention_layernorm.weight"],
-        mlp=fuse_experts(mlp, a, weights, slices) if a.num_experts else fuse_mlp(mlp, weights, slices),
+        mlp=fuse_experts(mlp, a.mlp, weights, slices) if isinstance(a.mlp, Mixture) else fuse_mlp(mlp, weights, slices),
     )
 
 
-@dataclass(eq=False)
-class LoadedAdapter:
-    """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
-
-    `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
-    """
-
-    name: str
-    folder: str
-    lora_weights: Mapping[str, LoraFactors]
-    drawn_by: DrawnBy = field(default_factory=DrawnBy)
-
-    def become(self, other: "LoadedAdapter") -> None:
-        """Take another one's weights, under the same name."""
-        self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
-
-    def weights_sha256(self) -> Sha256:
-        """Return the hash of its bits in memory."""
-        return weights_sha256(
-            (f"{linear}.{matrix}", tensor)
-            for linear, lora in self.lora_weights.items()
-            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR))
-        )
-
-
-def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
-    """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
-    lora = peft_format.read_config(folder)
-    path = folder / peft_format.WEIGHTS
-    shapes = adapter_shapes(decoder, lora)
-    with single_file(path) as files:
-        check_names(files, set(shapes), path)
-        tensors = {
-            name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
-            for name, shape in shapes.items()
-        }
-        return adapter_of(name, str(folder), lora, decoder, tensors)
-
-
-def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
-    """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
-    found = {}
-    for linear in decoder.linears:
-        if targeted := _targeted(linear, lora):
-            found[linear.name] = _lora_weights(linear, targeted, lora, tensors, decoder)
-    return LoadedAdapter(name, folder, found)
-
-
-def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors by PEFT's names."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for linear in decoder.linears:
-        for part in _targeted(linear, lora):
-            shapes[_name(part, "A")] = (lora.rank, part.shape[1])
-            shapes[_name(part, "B")] = (part.shape[0], lora.rank)
-    return shapes
-
-
-def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
-    return [p for p in linear.parts if p.name.split(".")[-2] in lora.targets]
-
-
-def _name(part: TensorSlice, matrix: str) -> str:
-    return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
-
-
-def _lora_weights(
-    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, tensors: Mapping[str, Tensor], decoder: Decoder
-) -> LoraFactors:
-    num_outputs, num_inputs = linear.weight_OI.shape
-    a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
-    b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
-    row = 0
-    for part in linear.parts:
-        if part in targeted:
-            columns = slice((first := targeted.index(part) * lora.rank), first + lora.rank)
-            a_RI[columns] = tensors[_name(part, "A")]
-            b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
-        row += part.shape[0]
-    return LoraFactors(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
+def _attention_linears(
+    module: str, attention: Attention, weights: dict[str, Tensor], slices: dict[str, TensorSlice]
+) -> AttentionLinears:
+    qkv = [f"{module}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    return AttentionLinears(
+        attention=attention,
+        qkv=fuse(f"{module}.qkv", qkv, weights, slices),
+        query_norm_D=weights.get(f"{module}.q_norm.weight"),
+        key_norm_D=weights.get(f"{module}.k_norm.weight"),
+        output=fuse(f"{module}.output", [f"{module}.o_proj"], weights, slices),
+    )

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from pydantic import ValidationError
 
-from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
 from megatron_worker.weight_sync.bucket_reader import Receiving

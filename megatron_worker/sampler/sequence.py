@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_worker.sampler.decoder import LoadedAdapter
+from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.drawing import NO_PENALTIES, Penalties, PromptScores, uniform
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.tensors.offload import HostCopy

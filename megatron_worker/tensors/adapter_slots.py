@@ -139,6 +139,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
+        self._linears = {s.name.split(".")[-2] for s in base.slices if s.name.endswith(".weight")}
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
@@ -155,9 +156,10 @@ class Slots(Generic[AdapterT, OptimizerT]):
         return self.trainings[self.active]
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        """Install a fresh adapter, trainable and active."""
+        """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
+        own = peft_format.beside(lora, self._linears)
         self.residency.bring_base()
-        adapter = self._new_adapter(lora, self._device)
+        adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
         self._install(name, adapter, trainable=True)
 
@@ -165,7 +167,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            adapter = self._new_adapter(peft_format.read_config(folder, lora), self._device)
+            found = peft_format.beside(peft_format.read_config(folder, lora), self._linears)
+            adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
             read_adapter(folder, adapter.slices, exact.views, self._ranks)
@@ -200,7 +203,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
             if isinstance(trainable, Full):
                 parts = _training_parts(self._new_base_optimizer(nowhere))
             else:
-                adapter = self._new_adapter(trainable, nowhere)
+                adapter = self._new_adapter(peft_format.beside(trainable, self._linears), nowhere)
                 parts = _adapter_parts(adapter) | _training_parts(self._new_optimizer(adapter))
             nothing: dict[Part, int] = {"weights": 0}
             self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
@@ -242,7 +245,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
         with ranks.agreement():
             if training.slot is None:
-                write_model_folder(weights, base.folder, training.slices, base.parameters, ranks)
+                carried = base.architecture.carried
+                write_model_folder(weights, base.folder, training.slices, base.parameters, ranks, carried)
             else:
                 lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
                 write_adapter(weights, lora, training.slices, exact, ranks)
@@ -275,7 +279,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def _load_base(self, folder: Path) -> None:
         if read_architecture(folder) != self._base.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        read_model(folder, self._base.slices, self._base.parameters, self._ranks)
+        base = self._base
+        read_model(folder, base.slices, base.parameters, self._ranks, base.architecture.carried)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of the base, one at a time, on every rank."""

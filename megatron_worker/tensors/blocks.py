@@ -27,12 +27,15 @@ def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
         yield TensorBlock(s.name, ranks.first_holder(s, 0), 0, num_rows)
         return
     size = ranks.splitting(s.expert).size
-    for part in range(size):
-        first, last = s.bounds(part, size)
-        if first < last and s.split == 0:
-            yield TensorBlock(s.name, ranks.first_holder(s, part), first, last - first)
-        elif first < last:
-            yield TensorBlock(s.name, ranks.first_holder(s, part), 0, num_rows, first, last - first)
+    held = [s.spans(part, size) for part in range(size)]
+    for section in range(len(held[0])):  # by rows: receivers take a tensor's blocks in their order
+        for part, spans in enumerate(held):
+            span, rank = spans[section], ranks.first_holder(s, part)
+            if span.start < span.stop and s.split == 0:
+                skipped = sum(before.stop - before.start for before in spans[:section])
+                yield TensorBlock(s.name, rank, span.start, span.stop - span.start, rows_before=skipped)
+            elif span.start < span.stop:
+                yield TensorBlock(s.name, rank, 0, num_rows, span.start, span.stop - span.start)
 
 
 def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[TensorBlock], Tensor | None]:
@@ -42,6 +45,6 @@ def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[TensorB
     def read(block: TensorBlock) -> Tensor | None:
         s = by_name[block.name]
         parameter = held(s.parameter, block.rank)
-        return None if parameter is None else s.read(parameter.detach(), block.num_rows)
+        return None if parameter is None else s.read(parameter.detach(), block.num_rows, block.rows_before)
 
     return read

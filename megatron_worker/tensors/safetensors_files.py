@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, joined
 from shared.contract import Sha256
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # that are compared at a time
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class TensorFiles:
@@ -54,11 +55,10 @@ class TensorFiles:
         if self.shape(name) != tensor_slice.shape:
             message = f"{name!r} has shape {list(self.shape(name))}, expected {list(tensor_slice.shape)}"
             raise InvalidInput(message, str(self._files[name]))
-        index: list[slice] = [slice(None)] * len(tensor_slice.shape)
-        if tensor_slice.split is not None:
-            index[tensor_slice.split] = slice(*tensor_slice.bounds(rank, size))
+        split, everything = tensor_slice.split, slice(None)
+        spans = [everything] if split is None else tensor_slice.spans(rank, size)
         try:
-            local: Tensor = self._slice(name)[tuple(index)]
+            local = joined([self._slice(name)[(everything,) * (split or 0) + (span,)] for span in spans], split)
         except SafetensorError as error:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
         if not local.is_floating_point():
@@ -66,6 +66,16 @@ class TensorFiles:
         if is_weight and not _is_finite(local):
             raise InvalidInput(f"tensor {name} holds a number that is not finite", str(self._files[name]))
         return local
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor as it is."""
+        whole: Tensor = self._slice(name)[:]
+        return whole
+
+    def entries(self, prefixes: Sequence[str]) -> "list[WrittenTensor]":
+        """Return the tensors whose names begin with any of these, sorted by name."""
+        names = sorted(name for name in self.names if name.startswith(tuple(prefixes)))
+        return [WrittenTensor(name, _DTYPES[self._slice(name).get_dtype()], self.shape(name)) for name in names]
 
     def number(self, name: str) -> int:
         """Read a tensor that is one whole number."""
@@ -151,13 +161,20 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
         raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
 
 
-def refuse_unknown(files: TensorFiles, slices: Iterable[TensorSlice], folder: Path) -> None:
-    """Raise InvalidInput for a tensor that is not read: the model would be wrong. A tied output may be there twice."""
+def refuse_unknown(
+    files: TensorFiles, slices: Sequence[TensorSlice], folder: Path, carried: Sequence[str] = ()
+) -> None:
+    """Raise InvalidInput for a tensor that is not read: the model would be wrong. A tied output may be there twice.
+
+    `carried`: prefixes of the names of tensors that belong to the model, and are not computed with.
+    """
     known = {s.name for s in slices}
     if _OUTPUT in files.names - known:
-        files.check_equal(_OUTPUT, _EMBEDDING)
+        embedding = next(name for name in sorted(files.names) if name.endswith(_EMBEDDING))
+        files.check_equal(_OUTPUT, embedding)
         known.add(_OUTPUT)
-    unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
+    others = sorted(files.names - known)
+    unknown = [name for name in others if not (name.endswith(_IGNORED) or name.startswith(tuple(carried)))]
     if unknown:
         raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
 

@@ -88,11 +88,18 @@ class StatefulOptimizer(Protocol):
 
 
 def read_model(
-    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path,
+    slices: Sequence[TensorSlice],
+    parameters: Mapping[str, Tensor],
+    ranks: StateRanks,
+    carried: Sequence[str] = (),
 ) -> None:
-    """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors."""
+    """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
+
+    `carried`: prefixes of the names of tensors that the model may have besides.
+    """
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder)
+        refuse_unknown(files, slices, folder, carried)
         _read(files, slices, parameters, ranks)
 
 
@@ -102,19 +109,24 @@ def write_model_folder(
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
+    carried: Sequence[str] = (),
     max_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Write Hugging Face's folder: weights and config in the weights' dtype, tokenizer and templates as in `model`.
 
     Args:
         folder: None on ranks that only help gathering; below too.
+        carried: prefixes of the names of tensors that are written as they are in `model`.
     """
     dtype = next(iter(parameters.values())).dtype
-    tensors = _whole(slices, parameters, ranks, dtype)
-    with all_drawn(tensors):
-        if folder is not None:
-            _write_beside_weights(folder, model, dtype)
-        write_model(folder, [WrittenTensor(s.name, dtype, s.shape) for s in slices], tensors, max_bytes)
+    with model_files(model) as files:
+        unchanged = files.entries(carried) if carried else []
+        tensors = chain(_whole(slices, parameters, ranks, dtype), map(files.whole, (e.name for e in unchanged)))
+        with all_drawn(tensors):
+            if folder is not None:
+                _write_beside_weights(folder, model, dtype)
+            entries = [*(WrittenTensor(s.name, dtype, s.shape) for s in slices), *unchanged]
+            write_model(folder, entries, tensors, max_bytes)
 
 
 def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:

@@ -10,10 +10,19 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3")
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
-_HEAD_DIMS = {"qwen3": 128}  # of families whose files may leave it out; others' heads divide the hidden size
+# What transformers takes for settings that a family's file leaves out, where families differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "qwen3_5": {"head_dim": 256},
+    "qwen3_5_moe": {"head_dim": 256},
+    "mistral": {"sliding_window": 4096},
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+}
+_READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
+_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 
 Size = Field(ge=1)
 
@@ -29,6 +38,13 @@ class RopeConfig(BaseModel):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
 
 
 # transformers takes an empty object for none.
@@ -36,9 +52,18 @@ _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or N
 
 
 class DenseConfig(BaseModel):
+    """A decoder's settings.
+
+    Attributes:
+        tensor_prefix: what the names of its tensors begin with.
+        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
+    """
+
     model_config = ConfigDict(extra="ignore")
 
     model_type: str
+    tensor_prefix: str = "model"
+    carried: tuple[str, ...] = ()
     vocab_size: int = Size
     hidden_size: int = Size
     intermediate_size: int = Size
@@ -52,6 +77,8 @@ class DenseConfig(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
@@ -68,11 +95,24 @@ class DenseConfig(BaseModel):
 
     @property
     def size_of_heads(self) -> int:
-        of_family = _HEAD_DIMS.get(self.model_type, self.hidden_size // self.num_attention_heads)
-        return self.head_dim or of_family
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+
+
+class SmolLM3Config(DenseConfig):
+    """The config of SmolLM3, some of whose layers encode no positions."""
+
+    no_rope_layers: tuple[int, ...] | None = None  # 1: the layer rotates, 0: it does not
+    no_rope_layer_interval: int = Field(default=4, ge=1)
+
+    @property
+    def is_rotated(self) -> tuple[bool, ...]:
+        """For each layer, whether it encodes positions."""
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers[: self.num_hidden_layers]))
+        return tuple((layer + 1) % self.no_rope_layer_interval > 0 for layer in range(self.num_hidden_layers))
 
 
 class MixtureConfig(DenseConfig):
@@ -86,23 +126,104 @@ class MixtureConfig(DenseConfig):
     mlp_only_layers: tuple[int, ...] | None = None
 
 
-def check_known(values: dict[str, Any], place: str) -> None:
-    """Raise InvalidInput where a `config.json` is of no family that we know, before its other fields are read."""
-    family = values.get("model_type")
+class HybridConfig(DenseConfig):
+    """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
+
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
+    full_attention_interval: int = Field(default=4, ge=1)
+    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    linear_conv_kernel_dim: int = Field(default=4, ge=2)
+    linear_key_head_dim: int = Field(default=128, ge=1)
+    linear_value_head_dim: int = Field(default=128, ge=1)
+    linear_num_key_heads: int = Field(default=16, ge=1)
+    linear_num_value_heads: int = Field(default=32, ge=1)
+
+    @property
+    def is_recurrent(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a gated delta net."""
+        if self.layer_types is not None:
+            return tuple(kind == "linear_attention" for kind in self.layer_types)
+        return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
+
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that is rotated."""
+        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
+
+
+class HybridMixtureConfig(MixtureConfig, HybridConfig):
+    """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
+
+    intermediate_size: int = 0
+    norm_topk_prob: Literal[True] = True
+    shared_expert_intermediate_size: int = Size
+
+
+_KINDS: dict[str, type[DenseConfig]] = {
+    "qwen3_moe": MixtureConfig,
+    "qwen3_5": HybridConfig,
+    "qwen3_5_moe": HybridMixtureConfig,
+    "smollm3": SmolLM3Config,
+}
+# Of families that we do not compute: what they need, and the family that is nearest to them among ours.
+_UNKNOWN: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "qwen3_moe")),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
+    **dict.fromkeys(("ministral", "ministral3", "olmo3"), ("sliding windows of attention", "mistral")),
+    "gpt_oss": ("attention sinks and sliding windows", "qwen3_moe"),
+    "granite": ("multipliers of its residual stream", "llama"),
+    "kimi_linear": ("Kimi delta attention", "qwen3_5_moe"),
+    "nemotron_h": ("Mamba-2 layers", "qwen3_5"),
+    "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
+    "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
+}
+_SCALINGS = ("default", "llama3", "linear", "yarn")
+
+
+def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return what a `config.json` says of the model's decoder, with `model_type` one of FAMILIES.
+
+    That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
+
+    Raises:
+        InvalidInput: the model is of no family that we know. No other field has been read then.
+    """
+    named = values.get("model_type")
+    family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
+    if isinstance(named, str) and named in _UNKNOWN:
+        needed, nearest = _UNKNOWN[named]
+        rule = f"it needs {needed}; the nearest is {nearest}"
+        raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
-        raise InvalidInput(f"model_type {family!r} is not a known family: {', '.join(FAMILIES)}", place)
+        raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
+    values = _DEFAULTS.get(family, {}) | values
+    if family not in _READ_IMAGES:
+        return values
+    decoder = values | {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",)}
+    if named in _TEXT_ALONE:
+        return decoder
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
+    is_tied = values.get("tie_word_embeddings", False)
+    if text.get("tie_word_embeddings", is_tied) != is_tied:
+        raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
+    whole = {name: values.get(name) for name in ("quantization_config",)}
+    place_of_tensors = {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
+    decoder = _DEFAULTS.get(family, {}) | text | whole | place_of_tensors
+    return decoder | {"model_type": family, "tie_word_embeddings": is_tied}
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
-    """Parse a `config.json`: a MixtureConfig for a model with experts, else a DenseConfig.
+    """Parse a `config.json`: a DenseConfig, or one of its classes for families with more settings.
 
     Raises:
         InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
     """
-    check_known(values, place)
-    kind = MixtureConfig if values["model_type"] == "qwen3_moe" else DenseConfig
+    decoder = decoder_settings(values, place)
     try:
-        config = kind.model_validate(values)
+        config = _KINDS.get(decoder["model_type"], DenseConfig).model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
@@ -114,17 +235,45 @@ def _not_computed(config: DenseConfig) -> str | None:
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if getattr(config, name):
             return f"{name}=true is not supported for this family"
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        rule = "set it to null if the model was trained without one"
+        return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
+    if not isinstance(config, HybridConfig) and {"full_attention"} < {"full_attention", *(config.layer_types or ())}:
+        return f"layer_types: {next(x for x in config.layer_types or () if x != 'full_attention')} is not supported"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    rope = config.rope
-    if rope.rope_type not in ("default", "llama3"):
-        return f"rope scaling of type {rope.rope_type!r} is not supported"
-    if rope.rope_type == "llama3" and (rope.factor is None or rope.original_max_position_embeddings is None):
-        return "llama3 rope scaling needs factor and original_max_position_embeddings"
+    if problem := _rope_not_computed(config.rope):
+        return problem
+    if isinstance(config, SmolLM3Config) and len(config.is_rotated) != config.num_hidden_layers:
+        return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
+    if isinstance(config, HybridConfig) and (problem := _not_hybrid(config)):
+        return problem
     if not isinstance(config, MixtureConfig):
         return None
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
         return "layers without experts among others with them are not supported"
     if config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return None
+
+
+def _not_hybrid(config: HybridConfig) -> str | None:
+    num_layers, found = config.num_hidden_layers, len(config.is_recurrent)
+    if found != num_layers:
+        return f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        heads = f"{config.linear_num_key_heads} key heads do not divide {config.linear_num_value_heads} value heads"
+        return f"linear attention: {heads}"
+    if config.rotary_size < 2 or config.rotary_size % 2:
+        return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
+    return None
+
+
+def _rope_not_computed(rope: RopeConfig) -> str | None:
+    if rope.rope_type not in _SCALINGS:
+        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(_SCALINGS)}"
+    if rope.rope_type != "default" and rope.factor is None:
+        return f"{rope.rope_type} rope scaling needs factor"
+    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
+        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
     return None

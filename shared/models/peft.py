@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from longshore.training import LINEARS, Linear
+from longshore.training import DELTA_NET, LINEARS, Linear
 from shared.contract import Sha256
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
@@ -124,11 +125,32 @@ def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
 
 
 def check_same(found: Lora, expected: Lora, place: str) -> None:
-    """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for."""
+    """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
+
+    Targets that its family of models has not do not count: see `beside`.
+    """
     for name, theirs, ours in (
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
-        ("targets", sorted(found.targets), sorted(expected.targets)),
+        ("targets", _counted(found), _counted(expected)),
     ):
         if theirs != ours:
             raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
+
+
+def _counted(lora: Lora) -> list[Linear]:
+    """Return the targets, sorted; without those of gated delta nets where all others are there."""
+    others = set(LINEARS) - set(DELTA_NET)
+    return sorted(others if others <= set(lora.targets) else lora.targets)
+
+
+def beside(lora: Lora, linears: Container[str]) -> Lora:
+    """Return an adapter's settings with the targets that a model has, as PEFT takes them.
+
+    Raises:
+        InvalidInput: it has none of them.
+    """
+    targets = tuple(name for name in LINEARS if name in lora.targets and name in linears)
+    if not targets:
+        raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
+    return lora.model_copy(update={"targets": targets})

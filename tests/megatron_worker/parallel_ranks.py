@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Batch, LossFunction, Outputs
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, joined
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
@@ -237,7 +237,7 @@ Change = Callable[[Any], Any]
 
 def _same_shard(_: Any) -> Any:
     def local(self: TensorSlice, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return whole if self.split is None else whole.narrow(self.split, 0, self.bounds(0, size)[1])
+        return joined(self.parts(whole, 0, size), self.split)
 
     return local
 

@@ -26,7 +26,13 @@ def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, se
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise if "bias" in name else 3 * weight)
+            if "norm" in name:
+                is_zero_centred = family.startswith("qwen3_5") and "linear_attn" not in name
+                weight.copy_((0 if is_zero_centred else 1) + 0.2 * noise)
+            elif "bias" in name:
+                weight.copy_(0.3 * noise)
+            elif "A_log" not in name:  # rates from fast to slow already
+                weight.copy_(3 * weight)
     model.save_pretrained(folder)
     return folder
 

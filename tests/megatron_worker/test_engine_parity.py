@@ -54,6 +54,16 @@ def test_engines_agree_per_token(model, name):
         assert (mine.entropy_N - other.entropy_N).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(("family", "tied"), [("mistral", False), ("smollm3", True)])
+def test_engines_agree_on_families_that_differ_by_a_switch(tmp_path, family, tied):
+    folder = distinct_model(tmp_path, family, tied)
+    ours, theirs = (start(name, folder) for name in ENGINES)
+    for batch in (bin_of(STEPS[0][0] + STEPS[0][1]), as_tree(random_sequences(1))):
+        with torch.no_grad():
+            mine, other = (e.forward(batch, Outputs()) for e in (ours, theirs))
+        assert (mine.logprob_N - other.logprob_N).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("kind", RATES)
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "megatron"])
 def test_engines_agree_after_ten_steps(ten_steps, name, kind):

@@ -3,30 +3,33 @@
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import Family
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
-from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
-FAMILIES = [(family, tied) for family in ("qwen3", "qwen3_moe", "qwen2", "llama") for tied in (True, False)]
+NAMES = list(get_args(Family))
+FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
 LENGTHS = (90, 2, 700, 33)
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
-def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
+def furthest_from_transformers(folder: Path) -> float:
+    """The largest difference of a log-probability, of rows packed in one bin."""
     from transformers import AutoModelForCausalLM
 
-    folder = distinct_model(tmp_path, family, tied)
     reference = AutoModelForCausalLM.from_pretrained(folder)
     engine = MegatronEngine(folder, Layout(), "float32")
     rows = random_rows(LENGTHS)
@@ -37,7 +40,35 @@ def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
             all_logprobs = reference(torch.tensor([row.ids])).logits[0, :-1].log_softmax(-1)
             picked = all_logprobs.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
             expected.append(picked[torch.tensor(row.weights)[1:] > 0])
-    assert (logprob_N - torch.cat(expected)).abs().max() <= 1e-5
+    return float((logprob_N - torch.cat(expected)).abs().max())
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
+    assert furthest_from_transformers(distinct_model(tmp_path, family, tied)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
+            **{"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+        {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            **{"attention_factor": 1.3, "beta_fast": None},
+        },
+    ],
+    ids=str,
+)
+def test_rope_scalings_are_those_of_transformers(tmp_path, scaling):
+    folder = distinct_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4, **scaling}}))
+    assert furthest_from_transformers(folder) <= 1e-5
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -49,7 +80,7 @@ def test_named_weights_are_the_files_own(tmp_path, family, tied):
     assert all(torch.equal(weights[name], files[name]) for name in weights)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slices_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
     slices = slices_of(read_architecture(distinct_model(tmp_path, family)), tp, etp=tp)
@@ -58,7 +89,7 @@ def test_slices_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
         filled = {}
         for s in slices:
             parameter = filled.setdefault(s.parameter, torch.zeros(shapes[s.parameter] * s.groups, 1))
-            share = s.shape[0] if s.split != 0 else s.bounds(rank, tp)[1] - s.bounds(rank, tp)[0]
+            share = s.shape[0] if s.split != 0 else sum(span.stop - span.start for span in s.spans(rank, tp))
             before = torch.zeros_like(parameter)
             s.write(before, torch.ones(share, 1))
             assert torch.equal(s.read(before, share), torch.ones(share, 1))
@@ -77,10 +108,10 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == new
-    assert new.rope.scaling is not None
+    assert new.attention.rope.scaling is not None
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", NAMES)
 def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
     from transformers import AutoConfig
 
@@ -91,7 +122,9 @@ def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_pa
     (folder / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
     assert theirs["rope_type"] == "default"
-    assert read_architecture(folder).rope == Rope(theirs["rope_theta"])
+    attention = read_architecture(folder).attention
+    size = int(attention.head_dim * theirs.get("partial_rotary_factor", 1))
+    assert attention.rope == Rope(theirs["rope_theta"], size)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +149,15 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a known family"),
+        ({"model_type": "gpt_oss"}, "it needs attention sinks .* the nearest is qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"use_sliding_window": True}, "use_sliding_window=true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn rope scaling needs factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"model_type": "mistral", "sliding_window": 128}, "a sliding_window, here of 128"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers names 1 layers of 2"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"vocab_size": 299}, "has shape"),
         ({"num_hidden_layers": 3}, "is missing"),

@@ -36,6 +36,14 @@ EXPERTS = {
         Layout(ep=2, etp=2, dp=4),
     ],
 }
+HYBRID = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
+HYBRID_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)]}
+MODELS: dict[str, dict] = {
+    "dense": {"num_layers": 3},
+    "experts": {"family": "qwen3_moe", "tied": False},
+    "hybrid": {"family": "qwen3_5", "tied": False},
+    "hybrid-experts": {"family": "qwen3_5_moe", "tied": False},
+}
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
     ("dense", "dp2"): {"skip-reduce": "history", "average-for-sum": "history", "local-count": "history"},
@@ -49,7 +57,7 @@ ALL_FAULTS = {
 FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
-    for name, worlds in (("dense", DENSE), ("experts", EXPERTS))
+    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS), strict=True)
     for own in worlds.values()
     for layout in own
 ]
@@ -93,10 +101,7 @@ def make_single(out: Path, name: str, **model: object) -> Path:
 def results(tmp_path_factory):
     """A folder of results for each model and layout, `single` among them."""
     out = tmp_path_factory.mktemp("parallel")
-    models = {
-        "dense": make_single(out, "dense", num_layers=3),
-        "experts": make_single(out, "experts", family="qwen3_moe", tied=False),
-    }
+    models = {name: make_single(out, name, **MODELS[name]) for name in dict.fromkeys(name for name, _ in TRIALS)}
     for world in (2, 4):
         trials = [
             Trial(

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling

@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer
 
 from longshore.training import LINEARS
-from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling

@@ -56,7 +56,7 @@ def test_runs_that_do_not_fit_at_once_end_as_alone_and_one_that_never_fits_says_
         refused = failure(too_large)
         assert refused.kind == "invalid_input"
         assert refused.message == (
-            "trainable: a slot of rank 16 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj takes "
+            "trainable: a slot of rank 16 beside every linear takes "
             "20,480 bytes on a rank (weights 5,120, gradients 5,120, optimizer state 10,240), and there are 10,248 for "
             "slots: none of its kind fits"
         )
@@ -184,7 +184,7 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
         wait_for(lambda: has_ended(refused))
         assert failure(refused).kind == "crowded"
         assert failure(refused).message == (
-            "a slot of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj takes 5,120 bytes "
+            "a slot of rank 4 beside every linear takes 5,120 bytes "
             "on a rank (weights 1,280, gradients 1,280, optimizer state 2,560); of 5,120 for slots other runs have "
             "5,120: 1 of its kind fit at once"
         )

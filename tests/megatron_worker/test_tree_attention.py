@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from megatron_worker import tree_attention
 from megatron_worker.engine import Outputs
-from megatron_worker.megatron.attention import attend, plan_bin
+from megatron_worker.families.architecture import Rope
+from megatron_worker.megatron.attention import LayerNeeds, attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tree_attention import Forest, block_mask, find_nodes, plan_calls
 from shared.errors import InvalidInput
@@ -19,6 +20,7 @@ from shared.jobs.layout import Layout
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8
+NEEDS = LayerNeeds({Rope(1.0, D): torch.ones(D // 2)})
 
 
 def random_forest(seed, num_nodes=12, longest=9):
@@ -141,9 +143,8 @@ def test_many_short_branches_take_one_masked_call():
     ],
 )
 def test_tokens_out_of_order_are_refused(parent, rule):
-    frequency_D2 = torch.ones(D // 2)
     with pytest.raises(InvalidInput, match=rule):
-        plan_bin(torch.zeros(len(parent)), torch.tensor(parent), frequency_D2, torch.float32)
+        plan_bin(torch.zeros(len(parent)), torch.tensor(parent), NEEDS, torch.float32)
 
 
 def test_chains_take_the_way_of_chains_to_the_bit():
@@ -151,7 +152,7 @@ def test_chains_take_the_way_of_chains_to_the_bit():
     lengths = [17, 40, 1, 5]
     position_T = torch.cat([torch.arange(n) for n in lengths])
     parent_T = torch.where(position_T == 0, -1, torch.arange(len(position_T)) - 1)
-    plan = plan_bin(position_T, parent_T, torch.ones(D // 2), torch.float32)
+    plan = plan_bin(position_T, parent_T, NEEDS, torch.float32)
     assert plan.forest is None and plan.lengths == tuple(lengths)
     inputs = heads(len(parent_T), torch.float32)
     expected = [

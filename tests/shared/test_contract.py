@@ -153,7 +153,11 @@ def test_each_rule_of_layouts_is_named(shape: ModelShape, layout: Layout, rule: 
 
 def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
     for shape, layout, rule in (
-        (EXPERTS, Layout(dp=2), "^engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron$"),
+        (
+            EXPERTS,
+            Layout(dp=2),
+            "^engine: the engine fsdp trains qwen3, qwen2, llama, mistral, smollm3, not qwen3_moe: use megatron$",
+        ),
         (SHAPE, Layout(tp=2), "^layout: the engine fsdp splits data .* by dp alone: use dp, and no tp2$"),
     ):
         with pytest.raises(InvalidInput, match=rule):

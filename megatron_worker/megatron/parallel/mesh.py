@@ -151,13 +151,15 @@ class Mesh:
         local, split = tensor_slice.read(parameter, share), tensor_slice.split
         if split is None:
             return local
-        if split == 0 or group.size == 1:
+        if group.size == 1 or (split == 0 and not tensor_slice.sections):
             return group.join_shares(local)[: tensor_slice.shape[0]]
         whole, theirs = local.new_empty(tensor_slice.shape), torch.empty_like(local)  # not all ranks' parts beside it
-        for rank, part in enumerate(whole.chunk(group.size, dim=split)):
+        for rank in range(group.size):
             sent = local if rank == group.rank else theirs
             group.broadcast(sent, rank)
-            part.copy_(sent)
+            parts = tensor_slice.parts(whole, rank, group.size)
+            for part, received in zip(parts, sent.split([x.shape[split] for x in parts], dim=split), strict=True):
+                part.copy_(received)
         return whole
 
     def counts(self, placement: Placement) -> bool:

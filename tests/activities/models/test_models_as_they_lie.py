@@ -91,7 +91,7 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("qwen3_5_moe", {"intermediate_size": None}),
+        ("deepseek_v3", {"intermediate_size": None}),
         ("gpt_oss", {"attention_bias": True}),
         ("gemma3_text", {"hidden_act": None}),
         (None, {}),
@@ -99,7 +99,7 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
 )
 def test_an_unknown_family_is_refused_as_such_whatever_its_fields_are(config, model, family, fields) -> None:
     edit(model / "config.json", model_type=family, **fields)
-    assert f"config.json: model_type {family!r} is not a known family: qwen3," in refusal(config, model)
+    assert f"config.json: model_type {family!r} is not a known family: " in refusal(config, model)
     with pytest.raises(InvalidInput, match="is not a known family"):  # the worker's door
         read_model_config(json.loads((model / "config.json").read_text()), "config.json")
 

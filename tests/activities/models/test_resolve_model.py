@@ -212,9 +212,8 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    assert "config.json: model_type 'mamba' is not a known family: qwen3, qwen3_moe, qwen2, llama" in refusal(
-        config, model
-    )
+    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3"
+    assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +283,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     resolve(config, model)
     assert refusal(config, model, engine="fsdp") == (
-        "engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron"
+        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, smollm3, not qwen3_moe: use megatron"
     )
 
 

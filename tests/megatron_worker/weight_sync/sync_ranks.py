@@ -23,7 +23,7 @@ from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.process_group import start_group
 from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.sampler.decoder import adapter_of
+from megatron_worker.sampler.adapters import adapter_of
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.weight_sync.gathering import LastSent
@@ -45,6 +45,7 @@ _MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), La
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
     "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 1)), ("fsdp", Layout(dp=2))],
     "experts": [("megatron", Layout(dp=2, ep=2))],
+    "hybrid": [("megatron", Layout(tp=2))],
 }
 BUCKET = 1 << 14
 NUM_SAMPLERS = 2
@@ -208,7 +209,7 @@ def main() -> None:
                     dtype = "float32" if kind == "full" else "bfloat16"
                     driven = start(engine, Path(models[name]), kind, dtype, layout)
                     assert isinstance(driven, SlottedEngine)
-                    label = f"{engine}-{layout.label}"
+                    label = f"{name}-{engine}-{layout.label}"
                     for found in sync_all(driven, kind, samplers, label, memory):
                         taken.write(json.dumps({"layout": label, "kind": kind, "rank": rank, **found}) + "\n")
                         taken.flush()

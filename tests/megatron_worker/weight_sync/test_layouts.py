@@ -9,8 +9,8 @@ from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.weight_sync.sync_ranks import LAYOUTS, NUM_SAMPLERS
 
 CASES = [
-    (f"{engine}-{layout.label}", kind)
-    for layouts in LAYOUTS.values()
+    (f"{name}-{engine}-{layout.label}", kind)
+    for name, layouts in LAYOUTS.items()
     for engine, layout in layouts
     for kind in ("full", "lora")
 ]
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.drawn
 def synced(model, tmp_path_factory):
     """The folder in which ranks have said what each sync took."""
     folder = tmp_path_factory.mktemp("synced")
-    models = {"dense": str(model), "experts": str(distinct_model(folder / "experts", "qwen3_moe", False))}
+    families = {"experts": "qwen3_moe", "hybrid": "qwen3_5"}
+    made = {name: str(distinct_model(folder / name, family, False)) for name, family in families.items()}
+    models = {"dense": str(model)} | made
     module = "tests.megatron_worker.weight_sync.sync_ranks"
     fork_ranks(module, str(folder), json.dumps(models), num_ranks=2, timeout_s=500)
     return folder

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from megatron_worker.sampler.decoder import Decoder, load_adapter
+from megatron_worker.sampler.adapters import load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from megatron_worker.weight_sync.buckets import shapes_sha256

@@ -21,23 +21,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.architecture import Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
+from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
 
 
 @dataclass(frozen=True)
 class SamplerExperts:
-    """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one."""
+    """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one.
+
+    `shared`: the expert that all tokens go to, and the weight of its gate, [1, H].
+    """
 
     router_EH: Tensor
     mlps: tuple[Mlp, ...]
     num_chosen: int
     normalised: bool
+    shared: tuple[Mlp, Tensor] | None = None
 
     @property
     def linears(self) -> list[FusedLinear]:
-        return [linear for mlp in self.mlps for linear in mlp.linears]
+        mlps = self.mlps if self.shared is None else (*self.mlps, self.shared[0])
+        return [linear for mlp in mlps for linear in mlp.linears]
 
     def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool) -> Tensor:
         """Return each token's weighted sum of its experts' outputs.
@@ -52,6 +57,9 @@ class SamplerExperts:
             mlp = self.mlps[number]
             y_MH = mlp(x_TH, lora_weights)[token_M] if fixed_shapes else mlp(x_TH[token_M], lora_weights)
             total_TH.index_add_(0, token_M, y_MH * weight_TK[token_M, choice_M, None])
+        if self.shared is not None:
+            mlp, gate_1H = self.shared
+            total_TH += F.linear(x_TH, gate_1H).sigmoid() * mlp(x_TH, lora_weights)
         return total_TH
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +72,12 @@ class SamplerExperts:
 
 
 def fuse_experts(
-    module: str, a: Architecture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
+    module: str, mixture: Mixture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerExperts:
-    """Fuse the linears of each expert of the MLP with this Hugging Face name. The router stays in `weights`."""
-    mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(a.num_experts))
-    return SamplerExperts(weights[f"{module}.gate.weight"], mlps, a.experts_per_token, a.normalised_experts)
+    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`."""
+    mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(mixture.num_experts))
+    shared = None
+    if mixture.shared_ffn_size:
+        shared = fuse_mlp(f"{module}.shared_expert", weights, slices), weights[f"{module}.shared_expert_gate.weight"]
+    router_EH = weights[f"{module}.gate.weight"]
+    return SamplerExperts(router_EH, mlps, mixture.experts_per_token, mixture.is_normalised, shared)

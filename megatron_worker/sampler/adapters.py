@@ -1,0 +1,100 @@
+"""Adapters of the decoder: read from PEFT's folders, or made of tensors that a trainer has sent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
+from megatron_worker.tensors.safetensors_files import check_names, single_file
+from megatron_worker.weight_sync.buckets import weights_sha256
+from shared.chat.completions import DrawnBy
+from shared.contract import Sha256
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
+
+    `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
+    """
+
+    name: str
+    folder: str
+    lora_weights: Mapping[str, LoraFactors]
+    drawn_by: DrawnBy = field(default_factory=DrawnBy)
+
+    def become(self, other: "LoadedAdapter") -> None:
+        """Take another one's weights, under the same name."""
+        self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
+
+    def weights_sha256(self) -> Sha256:
+        """Return the hash of its bits in memory."""
+        return weights_sha256(
+            (f"{linear}.{matrix}", tensor)
+            for linear, lora in self.lora_weights.items()
+            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR))
+        )
+
+
+def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
+    """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
+    lora = peft_format.read_config(folder)
+    path = folder / peft_format.WEIGHTS
+    shapes = adapter_shapes(decoder, lora)
+    with single_file(path) as files:
+        check_names(files, set(shapes), path)
+        tensors = {
+            name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
+            for name, shape in shapes.items()
+        }
+        return adapter_of(name, str(folder), lora, decoder, tensors)
+
+
+def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
+    """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
+    found = {}
+    for linear in decoder.linears:
+        if targeted := _targeted(linear, lora):
+            found[linear.name] = _lora_weights(linear, targeted, lora, tensors, decoder)
+    return LoadedAdapter(name, folder, found)
+
+
+def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors by PEFT's names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for linear in decoder.linears:
+        for part in _targeted(linear, lora):
+            shapes[_name(part, "A")] = (lora.rank, part.shape[1])
+            shapes[_name(part, "B")] = (part.shape[0], lora.rank)
+    return shapes
+
+
+def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
+    return [p for p in linear.parts if p.name.split(".")[-2] in lora.targets]
+
+
+def _name(part: TensorSlice, matrix: str) -> str:
+    return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def _lora_weights(
+    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, tensors: Mapping[str, Tensor], decoder: Decoder
+) -> LoraFactors:
+    num_outputs, num_inputs = linear.weight_OI.shape
+    a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
+    b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
+    row = 0
+    for part in linear.parts:
+        if part in targeted:
+            columns = slice((first := targeted.index(part) * lora.rank), first + lora.rank)
+            a_RI[columns] = tensors[_name(part, "A")]
+            b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
+        row += part.shape[0]
+    return LoraFactors(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)

@@ -1,0 +1,272 @@
+"""Hybrid models: no state passes from one sequence to another, branches start from their prefix's, towers are kept."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longshore.training import DELTA_NET, LINEARS
+from megatron_worker.engine import Outputs
+from megatron_worker.families import read_architecture
+from megatron_worker.megatron import attention
+from megatron_worker.megatron.engine import MegatronEngine, shape_of
+from megatron_worker.mixers.delta_rule import plan_recurrence
+from megatron_worker.sampler.adapters import load_adapter
+from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.generation import forward
+from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.jobs.layout import Layout
+from shared.models.shape import check_layout
+from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
+from tests.megatron_worker.engines import furthest, gradient, start
+from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.trees import LOSS as TREE_LOSS
+from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
+
+STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def model(request, tmp_path_factory):
+    return distinct_model(tmp_path_factory.mktemp("hybrid"), request.param, tied=False, num_layers=4)
+
+
+def transformers_model(folder, kind="AutoModelForCausalLM"):
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(folder)
+
+
+def logprobs(engine, batch):
+    with torch.no_grad():
+        return engine.forward(batch, Outputs()).logprob_N
+
+
+# States.
+
+
+def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
+    driven = start("megatron", model, "full")
+    results = []
+    for bins in (
+        [as_tree(random_sequences(s)) for s in range(2)],
+        [as_chain(r) for s in range(2) for r in random_sequences(s)],
+    ):
+        logprob_N = torch.cat([logprobs(driven, batch) for batch in bins])
+        for batch in bins:
+            driven.forward_backward(batch, TREE_LOSS)
+        results.append((logprob_N, gradient(driven, tmp_path / str(len(bins)))))
+    (tree_N, by_tree), (chain_N, by_chain) = results
+    assert (tree_N - chain_N).abs().max() <= 1e-5
+    assert furthest(by_tree, by_chain) <= 1e-5 * max(float(g.abs().max()) for g in by_chain.values())
+
+
+def test_a_row_s_scores_do_not_depend_on_the_rows_beside_it(model):
+    driven, rows = start("megatron", model), random_rows([70, 3, 150, 64, 1, 65])
+    alone = {id(row): logprobs(driven, bin_of([row])) for row in rows if len(row.ids) > 1}
+    for order in ([0, 1, 2, 3, 4, 5], [4, 5, 3, 0, 2, 1], [2, 0]):
+        found = logprobs(driven, bin_of([rows[i] for i in order]))
+        expected = torch.cat([alone[id(rows[i])] for i in order if len(rows[i].ids) > 1])
+        assert (found - expected).abs().max() <= 1e-6
+
+
+FAULTS = {
+    "the state is not reset": lambda plan, parent_T: plan_recurrence(as_one_sequence(parent_T), 4),
+    "a branch starts from zeros": lambda plan, parent_T: plan_recurrence(as_chains(parent_T), 4),
+    "the convolution is not reset": lambda plan, parent_T: dataclasses.replace(
+        plan, ancestor_WT=plan_recurrence(as_one_sequence(parent_T), 4).ancestor_WT
+    ),
+    "the convolution of a branch starts from zeros": lambda plan, parent_T: dataclasses.replace(
+        plan, ancestor_WT=plan_recurrence(as_chains(parent_T), 4).ancestor_WT
+    ),
+}
+
+
+def as_one_sequence(parent_T):
+    return torch.arange(len(parent_T)) - 1
+
+
+def as_chains(parent_T):
+    before_T = torch.arange(len(parent_T)) - 1
+    return torch.where(parent_T == before_T, before_T, -1)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_states_that_leak_or_are_lost_show(model, monkeypatch, fault):
+    driven, tree = start("megatron", model), as_tree(random_sequences(3))
+    expected = logprobs(driven, tree)
+    monkeypatch.setattr(
+        attention, "plan_recurrence", lambda parent_T, width: FAULTS[fault](plan_recurrence(parent_T, width), parent_T)
+    )
+    assert (logprobs(driven, tree) - expected).abs().max() > 1e-3
+
+
+# Training.
+
+
+def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
+    """Beside attention and delta nets alone where there are experts: PEFT sees no linears in those of transformers."""
+    from peft import PeftModel
+
+    is_mixture = read_architecture(model).num_experts > 0
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET) if is_mixture else LINEARS
+    driven = start("megatron", model)
+    driven.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
+    driven.save(tmp_path / "start")
+    reference = PeftModel.from_pretrained(transformers_model(model), tmp_path / "start" / "weights", is_trainable=True)
+    assert {name.split(".")[-4] for name, p in reference.named_parameters() if p.requires_grad} == set(targets)
+    expected = reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
+    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS])
+    assert expected[-1][0] < expected[0][0]
+    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+    assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-3)
+
+
+def test_twenty_full_steps_equal_those_of_torch(model, tmp_path):
+    reference = transformers_model(model)
+    expected = reference_steps(reference, STEPS, 3e-4, ADAM.weight_decay, ADAM.clip_norm)
+    driven = start("megatron", model, "full")
+    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS], learning_rate=3e-4)
+    assert expected[-1][0] < expected[0][0]
+    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+    driven.save(tmp_path)
+    reloaded = transformers_model(tmp_path / "weights")
+    ids = torch.tensor([STEPS[0][2].ids])
+    with torch.no_grad():
+        assert (reloaded(ids).logits - reference(ids).logits).abs().max() <= 2e-3
+    again = MegatronEngine(tmp_path / "weights", Layout(), "float32")
+    assert torch.equal(logprobs(again, bin_of(STEPS[0])), logprobs(driven, bin_of(STEPS[0])))
+
+
+def test_targets_that_a_model_has_not_are_left_out(model, tmp_path):
+    dense = distinct_model(tmp_path / "dense")
+    driven = start("megatron", dense)
+    driven.add_adapter("a", Lora(), seed=0)
+    driven.save(tmp_path / "saved")
+    assert (
+        "in_proj_qkv" not in json.loads((tmp_path / "saved/weights/adapter_config.json").read_text())["target_modules"]
+    )
+    with pytest.raises(InvalidInput, match="no linear in_proj_z"):
+        driven.add_adapter("b", Lora(targets=("in_proj_z",)), seed=0)
+
+
+# Models that read images, too.
+
+
+@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
+def with_tower(request, tmp_path):
+    """A text model as the decoder of one that reads images, as it is published."""
+    import transformers
+
+    alone = distinct_model(tmp_path / "alone", request.param, tied=False, num_layers=4)
+    text = transformers.AutoConfig.from_pretrained(alone)
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[request.param]
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text.to_dict(), vision_config=sizes | {"num_position_embeddings": 16}
+    )
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.model.language_model.load_state_dict(transformers_model(alone).model.state_dict())
+    whole.lm_head.load_state_dict(transformers_model(alone).lm_head.state_dict())
+    folder = shutil.copytree(alone, tmp_path / "whole")
+    whole.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, folder / "model.safetensors", {"format": "pt"})
+    return alone, folder
+
+
+def test_a_decoder_is_trained_beside_its_tower(with_tower, tmp_path):
+    alone, folder = with_tower
+    driven, text = start("megatron", folder, "full"), start("megatron", alone, "full")
+    assert torch.equal(logprobs(driven, bin_of(STEPS[0])), logprobs(text, bin_of(STEPS[0])))
+    train(driven, [[STEPS[0]]])
+    driven.save(tmp_path / "saved")
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved/weights/model.safetensors")
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if not name.startswith(("model.visual.", "mtp."))}
+    ids = torch.tensor([STEPS[0][2].ids])
+    reloaded = transformers_model(tmp_path / "saved" / "weights", "AutoModelForImageTextToText")
+    with torch.no_grad():
+        theirs = reloaded(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    ours = logprobs(driven, bin_of([STEPS[0][2]]))
+    assert (ours - theirs[torch.tensor(STEPS[0][2].weights)[1:] > 0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text_config": None}, "text_config"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(with_tower, change, words):
+    _, folder = with_tower
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InvalidInput, match=words):
+        MegatronEngine(folder, Layout(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, "names 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"linear_num_key_heads": 3}, "3 key heads do not divide"),
+        ({"linear_conv_kernel_dim": 5}, "conv1d.weight' has shape"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.05}}, "rotates 0 of 16"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(model, tmp_path, change, words):
+    folder = shutil.copytree(model, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InvalidInput, match=words):
+        MegatronEngine(folder, Layout(), "float32")
+
+
+def test_layouts_that_cannot_hold_the_states_are_refused(model):
+    shape = shape_of(read_architecture(model))
+    with pytest.raises(InvalidInput, match="recurrent"):
+        check_layout(Layout(cp=2), shape)
+    with pytest.raises(InvalidInput, match="fsdp trains"):
+        check_layout(Layout(), shape, "fsdp")
+
+
+# The sampler.
+
+
+def test_the_sampler_s_steps_are_the_trainer_s_scores(model, tmp_path):
+    driven = start("megatron", model, "lora")
+    train(driven, [[STEPS[0]], [STEPS[1]]])
+    driven.save(tmp_path)
+    decoder = Decoder(model, torch.float32, CPU)
+    lora = load_adapter("a", tmp_path / "weights", decoder).lora_weights
+    ids = random_rows([200])[0].ids
+    with torch.no_grad():
+        expected = driven.forward(
+            bin_of([dataclasses.replace(random_rows([200])[0], weights=[0.0] + [1.0] * 199)]), Outputs()
+        ).logprob_N
+    for cut in (1, 2, 5, 64, 130):
+        read = decoder.prefill(tuple(ids[:cut]), lora)
+        cache = decoder.new_cache(2)
+        cache.fill(1, read)
+        hidden, found = read.hidden_H, []
+        for position in range(cut, cut + 20):
+            found.append(decoder.logits(hidden[None])[0].log_softmax(-1)[ids[position]])
+            token_B, position_B = torch.tensor([0, ids[position]]), torch.tensor([0, position])
+            hidden = forward(decoder, token_B, position_B, cache, lora)[1]
+        assert (torch.stack(found) - expected[cut - 1 : cut + 19]).abs().max() <= 1e-5
+
+
+def test_the_sampler_takes_a_model_with_a_tower(with_tower):
+    alone, folder = with_tower
+    tokens = tuple(random_rows([50])[0].ids)
+    hidden = [Decoder(one, torch.float32, CPU).prefill(tokens, {}).hidden_H for one in (alone, folder)]
+    assert torch.equal(*hidden)
