@@ -12,17 +12,19 @@ from shared.runs.requests import RLRun, RunRecord
 from shared.runs.status import StepStatus
 from shared.storage.artifacts import sha256_file
 from tests.conftest import CORPUS
+from tests.depth import drawn
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
 
-pytestmark = pytest.mark.slow
+FAMILIES = drawn(["qwen3_moe", "qwen3_5_moe"], 1)
+pytestmark = [pytest.mark.slow, pytest.mark.drawn]
 
 
-@pytest.fixture(scope="module")
-def record(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+@pytest.fixture(scope="module", params=FAMILIES)
+def record(request: pytest.FixtureRequest, stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     """A run that a server has ended: experts, sampled a step ahead, with two optimizer steps a train step."""
     folder = tmp_path_factory.mktemp("prompts")
-    model = make_tiny_model(folder / "model", CORPUS, family="qwen3_moe")
+    model = make_tiny_model(folder / "model", CORPUS, family=request.param)
     for name, numbers in (("train", range(20)), ("eval", range(20, 24))):
         rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

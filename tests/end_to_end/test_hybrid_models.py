@@ -1,0 +1,34 @@
+"""A model with recurrent layers is trained, killed, published and asked as any other."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_model import make_tiny_model
+from tests.conftest import CORPUS
+from tests.end_to_end.stack import Stack, wait_until
+from tests.end_to_end.victims import ranks, signal_all
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hybrid_options(sft_options: list[str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    model = make_tiny_model(tmp_path_factory.mktemp("hybrid") / "model", CORPUS, family="qwen3_5", tied=False)
+    return [str(model) if option == str(tiny_model) else option for option in sft_options]
+
+
+def test_a_killed_run_ends_with_the_same_bits_and_answers(stack: Stack, hybrid_options: list[str]) -> None:
+    undisturbed = stack.cli(*hybrid_options, "--wait")
+    assert undisturbed.json["status"] == "succeeded", undisturbed
+    run_id = stack.cli(*hybrid_options).json["run_id"]
+    stored = stack.root / "store" / "runs" / run_id / "checkpoints"
+    wait_until(lambda: any(stored.glob("*/*/manifest.json")), "a checkpoint", every_s=0.01)
+    signal_all(ranks(stack), signal.SIGKILL)
+    ended = stack.cli("watch", run_id, "--json")
+    assert ended.json["status"] == "succeeded", ended
+    assert stack.adapter_sha256(ended) == stack.adapter_sha256(undisturbed)
+    assert len(list((stored.parent / "logs").glob("*/*/log.jsonl"))) == 2, "it was killed before its end"
+    said = stack.cli("chat", run_id, "How many crates are on quay 3?", "--temperature", "0", "--max-tokens", "8")
+    assert said.stdout.strip()
