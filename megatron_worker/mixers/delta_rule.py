@@ -113,20 +113,22 @@ def gated_delta_rule(
     per_key_head = value_TGV.shape[1] // key_THK.shape[1]
     query, key = (unit_length(x).repeat_interleave(per_key_head, dim=1) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    decayed_XGC = log_decay[..., 0].cumsum(-1)  # since the chunk's beginning
-    between_XGCC = decayed_XGC[..., :, None] - decayed_XGC[..., None, :]
+    # Since the chunk's beginning. In float64, as it is differences of these sums that count: a tenth of the error.
+    decayed_XGC = log_decay[..., 0].double().cumsum(-1)
+    between_XGCC = (decayed_XGC[..., :, None] - decayed_XGC[..., None, :]).to(value.dtype)
     later_CC = torch.ones(between_XGCC.shape[-2:], dtype=torch.bool, device=value.device).triu(1)
     between_XGCC = between_XGCC.masked_fill(later_CC, -torch.inf).exp()
     step_key = key * step
     system_XGCC = (step_key @ key.transpose(-1, -2)) * between_XGCC
     seen_XGCC = (query @ key.transpose(-1, -2)) * between_XGCC
-    from_start = decayed_XGC.exp()[..., None]
+    from_start = decayed_XGC.to(value.dtype).exp()[..., None]
     # What each token writes, were the state before the chunk zero; and what it takes off that for the state.
     written = torch.linalg.solve_triangular(system_XGCC, value * step, upper=False, unitriangular=True)
     read_first = torch.linalg.solve_triangular(system_XGCC, step_key * from_start, upper=False, unitriangular=True)
     query = query * from_start
-    key = (key * (decayed_XGC[..., -1:] - decayed_XGC).exp()[..., None]).transpose(-1, -2)
-    whole_decay = decayed_XGC[..., -1].exp()[..., None, None]
+    to_end = (decayed_XGC[..., -1:] - decayed_XGC).to(value.dtype).exp()[..., None]
+    key = (key * to_end).transpose(-1, -2)
+    whole_decay = from_start[..., -1, :, None]
     outputs, states, start = [], value.new_empty(0), 0
     for level, num_chunks in enumerate(plan.levels):
         here = slice(start, start + num_chunks)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron_worker.engine import Batch
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 
-def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, seed: int = 0, **sizes: int) -> Path:
+def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, seed: int = 0, **sizes: Any) -> Path:
     """A tiny model whose norms are not ones and whose biases are not zeros."""
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,201 @@
+"""Each model family against transformers: what the engine and the sampler compute, and which layouts hold it.
+
+    python -m benchmarks.families [--families qwen3_5 ...] [--render]
+
+Tiny models with random weights that tell layers apart, in float32 on the CPU. Rows go into
+benchmarks/results/families.json as they are done, in the place of older ones of the same family; docs/families.md is
+written from that file, at the end and by --render alone.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import provenance
+from examples.tiny_model import Family
+from longshore.training import DELTA_NET, LINEARS
+from megatron_worker.engine import Batch, Engine, Outputs
+from megatron_worker.families import read_architecture
+from megatron_worker.megatron.engine import MegatronEngine, shape_of
+from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.generation import forward
+from shared.errors import InvalidInput
+from shared.jobs.job import Full, Lora
+from shared.jobs.layout import Layout
+from shared.models.shape import ModelShape, check_layout
+from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
+from tests.megatron_worker.engines import furthest, gradient
+from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "families.md"
+ROWS = random_rows((90, 2, 300, 33))
+STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
+LAYOUTS = [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2), Layout(ep=2, dp=2)]
+_PAGE = """# Model families, measured
+
+`python -m benchmarks.families` measured this and wrote this page from `benchmarks/results/families.json`: tiny models
+with random weights, in float32 on the CPU, against transformers {transformers} and PEFT.
+
+| column | what is compared; the largest difference is given |
+|---|---|
+| packed | log-probabilities of rows of one bin with transformers' of each row alone (nats) |
+| tree | of a prefix tree with each of its sequences' alone (nats) |
+| gradient | of a prefix tree with its sequences', by the largest element of any gradient |
+| LoRA, full | losses of 20 steps with those of PEFT, and of transformers (relative) |
+| saved | logits of the saved model in transformers with those of the model that transformers trained |
+| sampler | log-probabilities that its steps draw by with the trainer's (nats) |
+| layouts | of two ranks that hold the family; others are refused by name |
+
+LoRA is beside every linear; beside those of attention and of delta nets in mixtures, as PEFT sees no linears in the
+experts of transformers. How far layouts differ from one rank is in [parallel layouts](layouts.md).
+
+"""
+
+
+def logprobs(engine: Engine, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        found = engine.forward(batch, Outputs()).logprob_N
+    assert found is not None
+    return found
+
+
+def in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
+    found = []
+    for row in rows:
+        ids = torch.tensor(row.ids)
+        with torch.no_grad():
+            logprob = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        found.append(logprob[torch.tensor(row.weights)[1:] > 0])
+    return torch.cat(found)
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def measure(family: Family, folder: Path) -> dict[str, Any]:
+    model = distinct_model(folder / "model", family, tied=False, num_layers=4)
+    engine = MegatronEngine(model, Layout(), "float32")
+    sequences = random_sequences(3)
+    alone = torch.cat([logprobs(engine, as_chain(one)) for one in sequences])
+    return {
+        "family": family,
+        "packed": _furthest(logprobs(engine, bin_of(ROWS)), in_transformers(loaded(model), ROWS)),
+        "tree": _furthest(logprobs(engine, as_tree(sequences)), alone),
+        "gradient": tree_gradient(model, folder),
+        "lora": lora_steps(model, folder),
+        **full_steps(model, folder),
+        "sampler": sampled(model, engine),
+        "layouts": [layout.label for layout in LAYOUTS if _holds(layout, shape_of(read_architecture(model)))],
+    }
+
+
+def _furthest(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def _holds(layout: Layout, shape: ModelShape) -> bool:
+    try:
+        check_layout(layout, shape)
+    except InvalidInput:
+        return False
+    return True
+
+
+def tree_gradient(model: Path, folder: Path) -> float:
+    engine = MegatronEngine(model, Layout(), "float32")
+    engine.train_full(Full())
+    sequences, found = random_sequences(3), []
+    for name, bins in (("tree", [as_tree(sequences)]), ("alone", [as_chain(one) for one in sequences])):
+        for batch in bins:
+            engine.forward_backward(batch, LOSS)
+        found.append(gradient(engine, folder / name))
+    return furthest(*found) / max(float(each.abs().max()) for each in found[1].values())
+
+
+def lora_steps(model: Path, folder: Path) -> float:
+    from peft import PeftModel
+
+    is_mixture = read_architecture(model).num_experts > 0
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET) if is_mixture else LINEARS
+    engine = MegatronEngine(model, Layout(), "float32")
+    engine.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
+    engine.save(folder / "lora")
+    reference = PeftModel.from_pretrained(loaded(model), folder / "lora" / "weights", is_trainable=True)
+    return _relative(engine, reference, LEARNING_RATE)
+
+
+def full_steps(model: Path, folder: Path) -> dict[str, float]:
+    engine, reference = MegatronEngine(model, Layout(), "float32"), loaded(model)
+    engine.train_full(Full())
+    relative = _relative(engine, reference, 3e-4)
+    engine.save(folder / "full")
+    ids = torch.tensor([STEPS[0][2].ids])
+    with torch.no_grad():
+        saved = _furthest(loaded(folder / "full" / "weights")(ids).logits, reference(ids).logits)
+    return {"full": relative, "saved": saved}
+
+
+def _relative(engine: Engine, reference: Any, rate: float) -> float:
+    expected = reference_steps(reference, STEPS, rate, ADAM.weight_decay, ADAM.clip_norm)
+    found = train(engine, [[rows[:2], rows[2:]] for rows in STEPS], learning_rate=rate)
+    return max(abs(ours / theirs - 1) for (ours, _), (theirs, _) in zip(found, expected, strict=True))
+
+
+def sampled(model: Path, engine: Engine) -> float:
+    decoder = Decoder(model, torch.float32, torch.device("cpu"))
+    row = random_rows([120])[0]
+    expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
+    read, cache = decoder.prefill(tuple(row.ids[:50]), {}), decoder.new_cache(2)
+    cache.fill(1, read)
+    hidden, found = read.hidden_H, []
+    for position in range(50, 100):
+        found.append(decoder.logits(hidden[None])[0].log_softmax(-1)[row.ids[position]])
+        token_B, position_B = torch.tensor([0, row.ids[position]]), torch.tensor([0, position])
+        hidden = forward(decoder, token_B, position_B, cache, {})[1]
+    return _furthest(torch.stack(found), expected[49:99])
+
+
+def render() -> None:
+    result = json.loads(RESULTS.read_text())
+    names = ("packed", "tree", "gradient", "lora", "full", "saved", "sampler")
+    lines = ["| family | packed | tree | gradient | LoRA | full | saved | sampler | layouts |", "|---" * 9 + "|"]
+    for row in result["rows"]:
+        figures = " | ".join(f"{row[name]:.0e}" for name in names)
+        lines.append(f"| `{row['family']}` | {figures} | {', '.join(row['layouts'])} |")
+    PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=get_args(Family), default=get_args(Family))
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    import transformers
+
+    for family in [] if options.render else options.families:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(family, Path(folder))
+        print(json.dumps(row), flush=True)
+        rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+        rows = sorted(
+            [*(r for r in rows if r["family"] != family), row], key=lambda r: get_args(Family).index(r["family"])
+        )
+        result = {"benchmark": "families", **provenance(), "transformers": transformers.__version__, "rows": rows}
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    render()
+
+
+if __name__ == "__main__":
+    main()
