@@ -96,7 +96,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         if not (outputs.logprob or outputs.entropy or outputs.top_k):
             return Scores()
-        shard = whole_vocabulary(self.facts.vocab_size)
+        shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
             scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
@@ -104,17 +104,20 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the hidden states of the batch's targets, after the final norm: [N, H]."""
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.
+
+        The embedding, [V, H], is a copy: what the pass has gathered is freed at its end.
+        """
         batch = _one_token(batch) if batch.is_empty else batch
-        return self._model.forward(batch, lambda hidden_NH, _: {"hidden_NH": hidden_NH})["hidden_NH"]
+        found = self._model.forward(
+            batch, lambda states_NH, weight_VH: {"states": states_NH, "head": weight_VH.clone()}
+        )
+        return found["states"], found["head"]
 
     @property
-    def output_head(self) -> tuple[Tensor, VocabShard]:
-        """The output embedding, [V, H], gathered from all ranks at each call. Collective."""
-        name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
-        head = next(s for s in self._model.slices if s.name == name)
-        return self._ranks.whole(head, self._model.shards, self._dtype), whole_vocabulary(self.facts.vocab_size)
+    def vocab_shard(self) -> VocabShard:
+        return whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"

@@ -22,6 +22,7 @@ from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
+from megatron_worker.megatron.parallel.collectives import alike_over
 from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
@@ -93,16 +94,18 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         return self._passes.forward(batch, outputs)
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the targets' hidden states after the final norm, [N, H]; equal on all ranks that share the batch."""
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].
+
+        Hidden states are equal on all ranks that share the batch.
+        """
         hidden_NH = self._passes.hidden_states(batch)
         assert hidden_NH is not None, "hidden states are the last stage's alone"
-        return hidden_NH
+        return hidden_NH, alike_over(self._model.output_weight_VH, self._mesh.cp)
 
     @property
-    def output_head(self) -> tuple[Tensor, VocabShard]:
-        """This rank's rows of the output embedding, [V, H]."""
-        return self._model.output_weight_VH, self._model.shard
+    def vocab_shard(self) -> VocabShard:
+        return self._model.shard
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         ((_batch, sums),) = self.forward_backward_all([batch], loss)

@@ -238,16 +238,23 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def save(self, folder: Path) -> None:
         """Write `weights/` and `optimizer/` of what is being trained; rank 0 writes. Collective."""
-        training, base, ranks = self.training, self._base, self._ranks
+        training, ranks = self.training, self._ranks
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
-        with ranks.agreement():
-            if training.slot is None:
-                write_model_folder(weights, base.folder, training.slices, base.parameters, ranks)
-            else:
-                lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
+        if training.slot is None:
+            self.write_base(folder / "weights")
+        else:
+            lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
+            with ranks.agreement():
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with ranks.agreement():
             write_optimizer(optimizer, training.optimizer, training.slices, ranks, training.keeps_masters)
+
+    def write_base(self, folder: Path) -> None:
+        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
+        base, ranks = self._base, self._ranks
+        with ranks.agreement():
+            own = folder if ranks.rank == 0 else None
+            write_model_folder(own, base.folder, base.slices, base.parameters, ranks)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""

@@ -54,6 +54,10 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def save(self, folder: Path) -> None:
         self._slots.save(folder)
 
+    def write_base(self, folder: Path) -> None:
+        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
+        self._slots.write_base(folder)
+
     def load(self, folder: Path) -> None:
         self._slots.load(folder)
 

@@ -21,7 +21,7 @@ from megatron_worker.trainer_rank.heads import logits_of, ranked
 from megatron_worker.trainer_rank.inputs import CheckedInput, ForwardOutput, HeadCall, Ints, TopK
 from megatron_worker.trainer_rank.packing import Pack, pack
 
-Watch = Callable[[Tensor], Tensor]
+Watch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 OutputFields = dict[str, Any]
 """Some of the fields of a ForwardOutput, by name."""
 
@@ -41,18 +41,19 @@ class _Rows:
 def forward_slot(
     engine: ForwardEngine, requests: Sequence[CheckedInput], min_shared_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
-    """Answer requests with the active slot. `watch` gets the backbone's hidden states, and returns them for the heads.
+    """Answer requests with the active slot. `watch` gets what the backbone made, and returns it for the heads.
 
     Without requests an empty pack goes through the backbone, as other ranks may need this one's part (lockstep.py).
     """
     packed = pack([request.token_L for request in requests], min_shared_tokens)
     asked = _by_question(requests, packed)
-    hidden_NH = watch(engine.hidden_states(_batch(requests, packed, list(asked.values()), engine.facts.device)))
-    weight_VH, shard = engine.output_head
+    batch = _batch(requests, packed, list(asked.values()), engine.facts.device)
+    hidden_NH, weight_VH = watch(*engine.hidden_states(batch))
     outputs = [ForwardOutput() for _ in requests]
     parts = [hidden_NH] if len(asked) == 1 else hidden_NH.split([rows.num for rows in asked.values()])
     for (question, rows), rows_NH in zip(asked.items(), parts, strict=True):
-        found = answers(question, rows_NH, [requests[number] for number in rows.requests], weight_VH, shard)
+        asking = [requests[number] for number in rows.requests]
+        found = answers(question, rows_NH, asking, weight_VH, engine.vocab_shard)
         for number, answer in zip(rows.requests, found, strict=True):
             outputs[number].found.update(answer)
     return outputs

@@ -9,13 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import default_budget, new_meter
 from megatron_worker.trainer_rank.inputs import CheckedInput, Inputs
 from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner, RankShare
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 
 T = TypeVar("T")
 
@@ -56,12 +56,14 @@ class MicroBatch:
 class Forwards(Protocol):
     """The methods of a TrainerRank that this module uses."""
 
+    dispatcher: Dispatcher
+
     @property
     def facts(self) -> Facts: ...
     def forward(self, inputs: Sequence[Inputs]) -> list[Any]: ...
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]: ...
-    def lora_of(self, name: str | None) -> tuple[Lora | None, bool]: ...
-    def adapter(self, name: str | None) -> AbstractContextManager[None]: ...
+    def slot(self, name: str | None) -> SlotName: ...
+    def planned_slot(self, name: str | None) -> PlannedSlot: ...
     def agreement(self) -> AbstractContextManager[None]: ...
 
 
@@ -158,8 +160,7 @@ def measured_slots(
         of_slot.setdefault(request.adapter, []).append(request)
     found = []
     for name in sorted(of_slot, key=lambda name: (name is not None, name or "")):
-        lora, trainable = rank.lora_of(name)
-        found.append(PlannedSlot(name, lora, trainable and torch.is_grad_enabled()))
-        with rank.adapter(name):
+        found.append(rank.planned_slot(name))
+        with rank.dispatcher.resident(rank.slot(name)):
             planner.measure(found[-1], of_slot[name], budget_bytes)
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_worker.engine import Batch
 from megatron_worker.tensors.pass_costs import PassBytes, PassCost, measure, two_sequences
@@ -19,7 +20,7 @@ from megatron_worker.tree_attention import mask_lengths
 
 # Large enough that an allocator's rounding does not matter. The last two sizes of heads are larger than their chunks.
 _BACKBONE_TOKENS = {"cpu": (4, 16, 64, 256), "cuda": (128, 512, 1024)}
-_HEAD_ROWS = {"cpu": (16, 256, 512), "cuda": (512, 4096, 8192)}
+_HEAD_ROWS = {"cpu": (16, 32, 256, 512), "cuda": (512, 1024, 4096, 8192)}
 _MASK_BLOCK = 128  # tokens, on CUDA
 
 
@@ -30,11 +31,11 @@ def measure_backbone(engine: ForwardEngine, keeps_graph: bool, branches: bool, b
     def probe(num_tokens: int) -> Iterator[float]:
         yield 0
         with torch.set_grad_enabled(keeps_graph):
-            hidden_NH = engine.hidden_states(_pack(num_tokens, branches, device))
+            hidden_NH, weight_VH = engine.hidden_states(_pack(num_tokens, branches, device))
         yield 0
         if hidden_NH.requires_grad:
             (hidden_NH * 0).sum().backward()
-        del hidden_NH
+        del hidden_NH, weight_VH
         yield 0
 
     def without_masks(size: int, point: PassBytes) -> PassBytes:
@@ -53,14 +54,19 @@ def measure_head(
 ) -> PassCost:
     """Measure a head on hidden states of zeros, whose memory counts as the head's. Collective."""
     device = engine.facts.device
-    dtype, hidden_size = getattr(torch, engine.facts.dtype), engine.output_head[0].shape[1]
+    dtype, hidden_size = getattr(torch, engine.facts.dtype), engine.facts.hidden_size
 
     def probe(num_rows: int) -> Iterator[float]:
         request = _request(question, num_labels, num_rows)
+        with torch.set_grad_enabled(keeps_graph):
+            weight_VH = engine.hidden_states(_pack(1, False, device))[1]
+        weight_VH = weight_VH.detach().requires_grad_(weight_VH.requires_grad)
+        if weight_VH.requires_grad and not engine.needs_lockstep:  # in step, it is kept until the backbone's backward
+            weight_VH.register_post_accumulate_grad_hook(_drop_gradient)
         yield 0
         with torch.set_grad_enabled(keeps_graph):
             rows_NH = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device, requires_grad=keeps_graph)
-            (answer,) = answers(question, rows_NH, [request], *engine.output_head)
+            (answer,) = answers(question, rows_NH, [request], weight_VH, engine.vocab_shard)
         outputs = [value.logprob_PK if isinstance(value, TopK) else value for value in answer.values()]
         graded = [tensor for tensor in outputs if tensor.requires_grad]
         yield sum(tensor.nbytes for tensor in graded)
@@ -71,6 +77,10 @@ def measure_head(
         yield 0
 
     return measure(probe, _HEAD_ROWS[device.type], device, engine.facts.layout.world_size, budget_bytes)
+
+
+def _drop_gradient(weight_VH: Tensor) -> None:
+    weight_VH.grad = None
 
 
 def _request(question: HeadCall, num_labels: int, num_rows: int) -> CheckedInput:
