@@ -39,13 +39,13 @@ class _Rows:
 
 
 def forward_slot(
-    engine: ForwardEngine, requests: Sequence[CheckedInput], min_shared_tokens: int, watch: Watch
+    engine: ForwardEngine, requests: Sequence[CheckedInput], least_saved_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
     """Answer requests with the active slot. `watch` gets what the backbone made, and returns it for the heads.
 
     Without requests an empty pack goes through the backbone, as other ranks may need this one's part (lockstep.py).
     """
-    packed = pack([request.token_L for request in requests], min_shared_tokens)
+    packed = pack([request.token_L for request in requests], least_saved_tokens)
     asked = _by_question(requests, packed)
     batch = _batch(requests, packed, list(asked.values()), engine.facts.device)
     hidden_NH, weight_VH = watch(*engine.hidden_states(batch))

@@ -37,6 +37,7 @@ from megatron_worker.trainer_rank.inputs import (
 from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
+from megatron_worker.trainer_rank.packing import LEAST_SAVED
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
@@ -58,19 +59,22 @@ class TrainerRank:
     Args:
         memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
             default a share of the device's memory (`live_bytes.default_budget`).
-        min_shared_tokens: sequences that begin with so many equal tokens share them in a pack.
+        least_saved_tokens: a prefix is shared in a pack where that saves so many tokens: L for each branch but one.
 
     Raises:
         InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
     """
 
     def __init__(
-        self, engine: ForwardEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16
+        self,
+        engine: ForwardEngine,
+        memory_budget_bytes: int | None = None,
+        least_saved_tokens: int = LEAST_SAVED,
     ) -> None:
         _refuse_pipelines(engine)
         self.engine = engine
         self.dispatcher = Dispatcher(engine)
-        self.min_shared_tokens = min_shared_tokens
+        self.least_saved_tokens = least_saved_tokens
         self.memory_budget_bytes = memory_budget_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._active: str | None = None
@@ -80,7 +84,7 @@ class TrainerRank:
             Lockstep(engine.facts.layout.world_size, engine.facts.device) if engine.needs_lockstep else None
         )
         self._num_slots = 0
-        self._planner = Planner(engine, min_shared_tokens)
+        self._planner = Planner(engine, least_saved_tokens)
 
     @property
     def facts(self) -> Facts:
@@ -202,7 +206,7 @@ class TrainerRank:
                 answers = forward_slot(
                     self.engine,
                     [requests[i] for i in places],
-                    self.min_shared_tokens,
+                    self.least_saved_tokens,
                     partial(self._watched, name=name),
                 )
             for place, answer in zip(places, answers, strict=True):
@@ -381,7 +385,7 @@ class TrainerRank:
     def _set_trains_base(self, trains_base: bool) -> None:
         """Passes hold other bytes from now on."""
         self._trains_base, self._active = trains_base, None
-        self._planner = Planner(self.engine, self.min_shared_tokens)
+        self._planner = Planner(self.engine, self.least_saved_tokens)
 
     def _is_trained(self, name: str | None) -> bool:
         return self._trains_base if name is None else self._adapters[name].trainable

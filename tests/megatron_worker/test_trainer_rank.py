@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def shared_direct(model, folders):
     """For tests that leave weights and gradients as they were."""
-    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), min_shared_tokens=4)
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=4)
     load_adapters(rank, folders)
     return rank
 

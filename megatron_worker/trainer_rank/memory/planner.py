@@ -8,19 +8,19 @@ gradient, and to work on one input's outputs at a time in two copies more.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from megatron_worker.tensors.pass_costs import PassBytes, PassCost
 from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.inputs import CheckedInput, HeadCall
 from megatron_worker.trainer_rank.memory.probes import block_mask_bytes, mask_elements, measure_backbone, measure_head
-from megatron_worker.trainer_rank.packing import PackSize, pack
+from megatron_worker.trainer_rank.packing import PackSize
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
+from shared.jobs.prefix_forest import tables
 
 _MARGIN = 0.02  # added to an estimate, as a fraction
 _LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make
@@ -48,9 +48,8 @@ class SlotLoad:
     rows: dict[HeadCall, HeadRows] = field(default_factory=dict)
 
     def with_requests(self, requests: Sequence[CheckedInput]) -> "SlotLoad":
-        size, rows = self.size.copy(), self.rows.copy()
+        size, rows = self.size.with_sequences([request.token_L for request in requests]), self.rows.copy()
         for request in requests:
-            size.add(request.token_L)
             count = len(request.position_P)
             for question in request.questions:
                 had = rows.get(question, HeadRows())
@@ -90,15 +89,15 @@ class Planner:
     that exceeded its budget took more than its estimate.
     """
 
-    def __init__(self, engine: ForwardEngine, min_shared_tokens: int) -> None:
-        self._engine, self._min_shared = engine, min_shared_tokens
+    def __init__(self, engine: ForwardEngine, least_saved_tokens: int) -> None:
+        self._engine, self._least_saved = engine, least_saved_tokens
         self._backbones: dict[tuple[Lora | None, bool, bool], PassCost] = {}
         self._heads: dict[tuple[HeadCall, int, bool], PassCost] = {}
         self._excess: dict[frozenset[str], float] = {}
 
     def measure(self, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float) -> None:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
-        load = SlotLoad(PackSize(self._min_shared)).with_requests(requests)
+        load = SlotLoad(PackSize(self._least_saved)).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
             backbone = slot.lora, slot.keeps_graph, branches
             if backbone not in self._backbones:
@@ -127,7 +126,7 @@ class Planner:
             InvalidInput: even the first item alone does not fit.
         """
         # Ranks that go in step run the backbones of all slots, if need be with an empty pack.
-        nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.needs_lockstep}
+        nothing = {slot: SlotLoad(PackSize(self._least_saved)) for slot in slots if self._engine.needs_lockstep}
         shares = [RankShare((), nothing)] * self._engine.facts.dp_size
         for item in range(first, len(items) if most is None else first + most):
             least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
@@ -155,7 +154,7 @@ class Planner:
             own = [request for request in requests if request.adapter == slot.name and not request.is_empty]
             before = share.loads.get(slot)
             if own:
-                loads[slot] = (before or SlotLoad(PackSize(self._min_shared))).with_requests(own)
+                loads[slot] = (before or SlotLoad(PackSize(self._least_saved))).with_requests(own)
             elif before:
                 loads[slot] = before
         grown = RankShare((*share.items, item), loads)
@@ -202,13 +201,7 @@ class Planner:
             return 0.0
         if facts.device.type == "cuda":
             return block_mask_bytes(size.num_tokens)
-        units = (tuple(token_L.tobytes() for token_L in unit) for unit in size.trees())
-        return getattr(torch, facts.dtype).itemsize * sum(_mask_elements(unit, self._min_shared) for unit in units)
-
-
-@lru_cache(maxsize=4096)
-def _mask_elements(unit: tuple[bytes, ...], min_shared_tokens: int) -> int:
-    return mask_elements(pack([np.frombuffer(ids, np.int64) for ids in unit], min_shared_tokens).parent_T)
+        return getattr(torch, facts.dtype).itemsize * mask_elements(tables(size.nodes)[1])
 
 
 def _head_key(question: HeadCall, num_labels: int, keeps_graph: bool) -> tuple[HeadCall, int, bool]:
