@@ -20,11 +20,8 @@ from torch import Tensor
 
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
-from megatron_worker.process.agreement import agreement
-from megatron_worker.trainer_rank.forward import forward_slot
-from megatron_worker.trainer_rank.forward_engine import ForwardEngine
-from megatron_worker.trainer_rank.graphs import Graphs
-from megatron_worker.trainer_rank.inputs import (
+from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.forwards.inputs import (
     CheckedInput,
     ForwardInput,
     ForwardOutput,
@@ -34,10 +31,13 @@ from megatron_worker.trainer_rank.inputs import (
     leaves,
     nested_alike,
 )
+from megatron_worker.forwards.packing import LEAST_SAVED
+from megatron_worker.memory.planner import PlannedSlot
+from megatron_worker.process.agreement import agreement
+from megatron_worker.trainer_rank.forward import forward_slot
+from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
-from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
-from megatron_worker.trainer_rank.packing import LEAST_SAVED
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
@@ -84,7 +84,6 @@ class TrainerRank:
             Lockstep(engine.facts.layout.world_size, engine.facts.device) if engine.needs_lockstep else None
         )
         self._num_slots = 0
-        self._planner = Planner(engine, least_saved_tokens)
 
     @property
     def facts(self) -> Facts:
@@ -236,7 +235,7 @@ class TrainerRank:
         Raises:
             InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return micro_batches(self, items, self.memory_budget_bytes, self._planner)
+        return micro_batches(self, items, self.memory_budget_bytes)
 
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]:
         requests = []
@@ -366,7 +365,7 @@ class TrainerRank:
         """Return an adapter as the planner knows it. What is computed with it has a graph if it is trained."""
         lora = None if name is None else self._adapters[name].lora
         keeps_graph = (self._is_trained(name) or self._trains_base) and torch.is_grad_enabled()
-        return PlannedSlot(name, lora, keeps_graph)
+        return PlannedSlot(name, lora, keeps_graph, self.least_saved_tokens)
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""
@@ -383,9 +382,7 @@ class TrainerRank:
         self._active = name
 
     def _set_trains_base(self, trains_base: bool) -> None:
-        """Passes hold other bytes from now on."""
         self._trains_base, self._active = trains_base, None
-        self._planner = Planner(self.engine, self.least_saved_tokens)
 
     def _is_trained(self, name: str | None) -> bool:
         return self._trains_base if name is None else self._adapters[name].trainable

@@ -33,11 +33,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_worker.engine import Engine, Facts, Norms
+from megatron_worker.forwards.inputs import CheckedInput, check
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
-from megatron_worker.trainer_rank.inputs import CheckedInput, check
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.contract import Artifact

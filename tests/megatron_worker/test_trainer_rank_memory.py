@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_worker.forwards.packing import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank.packing import LEAST_SAVED, PackSize, pack
 from megatron_worker.tree_attention import plan_forest
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam

@@ -135,8 +135,8 @@ def budget_of(rank: TrainerRank) -> int:
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
     requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
-    slots = measured_slots(rank, requests, rank._planner, _WITHOUT_LIMIT)
-    alone = (rank._planner.next_shares([item], 0, slots, _WITHOUT_LIMIT) for item in requests)
+    slots, in_step = measured_slots(rank, requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
+    alone = (rank.dispatcher.planner.next_shares([item], 0, slots, in_step, _WITHOUT_LIMIT) for item in requests)
     needed = max(share.planned_bytes for shares in alone for share in shares)
     return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_worker.trainer_rank.inputs import Ints
+from megatron_worker.forwards.inputs import Ints
 from shared.jobs.prefix_forest import (
     Node,
     grow,
