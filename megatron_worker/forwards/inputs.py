@@ -130,25 +130,12 @@ class CheckedInput:
     adapter: str | None
 
     @property
-    def scores(self) -> bool:
-        """True if it needs the head that computes one log-probability a position."""
-        return self.asked.target_logprobs or self.asked.entropy
-
-    @property
-    def ranks(self) -> bool:
-        """True if it asks for labels or top-k."""
-        return self.label_PK is not None or self.asked.top_k > 0
-
-    @property
     def is_empty(self) -> bool:
-        asks = self.scores or self.ranks or self.asked.logits or self.asked.hidden
-        return not asks or not len(self.position_P)
+        return not self.questions or not len(self.position_P)
 
     @property
     def kinds(self) -> frozenset[str]:
-        a = self.asked
-        kinds = {"scores": self.scores, "ranks": self.ranks, "logits": a.logits, "hidden": a.hidden}
-        return frozenset(name for name, is_asked in kinds.items() if is_asked)
+        return frozenset(question.kind for question in self.questions)
 
     @property
     def num_labels(self) -> int:
@@ -156,15 +143,13 @@ class CheckedInput:
 
     @property
     def questions(self) -> list[HeadCall]:
-        asked, found = self.asked, []
-        for kind in sorted(self.kinds):
-            match kind:
-                case "scores":
-                    found.append(HeadCall(kind, entropy=asked.entropy, temperature=asked.temperature))
-                case "ranks":
-                    found.append(HeadCall(kind, temperature=asked.temperature, top_k=asked.top_k))
-                case _:
-                    found.append(HeadCall(kind))
+        """The heads that it needs: `scores` compute one log-probability a position, `ranks` labels and top-k."""
+        asked, temperature = self.asked, self.asked.temperature
+        found = [HeadCall(kind) for kind, is_asked in (("hidden", asked.hidden), ("logits", asked.logits)) if is_asked]
+        if self.label_PK is not None or asked.top_k:
+            found.append(HeadCall("ranks", temperature=temperature, top_k=asked.top_k))
+        if asked.target_logprobs or asked.entropy:
+            found.append(HeadCall("scores", entropy=asked.entropy, temperature=temperature))
         return found
 
 

@@ -157,8 +157,13 @@ def measured_slots(rank: Forwards, requests: list[list[CheckedInput]], budget_by
     for request in (request for item in requests for request in item):
         of_slot.setdefault(request.adapter, []).append(request)
     found = []
-    for name in sorted(of_slot, key=lambda name: (name is not None, name or "")):
+    for name in sorted(of_slot, key=base_first):
         found.append(rank.planned_slot(name))
         with rank.dispatcher.resident(rank.slot(name)):
             rank.dispatcher.planner.measure(rank.engine, found[-1], of_slot[name], budget_bytes)
     return found
+
+
+def base_first(name: str | None) -> tuple[bool, str]:
+    """The sort key of slots: the base first, then by name, so that the order is the same on every rank."""
+    return name is not None, name or ""

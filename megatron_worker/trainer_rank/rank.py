@@ -9,9 +9,10 @@ collective as well, each rank with inputs and a loss of its own, or none.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, overload
 
@@ -37,19 +38,22 @@ from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
-from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
+from megatron_worker.trainer_rank.snapshot import Snapshot
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 from shared.models import peft as peft_format
 
 
 @dataclass(frozen=True)
-class _Adapter:
-    """The engine's slot of a named adapter. If a name is loaded again, it gets a new slot before the old is dropped."""
+class _Slot:
+    """The dispatcher's slot of an adapter, or (None) of the base.
 
-    slot: str
-    lora: Lora
+    If a name is loaded again, it gets a new slot before the old is dropped.
+    """
+
+    name: SlotName
+    lora: Lora | None
     trainable: bool
 
 
@@ -71,19 +75,21 @@ class TrainerRank:
         memory_budget_bytes: int | None = None,
         least_saved_tokens: int = LEAST_SAVED,
     ) -> None:
-        _refuse_pipelines(engine)
+        if engine.facts.layout.pp > 1:
+            message = (
+                "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
+            )
+            raise InvalidInput(message, "layout.pp")
         self.engine = engine
         self.dispatcher = Dispatcher(engine)
         self.least_saved_tokens = least_saved_tokens
         self.memory_budget_bytes = memory_budget_bytes
-        self._adapters: dict[str, _Adapter] = {}
+        self._slots: dict[str | None, _Slot] = {None: _Slot(None, None, trainable=False)}
+        self._slot_number = count(1)
         self._active: str | None = None
-        self._trains_base = False
         self._graphs = Graphs()
-        self._lockstep = (
-            Lockstep(engine.facts.layout.world_size, engine.facts.device) if engine.needs_lockstep else None
-        )
-        self._num_slots = 0
+        world_size, device = engine.facts.layout.world_size, engine.facts.device
+        self._lockstep = Lockstep(world_size, device) if engine.needs_lockstep else None
 
     @property
     def facts(self) -> Facts:
@@ -96,9 +102,9 @@ class TrainerRank:
         with self.agreement():
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
-        slot = self._new_slot(name)
+        slot = f"{name}#{next(self._slot_number)}"
         self.dispatcher.create_slot(slot, lora, seed)
-        self._install(name, _Adapter(slot, lora, trainable=True))
+        self._install(name, _Slot(slot, lora, trainable=True))
 
     def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
         """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
@@ -112,7 +118,7 @@ class TrainerRank:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
             found = peft_format.read_config(path, lora)
-        slot = self._new_slot(name)
+        slot = f"{name}#{next(self._slot_number)}"
         try:
             if trainable:
                 self.dispatcher.create_slot(slot, found, seed=0, adapter=path)
@@ -121,7 +127,7 @@ class TrainerRank:
         except Exception:
             self.dispatcher.drop_slot(slot)
             raise
-        self._install(name, _Adapter(slot, found, trainable))
+        self._install(name, _Slot(slot, found, trainable))
 
     def train_base(self) -> None:
         """Train every weight of the base, and make it active. Raises InvalidInput while anything else is trained.
@@ -133,7 +139,7 @@ class TrainerRank:
             if trained := sorted(name for name, is_trained in self.adapters.items() if is_trained):
                 raise InvalidInput(f"it is trained alone: drop {', '.join(trained)} first", "the base")
         self.dispatcher.create_slot(None, Full(), seed=0)
-        self._set_trains_base(True)
+        self._slots[None], self._active = _Slot(None, None, trainable=True), None
 
     def drop_adapter(self, name: str | None) -> None:
         """Forget an adapter. None: end the training of the base, which is as it was published again.
@@ -144,16 +150,15 @@ class TrainerRank:
             slot = self.slot(name)
             if name is None:
                 self._trainable(None)
-                if self._adapters:
-                    raise InvalidInput(f"drop what stands beside it first: {', '.join(self._adapters)}", "the base")
+                if self.adapters:
+                    raise InvalidInput(f"drop what stands beside it first: {', '.join(self.adapters)}", "the base")
             self._refuse_alive(name, "dropped")
         self.dispatcher.drop_slot(slot)
+        del self._slots[name]
         if name is None:
+            self._slots[None] = _Slot(None, None, trainable=False)
             self.engine.place(weights="device", slots=[None])
-            self._set_trains_base(False)
-        else:
-            del self._adapters[name]
-            self._active = None if self._active == name else self._active
+        self._active = None if self._active == name else self._active
 
     def set_adapter(self, name: str | None) -> None:
         """Set the active adapter, which inputs use unless they name another; None: the base model alone."""
@@ -177,11 +182,11 @@ class TrainerRank:
     @property
     def adapters(self) -> dict[str, bool]:
         """All adapters by name, and whether they are trainable."""
-        return {name: adapter.trainable for name, adapter in self._adapters.items()}
+        return {name: slot.trainable for name, slot in self._slots.items() if name is not None}
 
     @property
     def trains_base(self) -> bool:
-        return self._trains_base
+        return self._slots[None].trainable
 
     # A step.
 
@@ -199,7 +204,7 @@ class TrainerRank:
         """
         requests, slots = self._to_answer(inputs)
         outputs = [empty_output(request, self.facts) for request in requests]
-        for name in sorted(slots, key=_base_first):
+        for name in sorted(slots, key=base_first):
             places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
             with self.dispatcher.resident(self.slot(name)):
                 answers = forward_slot(
@@ -214,12 +219,10 @@ class TrainerRank:
 
     def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[str | None]]:
         """Check inputs. Returns them, and the slots whose backbones must be run."""
-        if self._lockstep is None:
+        with nullcontext() if self._lockstep is None else self.agreement():
             requests = self.checked(inputs, "inputs")
-            return requests, _asked_of(requests)
-        with self.agreement():
-            requests = self.checked(inputs, "inputs")
-        return requests, self._lockstep.slots(_asked_of(requests))
+        asked = {request.adapter for request in requests if not request.is_empty}
+        return requests, asked if self._lockstep is None else self._lockstep.slots(asked)
 
     def _watched(self, hidden_NH: Tensor, weight_VH: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
         if self._lockstep is not None:
@@ -304,7 +307,7 @@ class TrainerRank:
 
     def zero_grad(self, adapters: Sequence[str | None] | None = None) -> None:
         """Set the accumulated gradients of these adapters (None: of the base) to zero; by default of all trained."""
-        trained = [name for name in (None, *self._adapters) if self._is_trained(name)]
+        trained = [name for name, slot in self._slots.items() if slot.trainable]
         for name in trained if adapters is None else adapters:
             self.dispatcher.zero_grad(self.slot(name))
 
@@ -318,8 +321,10 @@ class TrainerRank:
         """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
         with self.agreement():
             self.slot(name)
-        adapter = self._adapters[name]
-        return take_snapshot(adapter.lora, self.engine.adapter_weights(adapter.slot))
+        lora, slot = self._slots[name].lora, self._slots[name].name
+        assert lora is not None and slot is not None
+        tensors = {key: tensor.detach().cpu().clone() for key, tensor in self.engine.adapter_weights(slot)}
+        return Snapshot(lora, tensors)
 
     def export(self, name: str | None, folder: Path) -> None:
         """Write the adapter as a PEFT folder, or (None) the base as Hugging Face's; rank 0 writes.
@@ -354,48 +359,34 @@ class TrainerRank:
 
     def slot(self, name: str | None, place: str = "adapter") -> SlotName:
         """Return the dispatcher's slot of an adapter. Raises InvalidInput if there is no such adapter."""
-        if name is None:
-            return None
-        if name not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
+        if name not in self._slots:
+            known = ", ".join(sorted(self.adapters)) or "none"
             raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place)
-        return self._adapters[name].slot
+        return self._slots[name].name
 
     def planned_slot(self, name: str | None) -> PlannedSlot:
         """Return an adapter as the planner knows it. What is computed with it has a graph if it is trained."""
-        lora = None if name is None else self._adapters[name].lora
-        keeps_graph = (self._is_trained(name) or self._trains_base) and torch.is_grad_enabled()
-        return PlannedSlot(name, lora, keeps_graph, self.least_saved_tokens)
+        keeps_graph = (self._slots[name].trainable or self.trains_base) and torch.is_grad_enabled()
+        return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens)
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""
         return agreement(self.facts.layout.world_size, self.facts.device)
 
-    def _new_slot(self, name: str) -> str:
-        self._num_slots += 1
-        return f"{name}#{self._num_slots}"
-
-    def _install(self, name: str, adapter: _Adapter) -> None:
-        if (old := self._adapters.pop(name, None)) is not None:
-            self.dispatcher.drop_slot(old.slot)
-        self._adapters[name] = adapter
-        self._active = name
-
-    def _set_trains_base(self, trains_base: bool) -> None:
-        self._trains_base, self._active = trains_base, None
-
-    def _is_trained(self, name: str | None) -> bool:
-        return self._trains_base if name is None else self._adapters[name].trainable
+    def _install(self, name: str, slot: _Slot) -> None:
+        if (old := self._slots.pop(name, None)) is not None:
+            self.dispatcher.drop_slot(old.name)
+        self._slots[name], self._active = slot, name
 
     def _trainable(self, name: str | None) -> None:
         self.slot(name)
-        if not self._is_trained(name):
+        if not self._slots[name].trainable:
             if name is None:
                 raise InvalidInput("no adapter is active: name those to step, or train_base first", "adapters")
             raise InvalidInput("it was loaded as not trainable", _place(name))
 
     def _refuse_trained_base(self) -> None:
-        if self._trains_base:
+        if self.trains_base:
             raise InvalidInput("it is trained, alone: drop_adapter(None) ends that", "the base")
 
     def _refuse_alive(self, name: str | None, what: str) -> None:
@@ -405,20 +396,5 @@ class TrainerRank:
             raise InvalidInput(message, _place(name))
 
 
-def _asked_of(requests: Sequence[CheckedInput]) -> set[str | None]:
-    return {request.adapter for request in requests if not request.is_empty}
-
-
-def _base_first(name: str | None) -> tuple[bool, str]:
-    """The sort key of slots: the base first, then by name, so that the order is the same on every rank."""
-    return name is not None, name or ""
-
-
 def _place(name: str | None) -> str:
     return "the base" if name is None else f"adapter {name!r}"
-
-
-def _refuse_pipelines(engine: ForwardEngine) -> None:
-    if engine.facts.layout.pp > 1:
-        message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
-        raise InvalidInput(message, "layout.pp")
