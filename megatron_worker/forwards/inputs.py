@@ -182,21 +182,16 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
 def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
     """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
     asked, number_0 = request.asked, torch.zeros(0, device=facts.device)
-    found: dict[str, Tensor | TopK] = {}
-    if asked.target_logprobs:
-        found["target_logprob_P"] = number_0
-    if asked.entropy:
-        found["entropy_P"] = number_0
-    if request.label_PK is not None:
-        found["label_logprob_PK"] = number_0.view(0, request.num_labels)
-    if asked.top_k:
-        number_0K = number_0.view(0, asked.top_k)
-        found["top_k"] = TopK(number_0K.long(), number_0K)
-    if asked.logits:
-        found["logit_PV"] = number_0.view(0, facts.vocab_size)
-    if asked.hidden:
-        found["hidden_PH"] = number_0.view(0, facts.hidden_size)
-    return ForwardOutput(**found)
+    number_0K = number_0.view(0, asked.top_k)
+    fields: dict[str, tuple[bool, Tensor | TopK]] = {
+        "target_logprob_P": (asked.target_logprobs, number_0),
+        "entropy_P": (asked.entropy, number_0),
+        "label_logprob_PK": (request.label_PK is not None, number_0.view(0, request.num_labels)),
+        "top_k": (asked.top_k > 0, TopK(number_0K.long(), number_0K)),
+        "logit_PV": (asked.logits, number_0.view(0, facts.vocab_size)),
+        "hidden_PH": (asked.hidden, number_0.view(0, facts.hidden_size)),
+    }
+    return ForwardOutput(**{name: value for name, (is_asked, value) in fields.items() if is_asked})
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> CheckedInput:

@@ -27,7 +27,7 @@ from shared.jobs.prefix_forest import (
     token_ids,
 )
 
-# Where a tree begins to be faster than its sequences alone, on the CPU: `python -m benchmarks.shared_prefix`.
+# Where a tree begins to be faster than its sequences alone, on the CPU: `python -m benchmarks.prefix_sharing --short`.
 LEAST_SAVED = 8  # tokens
 
 
