@@ -126,12 +126,9 @@ class Dispatcher:
             return
         self.slots.remove(slot)
         self._sent.pop(slot, None)
+        self.engine.drop_slot(slot)
         if slot is None:
-            assert not self.slots, "a base is trained alone"
-            self.engine.drop_training_state()
             self.planner = Planner(self.facts)
-        else:
-            self.engine.drop_adapter(slot)
 
     def slot_bytes(self, trainable: Lora | Full, frozen: Path | None) -> tuple[int, int, int]:
         """Count the bytes of a slot on this rank's device, without making it: weights, gradients, optimizer state.

@@ -82,9 +82,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     # What is trained.
 
-    def drop_adapter(self, name: str) -> None:
+    def drop_slot(self, slot: str | None) -> None:
         self._forget()
-        super().drop_adapter(name)
+        super().drop_slot(slot)
 
     # A step.
 
@@ -158,10 +158,6 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         if self._ranks.any(self._is_cut_short):
             self._model.forget()
         self._is_cut_short = False
-
-    def drop_training_state(self) -> None:
-        self._forget()
-        super().drop_training_state()
 
 
 def _one_token(empty: Batch) -> Batch:

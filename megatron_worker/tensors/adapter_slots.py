@@ -185,7 +185,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def train_base(self) -> None:
         """Train every weight of the base."""
-        assert not self.trainings, "drop_training_state comes before training something else"
+        assert not self.trainings, "drop_slot comes before training something else"
         self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages)])})
         self._train(None, self._new_base_optimizer(self._device), self._base.slices)
 
@@ -210,24 +210,15 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.active = name
         self._use(None if name is None else self.adapters[name])
 
-    def drop(self, name: str) -> None:
-        """Forget a slot, also one that an error has left incomplete."""
-        if name == self.active:
+    def drop(self, slot: str | None) -> None:
+        """Forget a slot, also one that an error has left incomplete. A base is brought again when it is needed."""
+        if slot == self.active:
             self.activate(None)
-        if (training := self.trainings.pop(name, None)) is not None:
+        if (training := self.trainings.pop(slot, None)) is not None:
             training.optimizer.detach()
-        self.residency.drop(name)
-        self.adapters.pop(name, None)
-
-    def drop_all(self) -> None:
-        """Forget every slot, and what is being trained. A base that was trained is brought again when it is needed."""
-        for training in self.trainings.values():
-            training.optimizer.detach()
-        for slot in {None, *self.adapters, *self.trainings}:
-            self.residency.drop(slot)
-        self.trainings.clear()
-        self.activate(None)
-        self.adapters.clear()
+        self.residency.drop(slot)
+        if slot is not None:
+            self.adapters.pop(slot, None)
 
     def _refill_base(self) -> None:
         for storage in self._base.storages:

@@ -144,14 +144,12 @@ class TrainerRank:
     def drop_adapter(self, name: str | None) -> None:
         """Forget an adapter. None: end the training of the base, which is as it was published again.
 
-        Raises InvalidInput when there is none, its graph is alive, or adapters stand beside a trained base.
+        Raises InvalidInput when there is none, or its graph is alive.
         """
         with self.agreement():
             slot = self.slot(name)
             if name is None:
                 self._trainable(None)
-                if self.adapters:
-                    raise InvalidInput(f"drop what stands beside it first: {', '.join(self.adapters)}", "the base")
             self._refuse_alive(name, "dropped")
         self.dispatcher.drop_slot(slot)
         del self._slots[name]

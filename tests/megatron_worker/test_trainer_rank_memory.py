@@ -51,7 +51,8 @@ def folders(engine, tmp_path_factory):
 
 
 def new_rank(engine, folders, budget_bytes):
-    engine.drop_training_state()
+    for slot in list(engine._slots.adapters):
+        engine.drop_slot(slot)
     rank = TrainerRank(engine, memory_budget_bytes=budget_bytes)
     load_adapters(rank, folders)
     return rank
