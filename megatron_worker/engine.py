@@ -207,9 +207,12 @@ class Facts:
     rank: int
     dp_rank: int
     dp_size: int
-    device_name: str
     vocab_size: int
     hidden_size: int
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True)

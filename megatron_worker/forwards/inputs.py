@@ -121,11 +121,11 @@ class HeadCall:
 
 @dataclass(frozen=True, eq=False)
 class CheckedInput:
-    """A checked input, as arrays, with defaults filled in."""
+    """A checked input, as arrays, with defaults filled in: without labels K is 0."""
 
     token_L: Ints
     position_P: Ints
-    label_PK: Ints | None
+    label_PK: Ints
     asked: ForwardInput
     adapter: str | None
 
@@ -138,15 +138,25 @@ class CheckedInput:
         return frozenset(question.kind for question in self.questions)
 
     @property
-    def num_labels(self) -> int:
-        return 0 if self.label_PK is None else self.label_PK.shape[1]
+    def fields(self) -> list[str]:
+        """The fields of its ForwardOutput."""
+        a = self.asked
+        asked = {
+            "target_logprob_P": a.target_logprobs,
+            "entropy_P": a.entropy,
+            "label_logprob_PK": a.labels is not None,
+            "top_k": a.top_k > 0,
+            "logit_PV": a.logits,
+            "hidden_PH": a.hidden,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     @property
     def questions(self) -> list[HeadCall]:
         """The heads that it needs: `scores` compute one log-probability a position, `ranks` labels and top-k."""
         asked, temperature = self.asked, self.asked.temperature
         found = [HeadCall(kind) for kind, is_asked in (("hidden", asked.hidden), ("logits", asked.logits)) if is_asked]
-        if self.label_PK is not None or asked.top_k:
+        if asked.labels is not None or asked.top_k:
             found.append(HeadCall("ranks", temperature=temperature, top_k=asked.top_k))
         if asked.target_logprobs or asked.entropy:
             found.append(HeadCall("scores", entropy=asked.entropy, temperature=temperature))
@@ -181,17 +191,17 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
 
 def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
     """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
-    asked, number_0 = request.asked, torch.zeros(0, device=facts.device)
-    number_0K = number_0.view(0, asked.top_k)
-    fields: dict[str, tuple[bool, Tensor | TopK]] = {
-        "target_logprob_P": (asked.target_logprobs, number_0),
-        "entropy_P": (asked.entropy, number_0),
-        "label_logprob_PK": (request.label_PK is not None, number_0.view(0, request.num_labels)),
-        "top_k": (asked.top_k > 0, TopK(number_0K.long(), number_0K)),
-        "logit_PV": (asked.logits, number_0.view(0, facts.vocab_size)),
-        "hidden_PH": (asked.hidden, number_0.view(0, facts.hidden_size)),
+    number_0 = torch.zeros(0, device=facts.device)
+    number_0K = number_0.view(0, request.asked.top_k)
+    fields: dict[str, Tensor | TopK] = {
+        "target_logprob_P": number_0,
+        "entropy_P": number_0,
+        "label_logprob_PK": number_0.view(0, request.label_PK.shape[1]),
+        "top_k": TopK(number_0K.long(), number_0K),
+        "logit_PV": number_0.view(0, facts.vocab_size),
+        "hidden_PH": number_0.view(0, facts.hidden_size),
     }
-    return ForwardOutput(**{name: value for name, (is_asked, value) in fields.items() if is_asked})
+    return ForwardOutput(**{name: fields[name] for name in request.fields})
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> CheckedInput:
@@ -207,7 +217,7 @@ def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) 
         position_P = _ids(asked.positions, f"{place}.positions", last)
         if position_P.ndim != 1 or (np.diff(position_P) <= 0).any():
             raise InvalidInput("positions must rise, each once", f"{place}.positions")
-    label_PK = None
+    label_PK = np.zeros((len(position_P), 0), dtype=np.int64)
     if asked.labels is not None:
         label_PK = _ids(asked.labels, f"{place}.labels", vocab_size)
         if label_PK.ndim != 2 or len(label_PK) != len(position_P):

@@ -15,11 +15,10 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
-from megatron_worker.families.architecture import Architecture
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
-from megatron_worker.fsdp.ranks import Ranks, join_ranks
+from megatron_worker.fsdp.ranks import join_ranks
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
@@ -62,7 +61,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             self._new_base_optimizer,
         )
         self._is_cut_short = False
-        self.facts = _facts(self._ranks, layout, dtype, self._model.architecture)
+        ranks, architecture = self._ranks, self._model.architecture
+        sizes = architecture.vocab_size, architecture.hidden_size
+        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
         self._read_base()
         self._model.settle()
 
@@ -164,19 +165,3 @@ def _one_token(empty: Batch) -> Batch:
     """Return a bin of one token and no target, in place of an empty one, which a model cannot be run on."""
     zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
     return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
-
-
-def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, architecture: Architecture) -> Facts:
-    device = ranks.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Facts(
-        layout=layout,
-        dtype=dtype,
-        device=device,
-        rank=ranks.rank,
-        dp_rank=ranks.rank,
-        dp_size=ranks.size,
-        device_name=name,
-        vocab_size=architecture.vocab_size,
-        hidden_size=architecture.hidden_size,
-    )

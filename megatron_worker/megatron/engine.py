@@ -23,7 +23,7 @@ from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import alike_over
-from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
+from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
 from megatron_worker.sums import over_ranks
@@ -66,7 +66,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             MegatronAdapter.new_optimizer,
             self._new_base_optimizer,
         )
-        self.facts = _facts(self._mesh, dtype, architecture)
+        mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
+        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes)
         self._read_base()
 
     def _read_base(self) -> None:
@@ -140,20 +141,4 @@ def shape_of(architecture: Architecture) -> ModelShape:
         num_experts=a.num_experts,
         expert_ffn_size=a.expert_ffn_size,
         head_dim=a.head_dim,
-    )
-
-
-def _facts(mesh: Mesh, dtype: Dtype, architecture: Architecture) -> Facts:
-    device = mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Facts(
-        layout=mesh.layout,
-        dtype=dtype,
-        device=device,
-        rank=mesh.rank,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-        device_name=name,
-        vocab_size=architecture.vocab_size,
-        hidden_size=architecture.hidden_size,
     )

@@ -60,7 +60,7 @@ class SlotLoad:
             for question in request.questions:
                 had = rows.get(question, HeadRows())
                 rows[question] = HeadRows(
-                    had.num + count, max(had.most, count), max(had.num_labels, request.num_labels)
+                    had.num + count, max(had.most, count), max(had.num_labels, request.label_PK.shape[1])
                 )
         return SlotLoad(size, rows)
 
@@ -122,7 +122,9 @@ class Planner:
             backbone = slot.lora, slot.keeps_graph, branches
             if backbone not in self._backbones:
                 self._backbones[backbone] = measure_backbone(engine, slot.keeps_graph, branches, budget_bytes)
-        for head in sorted({_head_key(q, r.num_labels, slot.keeps_graph) for r in requests for q in r.questions}):
+        for head in sorted(
+            {_head_key(q, r.label_PK.shape[1], slot.keeps_graph) for r in requests for q in r.questions}
+        ):
             if head not in self._heads:
                 self._heads[head] = measure_head(engine, *head, budget_bytes)
 

@@ -110,7 +110,15 @@ def _drop_gradient(weight_VH: Tensor) -> None:
 
 def _request(question: HeadCall, num_labels: int, num_rows: int) -> CheckedInput:
     token_L, label_PK = np.zeros(num_rows + 1, np.int64), np.zeros((num_rows, num_labels), np.int64)
-    asked = ForwardInput(token_L, target_logprobs=question.kind == "scores", top_k=question.top_k)
+    asked = ForwardInput(
+        token_L,
+        target_logprobs=question.kind == "scores",
+        entropy=question.entropy,
+        labels=label_PK if num_labels else None,
+        top_k=question.top_k,
+        logits=question.kind == "logits",
+        hidden=question.kind == "hidden",
+    )
     return CheckedInput(token_L, np.arange(num_rows), label_PK, asked, None)
 
 

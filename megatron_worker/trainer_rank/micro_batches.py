@@ -147,7 +147,7 @@ def _digest(requests: list[list[CheckedInput]]) -> int:
             asked = (r.adapter, sorted(r.kinds), r.asked.top_k, r.asked.temperature)
             digest = zlib.crc32(repr(asked).encode(), digest)
             for array in (r.token_L, r.position_P, r.label_PK):
-                digest = digest if array is None else zlib.crc32(array.tobytes(), digest)
+                digest = zlib.crc32(array.tobytes(), digest)
     return digest
 
 

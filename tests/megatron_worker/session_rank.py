@@ -331,7 +331,7 @@ def _is_labelled(request: CheckedInput) -> bool:
 
 def _ids(request: CheckedInput) -> list[list[int]]:
     """The ids that are scored at each position, [P, W]: the token that follows, and the labels."""
-    labels = [[] for _ in request.position_P] if request.label_PK is None else request.label_PK.tolist()
+    labels = request.label_PK.tolist()
     follows = [[int(request.token_L[p + 1])] if "scores" in request.kinds else [] for p in request.position_P]
     return [next_one + others or _NO_LABEL_WANTED for next_one, others in zip(follows, labels, strict=True)]
 
@@ -359,9 +359,7 @@ def _output(scored: _Scored, entropies: tuple[float | None, ...] | None) -> Forw
     found = {
         "target_logprob_P": scored.logprob_PW[:, 0] if asked.target_logprobs else None,
         "entropy_P": None if entropies is None else torch.tensor(entropies).view(shape_PW)[:, 0],
-        "label_logprob_PK": None
-        if request.label_PK is None
-        else scored.logprob_PW[:, int("scores" in request.kinds) :],
+        "label_logprob_PK": None if asked.labels is None else scored.logprob_PW[:, -request.label_PK.shape[1] :],
         "top_k": TopK(scored.top_id_PK, scored.top_logprob_PK) if asked.top_k else None,
     }
     return ForwardOutput(**{name: each for name, each in found.items() if each is not None})
