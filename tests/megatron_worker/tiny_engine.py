@@ -53,9 +53,7 @@ class TinyEngine:
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         cpu = torch.device("cpu")
-        self.facts = Facts(
-            layout, "float32", cpu, self._rank, self._rank, layout.dp, "tiny cpu", VOCAB_SIZE, HIDDEN_SIZE
-        )
+        self.facts = Facts(layout, "float32", cpu, self._rank, self._rank, layout.dp, VOCAB_SIZE, HIDDEN_SIZE)
         self._base = _read(folder / "model.safetensors")
         self._source = folder
         self._host: dict[int, Tensor] = {}
