@@ -2,6 +2,7 @@
 
     python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--family qwen3_5_moe] [--rounds 5]
         [--out FILE.json]
+    python -m benchmarks.prefix_sharing --short [--rounds 12]  # the prefix from which on sharing pays
 
 A shape P+GxC is one prompt of P tokens and G completions of C. Both sides train LoRA r=16 on all linears of a 4-layer
 model of hidden size 256, from the two tables on disk; the completions are the targets. The tree is one bin;
@@ -23,9 +24,14 @@ Of experts those count that a token goes to. The sums are over the layers, with 
 and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` says where a step's time
 went, by torch's profiler: matrix products (linears and head), attention kernels, and the rest (norms, rotation,
 activation, recurrences, residuals, copies, optimizer, Python).
+
+`--short` compares forward and backward of prefixes of 1 to 32 tokens with 2 to 16 branches of 16 and of 64, in one bin
+with sharing and without: CPU seconds without / with. TrainerRank shares what saves LEAST_SAVED tokens
+(`forwards/packing.py`), which is about where that passes 1, whatever the number of branches.
 """
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
@@ -59,7 +65,7 @@ from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 256, 4, 4, 2, 64, 16
 CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -220,11 +226,33 @@ def measure(engine: MegatronEngine, model: Path, shape: Shape, vocab_size: int, 
     }
 
 
+def short_prefixes(engine: MegatronEngine, vocab_size: int, rounds: int) -> list[dict[str, object]]:
+    figures: list[dict[str, object]] = []
+    for completion, group in itertools.product((16, 64), (2, 4, 8, 16)):
+        ratios = {}
+        for prompt in (1, 2, 4, 8, 16, 32):
+            rows = make_rows(Shape(prompt, group, completion), vocab_size)
+            batches = {"shared": as_batch([build_tree(rows)]), "unshared": as_batch([build_tree([r]) for r in rows])}
+            passes: dict[str, Step] = {
+                name: partial(engine.forward_backward, batch, loss_function(CrossEntropy()))
+                for name, batch in batches.items()
+            }
+            best = best_times(passes, rounds)["cpu"]
+            ratios[prompt] = round(best["unshared"] / best["shared"], 3)
+        engine.zero_grad()
+        first = next((prompt for prompt, ratio in ratios.items() if ratio >= 1), None)
+        saved = None if first is None else first * (group - 1)
+        figures.append({"completion": completion, "group": group, "unshared/shared": ratios, "saved_tokens": saved})
+        print(json.dumps(figures[-1]), flush=True)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--vocab", type=int, nargs="+", default=[512, 32_000])
     parser.add_argument("--family", choices=get_args(Family), default="qwen3")
+    parser.add_argument("--short", action="store_true", help="the shortest prefixes that pay, in place of the shapes")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -236,6 +264,9 @@ def main() -> None:
             model = make_model(Path(folder), vocab_size, arguments.family)
             engine = MegatronEngine(model, Layout(), "float32")
             engine.add_adapter("run", Lora(rank=RANK, alpha=2 * RANK), seed=0)
+            if arguments.short:
+                figures += short_prefixes(engine, vocab_size, arguments.rounds)
+                continue
             for shape in arguments.shapes:
                 figures.append(measure(engine, model, shape, vocab_size, arguments.rounds))
                 print(json.dumps(figures[-1]), flush=True)

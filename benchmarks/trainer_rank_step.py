@@ -112,7 +112,7 @@ def native_bins(groups: Sequence[Sequence[SequenceRow]], bin_tokens: int, device
 def native_step(rank: TrainerRank, name: str, bins: list[Batch], loss: LossFunction) -> tuple[float, Norms]:
     """What the runner does in a step."""
     engine, total, weight = rank.engine, *(torch.zeros((), dtype=torch.float64) for _ in range(2))
-    with rank.adapter(name):
+    with rank.dispatcher.resident(rank.slot(name)):
         for _batch, sums in engine.forward_backward_all(bins, loss):
             total, weight = total + sums["loss"].double(), weight + sums["weight"].double()
         reduced = engine.reduce({"loss": total, "weight": weight})

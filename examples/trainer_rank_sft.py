@@ -1,6 +1,6 @@
-"""Supervised fine-tuning, written out: chats in, a PEFT adapter out. One process, or as many as torchrun starts.
+"""Supervised fine-tuning, written out: chats in, an adapter or a model out. One process, or as many as torchrun starts.
 
-python -m examples.trainer_rank_sft MODEL CHATS.jsonl ADAPTER [--steps 30]
+python -m examples.trainer_rank_sft MODEL CHATS.jsonl ADAPTER [--steps 30] [--full]
 torchrun --nproc_per_node 2 -m examples.trainer_rank_sft ...
 """
 
@@ -22,19 +22,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("chats", type=Path, help='lines of {"messages": [...]}, the last of each the answer')
     parser.add_argument("adapter", type=Path, help="folder to write")
+    parser.add_argument("--full", action="store_true", help="train every weight, and write a model")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     options = parser.parse_args(arguments)
 
     rank = start(options.model)
-    rank.create_adapter("answers", Lora(rank=8, alpha=16), seed=0)
+    if options.full:
+        rank.train_base()
+    else:
+        rank.create_adapter("answers", Lora(rank=8, alpha=16), seed=0)
     examples = read_examples(options.model, options.chats)
     for number, batch in enumerate(batches(examples, options.batch_size, options.steps)):
         loss = train_step(rank, batch, options.learning_rate)
         if rank.facts.rank == 0:
             print(json.dumps({"step": number + 1, "loss": loss}), flush=True)
-    rank.export("answers", options.adapter)
+    rank.export(rank.active_adapter, options.adapter)
 
 
 def read_examples(model: Path, chats: Path) -> list[ForwardInput]:

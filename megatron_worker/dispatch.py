@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
+from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
-from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
 from megatron_worker.weight_sync.gathering import Giving, LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
@@ -84,6 +84,7 @@ class Dispatcher:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.planner = Planner(engine.facts)
         self.slots: set[SlotName] = set()
         self._sent: dict[SlotName, LastSent] = {}
 
@@ -112,6 +113,7 @@ class Dispatcher:
                 raise InvalidInput("full training does not start from an adapter", "initial_adapter")
             case Full():
                 self.engine.train_full(trainable)
+                self.planner = Planner(self.facts)  # passes hold other bytes from now on
 
     def load_frozen(self, slot: str, adapter: Path) -> None:
         """Load a PEFT adapter that is only computed with. Raises InvalidInput as `create_slot` does."""
@@ -124,11 +126,9 @@ class Dispatcher:
             return
         self.slots.remove(slot)
         self._sent.pop(slot, None)
+        self.engine.drop_slot(slot)
         if slot is None:
-            assert not self.slots, "a base is trained alone"
-            self.engine.drop_training_state()
-        else:
-            self.engine.drop_adapter(slot)
+            self.planner = Planner(self.facts)
 
     def slot_bytes(self, trainable: Lora | Full, frozen: Path | None) -> tuple[int, int, int]:
         """Count the bytes of a slot on this rank's device, without making it: weights, gradients, optimizer state.
@@ -196,11 +196,9 @@ class Dispatcher:
         tokens = recorded_tokens
         if tokens is None or tokens < data.longest_unit:
             drawn = random_state()
-            masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
             with self.resident(slot):
-                cost = measure_passes(self.engine, loss, budget_bytes, masks > 0, data.most_step_tokens)
+                tokens = self.planner.step_tokens(self.engine, loss, data.units, budget_bytes, data.most_step_tokens)
             set_random_state(drawn)
-            tokens = tokens_that_fit(cost, budget_bytes, masks)
         data.cut_to(min(tokens, most_tokens or tokens), self.facts.layout.dp)
 
     # Passes over packed data.

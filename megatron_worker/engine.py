@@ -207,9 +207,12 @@ class Facts:
     rank: int
     dp_rank: int
     dp_size: int
-    device_name: str
     vocab_size: int
     hidden_size: int
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,11 @@ class Engine(Protocol):
         """Use this slot in the following calls, or none."""
         ...
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective."""
+    def drop_slot(self, slot: str | None) -> None:
+        """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective.
+
+        Of slot None: end the training of the base, whose published weights are read when they are next wanted.
+        """
         ...
 
     def train_full(self, full: Full) -> None:
@@ -338,10 +344,6 @@ class Engine(Protocol):
 
     def outgoing(self, slot: str | None) -> Outgoing:
         """Return a slot's weights (None: the base's) for a weight sync. Read all of them before they change."""
-        ...
-
-    def drop_training_state(self) -> None:
-        """Drop adapters, gradients and optimizer state; after `train_full` also the base weights."""
         ...
 
     # Residency: a part that is not on the device has storages of size 0 there.

@@ -186,15 +186,6 @@ def mask_lengths(parent_T: Ints) -> list[int]:
     return lengths
 
 
-def longest_masked(num_nodes_U: Ints) -> NDArray[np.float64]:
-    """Return an upper bound of the length L of one masked call, [U], for trees with these numbers of nodes.
-
-    A masked call computes L^2 pairs. It is only chosen where that costs less than at most two calls for each node, at
-    `_CALL_PAIRS` a call, and L^2 / 2 pairs in all: so L^2 is less than 4 * `_CALL_PAIRS` * nodes.
-    """
-    return np.sqrt(4.0 * _CALL_PAIRS * num_nodes_U)
-
-
 def _masked_call(nodes: Nodes, node: int, dtype: torch.dtype) -> Call:
     begin, subtree_end = int(nodes.begin_N[node]), int(nodes.subtree_end_N[node])
     index_L = torch.arange(begin, subtree_end)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Engine
+from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.ranks import WorkerRanks
@@ -17,7 +18,8 @@ from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Job, Lora, WorkerPlan
+from shared.jobs.job import Dtype, Full, Job, Lora, WorkerPlan
+from shared.jobs.layout import EngineName, Layout
 from shared.jobs.leases import WorkerKey
 from shared.jobs.losses import reference_of
 
@@ -26,16 +28,21 @@ _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read thei
 
 
 def build_engine(plan: WorkerPlan, model: Path) -> Engine:
-    """Build the engine that a plan names, for a staged model folder. Its module is imported here, as that is slow."""
-    match plan.engine:
+    """Build the engine that a plan names, for a staged model folder."""
+    return new_engine(plan.engine, model, plan.layout, plan.dtype)
+
+
+def new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> ForwardEngine:
+    """Build an engine. Its module is imported here, as that is slow."""
+    match engine:
         case "megatron":
             with slow_imports():
                 from megatron_worker.megatron.engine import MegatronEngine
-            return MegatronEngine(model, plan.layout, plan.dtype)
+            return MegatronEngine(model, layout, dtype)
         case "fsdp":
             with slow_imports():
                 from megatron_worker.fsdp.engine import FsdpEngine
-            return FsdpEngine(model, plan.layout, plan.dtype)
+            return FsdpEngine(model, layout, dtype)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
-from megatron_worker.families.architecture import Architecture
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
-from megatron_worker.fsdp.ranks import Ranks, join_ranks
+from megatron_worker.fsdp.ranks import join_ranks
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
@@ -62,7 +61,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             self._new_base_optimizer,
         )
         self._is_cut_short = False
-        self.facts = _facts(self._ranks, layout, dtype, self._model.architecture)
+        ranks, architecture = self._ranks, self._model.architecture
+        sizes = architecture.vocab_size, architecture.hidden_size
+        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
         self._read_base()
         self._model.settle()
 
@@ -82,9 +83,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     # What is trained.
 
-    def drop_adapter(self, name: str) -> None:
+    def drop_slot(self, slot: str | None) -> None:
         self._forget()
-        super().drop_adapter(name)
+        super().drop_slot(slot)
 
     # A step.
 
@@ -96,7 +97,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         if not (outputs.logprob or outputs.entropy or outputs.top_k):
             return Scores()
-        shard = whole_vocabulary(self.facts.vocab_size)
+        shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
             scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
@@ -104,17 +105,20 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the hidden states of the batch's targets, after the final norm: [N, H]."""
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.
+
+        The embedding, [V, H], is a copy: what the pass has gathered is freed at its end.
+        """
         batch = _one_token(batch) if batch.is_empty else batch
-        return self._model.forward(batch, lambda hidden_NH, _: {"hidden_NH": hidden_NH})["hidden_NH"]
+        found = self._model.forward(
+            batch, lambda states_NH, weight_VH: {"states": states_NH, "head": weight_VH.clone()}
+        )
+        return found["states"], found["head"]
 
     @property
-    def output_head(self) -> tuple[Tensor, VocabShard]:
-        """The output embedding, [V, H], gathered from all ranks at each call. Collective."""
-        name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
-        head = next(s for s in self._model.slices if s.name == name)
-        return self._ranks.whole(head, self._model.shards, self._dtype), whole_vocabulary(self.facts.vocab_size)
+    def vocab_shard(self) -> VocabShard:
+        return whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
@@ -156,28 +160,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             self._model.forget()
         self._is_cut_short = False
 
-    def drop_training_state(self) -> None:
-        self._forget()
-        super().drop_training_state()
-
 
 def _one_token(empty: Batch) -> Batch:
     """Return a bin of one token and no target, in place of an empty one, which a model cannot be run on."""
     zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
     return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
-
-
-def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, architecture: Architecture) -> Facts:
-    device = ranks.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Facts(
-        layout=layout,
-        dtype=dtype,
-        device=device,
-        rank=ranks.rank,
-        dp_rank=ranks.rank,
-        dp_size=ranks.size,
-        device_name=name,
-        vocab_size=architecture.vocab_size,
-        hidden_size=architecture.hidden_size,
-    )

@@ -23,7 +23,8 @@ from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
+from megatron_worker.megatron.parallel.collectives import alike_over
+from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
 from megatron_worker.sums import over_ranks
@@ -66,7 +67,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             MegatronAdapter.new_optimizer,
             self._new_base_optimizer,
         )
-        self.facts = _facts(self._mesh, dtype, architecture)
+        mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
+        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes)
         self._read_base()
 
     def _read_base(self) -> None:
@@ -95,16 +97,18 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         return self._passes.forward(batch, outputs)
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the targets' hidden states after the final norm, [N, H]; equal on all ranks that share the batch."""
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].
+
+        Hidden states are equal on all ranks that share the batch.
+        """
         hidden_NH = self._passes.hidden_states(batch)
         assert hidden_NH is not None, "hidden states are the last stage's alone"
-        return hidden_NH
+        return hidden_NH, alike_over(self._model.output_weight_VH, self._mesh.cp)
 
     @property
-    def output_head(self) -> tuple[Tensor, VocabShard]:
-        """This rank's rows of the output embedding, [V, H]."""
-        return self._model.output_weight_VH, self._model.shard
+    def vocab_shard(self) -> VocabShard:
+        return self._model.shard
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         ((_batch, sums),) = self.forward_backward_all([batch], loss)
@@ -153,20 +157,4 @@ def _delta_net_shape(a: Architecture, delta_net: DeltaNet) -> DeltaNetShape:
         num_value_heads=delta_net.num_value_heads,
         key_size=delta_net.key_size,
         value_size=delta_net.value_size,
-    )
-
-
-def _facts(mesh: Mesh, dtype: Dtype, architecture: Architecture) -> Facts:
-    device = mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Facts(
-        layout=mesh.layout,
-        dtype=dtype,
-        device=device,
-        rank=mesh.rank,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-        device_name=name,
-        vocab_size=architecture.vocab_size,
-        hidden_size=architecture.hidden_size,
     )

@@ -188,7 +188,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def train_base(self) -> None:
         """Train every weight of the base."""
-        assert not self.trainings, "drop_training_state comes before training something else"
+        assert not self.trainings, "drop_slot comes before training something else"
         self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages)])})
         self._train(None, self._new_base_optimizer(self._device), self._base.slices)
 
@@ -213,24 +213,15 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.active = name
         self._use(None if name is None else self.adapters[name])
 
-    def drop(self, name: str) -> None:
-        """Forget a slot, also one that an error has left incomplete."""
-        if name == self.active:
+    def drop(self, slot: str | None) -> None:
+        """Forget a slot, also one that an error has left incomplete. A base is brought again when it is needed."""
+        if slot == self.active:
             self.activate(None)
-        if (training := self.trainings.pop(name, None)) is not None:
+        if (training := self.trainings.pop(slot, None)) is not None:
             training.optimizer.detach()
-        self.residency.drop(name)
-        self.adapters.pop(name, None)
-
-    def drop_all(self) -> None:
-        """Forget every slot, and what is being trained. A base that was trained is brought again when it is needed."""
-        for training in self.trainings.values():
-            training.optimizer.detach()
-        for slot in {None, *self.adapters, *self.trainings}:
-            self.residency.drop(slot)
-        self.trainings.clear()
-        self.activate(None)
-        self.adapters.clear()
+        self.residency.drop(slot)
+        if slot is not None:
+            self.adapters.pop(slot, None)
 
     def _refill_base(self) -> None:
         for storage in self._base.storages:
@@ -241,17 +232,23 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def save(self, folder: Path) -> None:
         """Write `weights/` and `optimizer/` of what is being trained; rank 0 writes. Collective."""
-        training, base, ranks = self.training, self._base, self._ranks
+        training, ranks = self.training, self._ranks
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
-        with ranks.agreement():
-            if training.slot is None:
-                carried = base.architecture.carried
-                write_model_folder(weights, base.folder, training.slices, base.parameters, ranks, carried)
-            else:
-                lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
+        if training.slot is None:
+            self.write_base(folder / "weights")
+        else:
+            lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
+            with ranks.agreement():
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with ranks.agreement():
             write_optimizer(optimizer, training.optimizer, training.slices, ranks, training.keeps_masters)
+
+    def write_base(self, folder: Path) -> None:
+        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
+        base, ranks = self._base, self._ranks
+        with ranks.agreement():
+            own = folder if ranks.rank == 0 else None
+            write_model_folder(own, base.folder, base.slices, base.parameters, ranks, base.architecture.carried)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""

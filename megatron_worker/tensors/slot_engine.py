@@ -25,8 +25,8 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
         self._slots.load_adapter(name, folder, lora, trainable)
 
-    def drop_adapter(self, name: str) -> None:
-        self._slots.drop(name)
+    def drop_slot(self, slot: str | None) -> None:
+        self._slots.drop(slot)
 
     def set_adapter(self, name: str | None) -> None:
         self._slots.activate(name)
@@ -54,6 +54,10 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def save(self, folder: Path) -> None:
         self._slots.save(folder)
 
+    def write_base(self, folder: Path) -> None:
+        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
+        self._slots.write_base(folder)
+
     def load(self, folder: Path) -> None:
         self._slots.load(folder)
 
@@ -69,9 +73,6 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         return self._slots.adapter_weights(name)
-
-    def drop_training_state(self) -> None:
-        self._slots.drop_all()
 
     def place(
         self,

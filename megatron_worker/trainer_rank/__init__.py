@@ -1,6 +1,6 @@
 """Custom training code on a rank: typed forwards, adapters by name, micro-batches that fit memory."""
 
-from megatron_worker.trainer_rank.inputs import ACTIVE, ForwardInput, ForwardOutput, TopK
+from megatron_worker.forwards.inputs import ACTIVE, ForwardInput, ForwardOutput, TopK
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, Planning
 from megatron_worker.trainer_rank.rank import TrainerRank
 from megatron_worker.trainer_rank.snapshot import Snapshot

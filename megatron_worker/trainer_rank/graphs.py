@@ -30,9 +30,9 @@ class Graphs:
     """The live graphs of slots. A graph lives until a backward frees it, or its outputs are no longer referenced."""
 
     def __init__(self) -> None:
-        self._alive: defaultdict[str, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
+        self._alive: defaultdict[str | None, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
 
-    def watch(self, tensor: Tensor, slot: str) -> Tensor:
+    def watch(self, tensor: Tensor, slot: str | None) -> Tensor:
         """Return the tensor with its graph counted as the slot's; a tensor without a graph is returned as it is."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
@@ -46,5 +46,9 @@ class Graphs:
             watched: Tensor = _Identity.apply(tensor)
         return watched
 
-    def is_alive(self, slot: str) -> bool:
+    def is_alive(self, slot: str | None) -> bool:
         return len(self._alive[slot]) > 0
+
+    @property
+    def any_alive(self) -> bool:
+        return any(map(len, self._alive.values()))

@@ -18,10 +18,13 @@ from shared.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class _Backbone:
-    """The hidden states of one forward: `hidden_NH` with the backbone's graph, `leaf_NH` as the leaf of the heads'."""
+    """What one forward made for heads: hidden states, and a trained embedding if it is not the parameter itself.
 
-    hidden_NH: Tensor
-    leaf_NH: Tensor
+    `made` has the backbone's graph; `leaves` are the same as leaves of the heads' graphs.
+    """
+
+    made: list[Tensor]
+    leaves: list[Tensor]
 
 
 class Lockstep:
@@ -41,15 +44,16 @@ class Lockstep:
             raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
         return {name for names, _ in found for name in names}
 
-    def cut(self, hidden_NH: Tensor) -> Tensor:
-        """Return the hidden states for the heads, detached from the backbone's graph, which is kept here."""
+    def cut(self, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and embedding for the heads, detached from the backbone's graph, which is kept here."""
         if not hidden_NH.requires_grad:
-            return hidden_NH
+            return hidden_NH, weight_VH
         number, self._num_cut = self._num_cut, self._num_cut + 1
-        leaf_NH = hidden_NH.detach().requires_grad_()
-        leaf_NH.register_hook(lambda _: self._refuse_done(number))
-        self._backbones[number] = _Backbone(hidden_NH, leaf_NH)
-        return self._graphs.watch(leaf_NH, str(number))
+        made = [hidden_NH, weight_VH] if weight_VH.grad_fn is not None else [hidden_NH]
+        leaves = [tensor.detach().requires_grad_() for tensor in made]
+        leaves[0].register_hook(lambda _: self._refuse_done(number))
+        self._backbones[number] = _Backbone(made, leaves)
+        return self._graphs.watch(leaves[0], str(number)), leaves[1] if len(leaves) > 1 else weight_VH
 
     def backward(self, heads: Callable[[], None]) -> None:
         """Do the backward of all ranks' losses. `heads` does this rank's as far as the hidden states.
@@ -61,12 +65,15 @@ class Lockstep:
                 heads()
         except Exception:
             for backbone in self._backbones.values():
-                backbone.leaf_NH.grad = None
+                for leaf in backbone.leaves:
+                    leaf.grad = None
             raise
         for number in sorted(self._of_any_rank(self._with_gradient()), reverse=True):
             backbone = self._backbones.pop(number)
-            grad_NH, backbone.leaf_NH.grad = backbone.leaf_NH.grad, None
-            backbone.hidden_NH.backward(torch.zeros_like(backbone.hidden_NH) if grad_NH is None else grad_NH)
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in backbone.leaves]
+            for leaf in backbone.leaves:
+                leaf.grad = None
+            torch.autograd.backward(backbone.made, gradients)
 
     def release(self) -> None:
         """Drop backbones whose outputs no rank holds any more."""
@@ -75,7 +82,7 @@ class Lockstep:
             self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
 
     def _with_gradient(self) -> set[int]:
-        return {number for number, backbone in self._backbones.items() if backbone.leaf_NH.grad is not None}
+        return {number for number, backbone in self._backbones.items() if backbone.leaves[0].grad is not None}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
         return set().union(*everyone(self._world_size, list(numbers)))

@@ -9,13 +9,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts
+from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.forwards.inputs import CheckedInput, Inputs
+from megatron_worker.memory.live_bytes import default_budget, new_meter
+from megatron_worker.memory.planner import PlannedSlot, Planner, RankShare
 from megatron_worker.process.agreement import everyone
-from megatron_worker.tensors.live_bytes import default_budget, new_meter
-from megatron_worker.trainer_rank.inputs import CheckedInput, Inputs
-from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner, RankShare
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 
 T = TypeVar("T")
 
@@ -56,32 +57,33 @@ class MicroBatch:
 class Forwards(Protocol):
     """The methods of a TrainerRank that this module uses."""
 
+    dispatcher: Dispatcher
+    engine: ForwardEngine
+
     @property
     def facts(self) -> Facts: ...
     def forward(self, inputs: Sequence[Inputs]) -> list[Any]: ...
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]: ...
-    def lora_of(self, name: str | None) -> tuple[Lora | None, bool]: ...
-    def adapter(self, name: str | None) -> AbstractContextManager[None]: ...
+    def slot(self, name: str | None) -> SlotName: ...
+    def planned_slot(self, name: str | None) -> PlannedSlot: ...
     def agreement(self) -> AbstractContextManager[None]: ...
 
 
-def micro_batches(
-    rank: Forwards, items: Sequence[Inputs], budget_bytes: int | None, planner: Planner
-) -> Iterator[MicroBatch]:
+def micro_batches(rank: Forwards, items: Sequence[Inputs], budget_bytes: int | None) -> Iterator[MicroBatch]:
     """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: `default_budget`."""
     requests = _agreed_requests(rank, items)
     world_size, device = rank.facts.layout.world_size, rank.facts.device
     measures = budget_bytes is not None or device.type == "cuda"
     in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
-    slots = measured_slots(rank, requests, planner, in_all)
-    first, number, peak = 0, 0, None
+    slots, planner = measured_slots(rank, requests, in_all), rank.dispatcher.planner
+    first, number, peak, in_step = 0, 0, None, rank.engine.needs_lockstep
     meter = new_meter(device)
     if measures:
         meter.start()
     try:
         while first < len(items):
             held = max(everyone(world_size, meter.mark() if measures else 0))
-            plan = partial(planner.next_shares, requests, first, slots, in_all - held, held)
+            plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
             shares, answered = _as_many_as_fit(rank, items, plan)
             first += sum(len(share.items) for share in shares)
             own = shares[rank.facts.dp_rank]
@@ -145,21 +147,23 @@ def _digest(requests: list[list[CheckedInput]]) -> int:
             asked = (r.adapter, sorted(r.kinds), r.asked.top_k, r.asked.temperature)
             digest = zlib.crc32(repr(asked).encode(), digest)
             for array in (r.token_L, r.position_P, r.label_PK):
-                digest = digest if array is None else zlib.crc32(array.tobytes(), digest)
+                digest = zlib.crc32(array.tobytes(), digest)
     return digest
 
 
-def measured_slots(
-    rank: Forwards, requests: list[list[CheckedInput]], planner: Planner, budget_bytes: float
-) -> list[PlannedSlot]:
+def measured_slots(rank: Forwards, requests: list[list[CheckedInput]], budget_bytes: float) -> list[PlannedSlot]:
     """Return the slots that are used, in the order of their forwards, and measure their unknown costs."""
     of_slot: dict[str | None, list[CheckedInput]] = {}
     for request in (request for item in requests for request in item):
         of_slot.setdefault(request.adapter, []).append(request)
     found = []
-    for name in sorted(of_slot, key=lambda name: (name is not None, name or "")):
-        lora, trainable = rank.lora_of(name)
-        found.append(PlannedSlot(name, lora, trainable and torch.is_grad_enabled()))
-        with rank.adapter(name):
-            planner.measure(found[-1], of_slot[name], budget_bytes)
+    for name in sorted(of_slot, key=base_first):
+        found.append(rank.planned_slot(name))
+        with rank.dispatcher.resident(rank.slot(name)):
+            rank.dispatcher.planner.measure(rank.engine, found[-1], of_slot[name], budget_bytes)
     return found
+
+
+def base_first(name: str | None) -> tuple[bool, str]:
+    """The sort key of slots: the base first, then by name, so that the order is the same on every rank."""
+    return name is not None, name or ""

@@ -1,4 +1,6 @@
-"""TrainerRank: the interface for custom training code on a rank, with forwards on its own inputs and named adapters.
+"""TrainerRank: the interface for custom training code on a rank, with forwards on its own inputs.
+
+It trains adapters by their names, or every weight of the base, whose name is None.
 
 Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
 tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (lockstep.py) those three are
@@ -7,20 +9,20 @@ collective as well, each rank with inputs and a loss of its own, or none.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
+from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
-from megatron_worker.process.agreement import agreement
-from megatron_worker.trainer_rank.forward import forward_slot
-from megatron_worker.trainer_rank.forward_engine import ForwardEngine
-from megatron_worker.trainer_rank.graphs import Graphs
-from megatron_worker.trainer_rank.inputs import (
+from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.forwards.inputs import (
     CheckedInput,
     ForwardInput,
     ForwardOutput,
@@ -30,21 +32,28 @@ from megatron_worker.trainer_rank.inputs import (
     leaves,
     nested_alike,
 )
+from megatron_worker.forwards.packing import LEAST_SAVED
+from megatron_worker.memory.planner import PlannedSlot
+from megatron_worker.process.agreement import agreement
+from megatron_worker.trainer_rank.forward import forward_slot
+from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
-from megatron_worker.trainer_rank.memory.planner import Planner
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
-from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
+from megatron_worker.trainer_rank.snapshot import Snapshot
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Lora
+from shared.jobs.job import Adam, Full, Lora
 from shared.models import peft as peft_format
 
 
 @dataclass(frozen=True)
-class _Adapter:
-    """The engine's slot of a named adapter. If a name is loaded again, it gets a new slot before the old is dropped."""
+class _Slot:
+    """The dispatcher's slot of an adapter, or (None) of the base.
 
-    slot: str
-    lora: Lora
+    If a name is loaded again, it gets a new slot before the old is dropped.
+    """
+
+    name: SlotName
+    lora: Lora | None
     trainable: bool
 
 
@@ -54,77 +63,105 @@ class TrainerRank:
     Args:
         memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
             default a share of the device's memory (`live_bytes.default_budget`).
-        min_shared_tokens: sequences that begin with so many equal tokens share them in a pack.
+        least_saved_tokens: a prefix is shared in a pack where that saves so many tokens: L for each branch but one.
 
     Raises:
         InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
     """
 
     def __init__(
-        self, engine: ForwardEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16
+        self,
+        engine: ForwardEngine,
+        memory_budget_bytes: int | None = None,
+        least_saved_tokens: int = LEAST_SAVED,
     ) -> None:
-        _refuse_pipelines(engine)
+        if engine.facts.layout.pp > 1:
+            message = (
+                "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
+            )
+            raise InvalidInput(message, "layout.pp")
         self.engine = engine
-        self.min_shared_tokens = min_shared_tokens
+        self.dispatcher = Dispatcher(engine)
+        self.least_saved_tokens = least_saved_tokens
         self.memory_budget_bytes = memory_budget_bytes
-        self._adapters: dict[str, _Adapter] = {}
+        self._slots: dict[str | None, _Slot] = {None: _Slot(None, None, trainable=False)}
+        self._slot_number = count(1)
         self._active: str | None = None
         self._graphs = Graphs()
-        self._lockstep = (
-            Lockstep(engine.facts.layout.world_size, engine.facts.device) if engine.needs_lockstep else None
-        )
-        self._num_slots = 0
-        self._planner = Planner(engine, min_shared_tokens)
+        world_size, device = engine.facts.layout.world_size, engine.facts.device
+        self._lockstep = Lockstep(world_size, device) if engine.needs_lockstep else None
 
     @property
     def facts(self) -> Facts:
         return self.engine.facts
 
-    # Adapters.
+    # What is trained.
 
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
         with self.agreement():
+            self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
-        slot = self._new_slot(name)
-        self.engine.add_adapter(slot, lora, seed)
-        self._install(name, _Adapter(slot, lora, trainable=True))
+        slot = f"{name}#{next(self._slot_number)}"
+        self.dispatcher.create_slot(slot, lora, seed)
+        self._install(name, _Slot(slot, lora, trainable=True))
 
     def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
         """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
 
         Raises:
-            InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; or the name's
-                graph is alive. What stood under the name still does.
+            InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
+                graph is alive; or it is to be trained, and the base is. What stood under the name still does.
         """
         with self.agreement():
+            if trainable:
+                self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
-            found = peft_format.read_config(path)
-        slot = self._new_slot(name)
+            found = peft_format.read_config(path, lora)
+        slot = f"{name}#{next(self._slot_number)}"
         try:
-            self.engine.load_adapter(slot, path, lora, trainable)
+            if trainable:
+                self.dispatcher.create_slot(slot, found, seed=0, adapter=path)
+            else:
+                self.dispatcher.load_frozen(slot, path)
         except Exception:
-            self._activate()
+            self.dispatcher.drop_slot(slot)
             raise
-        self._install(name, _Adapter(slot, found, trainable))
+        self._install(name, _Slot(slot, found, trainable))
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises InvalidInput when there is none, or its graph is alive."""
+    def train_base(self) -> None:
+        """Train every weight of the base, and make it active. Raises InvalidInput while anything else is trained.
+
+        Adapters that are not trainable may stand beside it; what is computed with them has gradients for the base.
+        """
         with self.agreement():
-            slot = self._adapter(name).slot
+            self._refuse_trained_base()
+            if trained := sorted(name for name, is_trained in self.adapters.items() if is_trained):
+                raise InvalidInput(f"it is trained alone: drop {', '.join(trained)} first", "the base")
+        self.dispatcher.create_slot(None, Full(), seed=0)
+        self._slots[None], self._active = _Slot(None, None, trainable=True), None
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter. None: end the training of the base, which is as it was published again.
+
+        Raises InvalidInput when there is none, or its graph is alive.
+        """
+        with self.agreement():
+            slot = self.slot(name)
+            if name is None:
+                self._trainable(None)
             self._refuse_alive(name, "dropped")
-        del self._adapters[name]
-        self.engine.drop_adapter(slot)
-        if self._active == name:
-            self._active = None
-        self._activate()
+        self.dispatcher.drop_slot(slot)
+        del self._slots[name]
+        if name is None:
+            self._slots[None] = _Slot(None, None, trainable=False)
+            self.engine.place(weights="device", slots=[None])
+        self._active = None if self._active == name else self._active
 
     def set_adapter(self, name: str | None) -> None:
         """Set the active adapter, which inputs use unless they name another; None: the base model alone."""
-        if name is not None:
-            self._adapter(name)
+        self.slot(name)
         self._active = name
-        self._activate()
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
@@ -143,7 +180,11 @@ class TrainerRank:
     @property
     def adapters(self) -> dict[str, bool]:
         """All adapters by name, and whether they are trainable."""
-        return {name: adapter.trainable for name, adapter in self._adapters.items()}
+        return {name: slot.trainable for name, slot in self._slots.items() if name is not None}
+
+    @property
+    def trains_base(self) -> bool:
+        return self._slots[None].trainable
 
     # A step.
 
@@ -161,13 +202,13 @@ class TrainerRank:
         """
         requests, slots = self._to_answer(inputs)
         outputs = [empty_output(request, self.facts) for request in requests]
-        for name in sorted(slots, key=_base_first):
+        for name in sorted(slots, key=base_first):
             places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
-            with self.adapter(name):
+            with self.dispatcher.resident(self.slot(name)):
                 answers = forward_slot(
                     self.engine,
                     [requests[i] for i in places],
-                    self.min_shared_tokens,
+                    self.least_saved_tokens,
                     partial(self._watched, name=name),
                 )
             for place, answer in zip(places, answers, strict=True):
@@ -176,15 +217,15 @@ class TrainerRank:
 
     def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[str | None]]:
         """Check inputs. Returns them, and the slots whose backbones must be run."""
-        if self._lockstep is None:
+        with nullcontext() if self._lockstep is None else self.agreement():
             requests = self.checked(inputs, "inputs")
-            return requests, _asked_of(requests)
-        with self.agreement():
-            requests = self.checked(inputs, "inputs")
-        return requests, self._lockstep.slots(_asked_of(requests))
+        asked = {request.adapter for request in requests if not request.is_empty}
+        return requests, asked if self._lockstep is None else self._lockstep.slots(asked)
 
-    def _watched(self, hidden_NH: Tensor, name: str | None) -> Tensor:
-        return self._graphs.watch(hidden_NH if self._lockstep is None else self._lockstep.cut(hidden_NH), str(name))
+    def _watched(self, hidden_NH: Tensor, weight_VH: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
+        if self._lockstep is not None:
+            hidden_NH, weight_VH = self._lockstep.cut(hidden_NH, weight_VH)
+        return self._graphs.watch(hidden_NH, name), weight_VH
 
     def forward_micro_batches(self, items: Sequence[Inputs]) -> Iterator[MicroBatch]:
         """Divide items over data-parallel ranks and micro-batches that fit the memory. Yields each one's outputs.
@@ -195,18 +236,17 @@ class TrainerRank:
         Raises:
             InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return micro_batches(self, items, self.memory_budget_bytes, self._planner)
+        return micro_batches(self, items, self.memory_budget_bytes)
 
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]:
         requests = []
         for where, asked in leaves(inputs, place):
             requests.append(check(asked, where, self.facts.vocab_size, self._active))
-            if (adapter := requests[-1].adapter) is not None:
-                self._adapter(adapter, f"{where}.adapter")
+            self.slot(requests[-1].adapter, f"{where}.adapter")
         return requests
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar to what its adapters have accumulated: sums, not means.
+        """Add the gradients of a scalar to what its adapters, or the base, have accumulated: sums, not means.
 
         A loss of nothing, as of an empty micro-batch, has none to add. Raises InvalidInput when the loss has no graph
         though one is alive; where ranks go in step, on every rank.
@@ -219,17 +259,21 @@ class TrainerRank:
     def _backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
             loss.backward()
-        elif any(self._graphs.is_alive(name) for name in self._adapters):
+        elif self._graphs.any_alive:
             raise InvalidInput("it does not depend on any output: was it detached?", "loss")
 
     def optim_step(
-        self, adam: Adam, learning_rate: float, denominator: float = 1.0, adapters: Sequence[str] | None = None
-    ) -> dict[str, Norms]:
+        self,
+        adam: Adam,
+        learning_rate: float,
+        denominator: float = 1.0,
+        adapters: Sequence[str | None] | None = None,
+    ) -> dict[str | None, Norms]:
         """Divide gradients by `denominator`, clip and step each adapter by its own norm over all ranks; zero them.
 
         Args:
             denominator: the same on every rank, such as a weight that `reduce` brought together.
-            adapters: by default the active one.
+            adapters: by default the active one; None is the base.
 
         Raises:
             InvalidInput: a gradient is not finite (then no weight of any has changed, and the gradients of all are
@@ -237,32 +281,33 @@ class TrainerRank:
         """
         names = list(dict.fromkeys([self._active] if adapters is None else adapters))
         with self.agreement():
-            slots = [self._to_step(name) for name in names]
+            for name in names:
+                self._trainable(name)
+                self._refuse_alive(name, "stepped")
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
         if self._lockstep is not None:
             self._lockstep.release()
         norms = {}
-        for name in slots:
-            with self.adapter(name):
+        for name in names:
+            with self.dispatcher.resident(self.slot(name)):
                 norms[name] = self.engine.reduce_gradients(denominator)
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         if broken:
-            self.zero_grad(slots)
+            self.zero_grad(names)
             message = f"the gradient's norm is {norms[broken[0]]}; no weight has changed"
-            raise InvalidInput(message, f"adapter {broken[0]!r}")
+            raise InvalidInput(message, _place(broken[0]))
         stepped = {}
         for name, norm in norms.items():
-            with self.adapter(name):
+            with self.dispatcher.resident(self.slot(name)):
                 stepped[name] = self.engine.apply_gradients(adam, learning_rate, norm)
         return stepped
 
-    def zero_grad(self, adapters: Sequence[str] | None = None) -> None:
-        """Set the accumulated gradients of these adapters to zero; by default of all trainable ones."""
-        trainable = [name for name, adapter in self._adapters.items() if adapter.trainable]
-        for name in trainable if adapters is None else adapters:
-            with self.adapter(name):
-                self.engine.zero_grad()
+    def zero_grad(self, adapters: Sequence[str | None] | None = None) -> None:
+        """Set the accumulated gradients of these adapters (None: of the base) to zero; by default of all trained."""
+        trained = [name for name, slot in self._slots.items() if slot.trainable]
+        for name in trained if adapters is None else adapters:
+            self.dispatcher.zero_grad(self.slot(name))
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Scalars of all data-parallel ranks added up; those whose names end in `:max` by their maximum."""
@@ -273,94 +318,81 @@ class TrainerRank:
     def snapshot(self, name: str) -> Snapshot:
         """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
         with self.agreement():
-            adapter = self._adapter(name)
-        return take_snapshot(adapter.lora, self.engine.adapter_weights(adapter.slot))
+            self.slot(name)
+        lora, slot = self._slots[name].lora, self._slots[name].name
+        assert lora is not None and slot is not None
+        tensors = {key: tensor.detach().cpu().clone() for key, tensor in self.engine.adapter_weights(slot)}
+        return Snapshot(lora, tensors)
 
-    def export(self, name: str, folder: Path) -> None:
-        """Write the adapter as a PEFT folder; rank 0 writes. Raises InvalidInput if there is no such adapter."""
+    def export(self, name: str | None, folder: Path) -> None:
+        """Write the adapter as a PEFT folder, or (None) the base as Hugging Face's; rank 0 writes.
+
+        Raises InvalidInput if there is no such adapter.
+        """
+        if name is None:
+            self.engine.write_base(folder)
+            return
         snapshot = self.snapshot(name)
         with self.agreement():
             if self.facts.rank == 0:
                 snapshot.write(folder)
 
-    def save(self, name: str, folder: Path) -> None:
-        """Write `weights/` (PEFT) and `optimizer/` of a trainable adapter, for `load`; rank 0 writes."""
+    def save(self, name: str | None, folder: Path) -> None:
+        """Write `weights/` and `optimizer/` of what is trained, as a job's checkpoint has them; rank 0 writes."""
         with self.agreement():
             self._trainable(name)
-        with self.adapter(name):
-            self.engine.save(folder)
+        self.dispatcher.save_state(self.slot(name), folder)
 
-    def load(self, name: str, folder: Path) -> None:
-        """Go on from what `save` wrote, under any layout: weights, moments, step count, into a trainable adapter.
+    def load(self, name: str | None, folder: Path) -> None:
+        """Go on from what `save` or a job wrote, under any layout: weights, moments, step count of what is trained.
 
         Raises InvalidInput as `load_adapter` does.
         """
         with self.agreement():
             self._trainable(name)
             self._refuse_alive(name, "loaded")
-        with self.adapter(name):
-            self.engine.load(folder)
+        self.dispatcher.load_state(self.slot(name), folder)
 
     # What its parts share.
 
-    def lora_of(self, name: str | None) -> tuple[Lora | None, bool]:
-        """An adapter's shape, and whether it is trained."""
-        if name is None:
-            return None, False
-        adapter = self._adapter(name)
-        return adapter.lora, adapter.trainable
+    def slot(self, name: str | None, place: str = "adapter") -> SlotName:
+        """Return the dispatcher's slot of an adapter. Raises InvalidInput if there is no such adapter."""
+        if name not in self._slots:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place)
+        return self._slots[name].name
+
+    def planned_slot(self, name: str | None) -> PlannedSlot:
+        """Return an adapter as the planner knows it. What is computed with it has a graph if it is trained."""
+        keeps_graph = (self._slots[name].trainable or self.trains_base) and torch.is_grad_enabled()
+        return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens)
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""
         return agreement(self.facts.layout.world_size, self.facts.device)
 
-    def _new_slot(self, name: str) -> str:
-        self._num_slots += 1
-        return f"{name}#{self._num_slots}"
+    def _install(self, name: str, slot: _Slot) -> None:
+        if (old := self._slots.pop(name, None)) is not None:
+            self.dispatcher.drop_slot(old.name)
+        self._slots[name], self._active = slot, name
 
-    def _install(self, name: str, adapter: _Adapter) -> None:
-        if (old := self._adapters.pop(name, None)) is not None:
-            self.engine.drop_adapter(old.slot)
-        self._adapters[name] = adapter
-        self._active = name
-        self._activate()
+    def _trainable(self, name: str | None) -> None:
+        self.slot(name)
+        if not self._slots[name].trainable:
+            if name is None:
+                raise InvalidInput("no adapter is active: name those to step, or train_base first", "adapters")
+            raise InvalidInput("it was loaded as not trainable", _place(name))
 
-    def _activate(self) -> None:
-        self.engine.set_adapter(None if self._active is None else self._adapters[self._active].slot)
+    def _refuse_trained_base(self) -> None:
+        if self.trains_base:
+            raise InvalidInput("it is trained, alone: drop_adapter(None) ends that", "the base")
 
-    def _adapter(self, name: str, place: str | None = None) -> _Adapter:
-        if name not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place or "adapter")
-        return self._adapters[name]
-
-    def _trainable(self, name: str) -> None:
-        if not self._adapter(name).trainable:
-            raise InvalidInput("it was loaded as not trainable", f"adapter {name!r}")
-
-    def _to_step(self, name: str | None) -> str:
-        if name is None:
-            raise InvalidInput("no adapter is active: name those to step", "adapters")
-        self._trainable(name)
-        self._refuse_alive(name, "stepped")
-        return name
-
-    def _refuse_alive(self, name: str, what: str) -> None:
-        if self._graphs.is_alive(name):
+    def _refuse_alive(self, name: str | None, what: str) -> None:
+        """Every graph over a trained base is one of its own."""
+        if self._graphs.any_alive if name is None else self._graphs.is_alive(name):
             message = f"it cannot be {what} while a graph of it is alive: do its backward, or let its outputs go"
-            raise InvalidInput(message, f"adapter {name!r}")
+            raise InvalidInput(message, _place(name))
 
 
-def _asked_of(requests: Sequence[CheckedInput]) -> set[str | None]:
-    return {request.adapter for request in requests if not request.is_empty}
-
-
-def _base_first(name: str | None) -> tuple[bool, str]:
-    """The sort key of slots: the base first, then by name, so that the order is the same on every rank."""
-    return name is not None, name or ""
-
-
-def _refuse_pipelines(engine: ForwardEngine) -> None:
-    if engine.facts.layout.pp > 1:
-        message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
-        raise InvalidInput(message, "layout.pp")
+def _place(name: str | None) -> str:
+    return "the base" if name is None else f"adapter {name!r}"

@@ -1,6 +1,5 @@
 """An adapter's weights at one moment, apart from the engine: to write while training goes on, or to look at."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,3 @@ class Snapshot:
         entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         peft_format.write_config(folder, self.lora)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
-
-
-def take_snapshot(lora: Lora, weights: Iterable[tuple[str, Tensor]]) -> Snapshot:
-    return Snapshot(lora, {name: tensor.detach().float().cpu().clone() for name, tensor in weights})

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_worker.process.process_group import backend, start_group
-from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.rank import TrainerRank
+from megatron_worker.warm_engine import new_engine
 from shared.jobs.job import Dtype
 from shared.jobs.layout import EngineName, Layout
 
@@ -34,16 +34,4 @@ def start(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if num_ranks > 1 and not dist.is_initialized():
         start_group(backend())
-    return TrainerRank(_new_engine(engine, model, layout or Layout(dp=num_ranks), dtype), memory_budget_bytes)
-
-
-def _new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> ForwardEngine:
-    match engine:  # each is slow to load
-        case "megatron":
-            from megatron_worker.megatron.engine import MegatronEngine
-
-            return MegatronEngine(model, layout, dtype)
-        case "fsdp":
-            from megatron_worker.fsdp.engine import FsdpEngine
-
-            return FsdpEngine(model, layout, dtype)
+    return TrainerRank(new_engine(engine, model, layout or Layout(dp=num_ranks), dtype), memory_budget_bytes)

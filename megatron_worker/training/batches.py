@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.sums import combine
-from megatron_worker.training.micro_batches import cut
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import Ints, PackedBin, Plan, Units
 
@@ -128,6 +127,22 @@ class PackedBatches:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def cut(units: Ints, num_tokens: Ints, most_tokens: int) -> Iterator[Ints]:
+    """Yield units in their order, as many at a time as stay within `most_tokens`.
+
+    Args:
+        num_tokens: of each of `units`, none of which is beyond `most_tokens`.
+    """
+    begin, total = 0, 0
+    for place, tokens in enumerate(num_tokens.tolist()):
+        if total + tokens > most_tokens:
+            yield units[begin:place]
+            begin, total = place, 0
+        total += tokens
+    if begin < len(units):
+        yield units[begin:]
 
 
 def to_batch(packed: PackedBin, device: torch.device) -> Batch:

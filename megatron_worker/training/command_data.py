@@ -18,7 +18,7 @@ from shared.field_rules import first_error
 from shared.jobs import bins as packing
 from shared.jobs.commands import Command, Datum, command
 from shared.jobs.packed import Ints, Units
-from shared.jobs.prefix_tree import SequenceRow, split_tree
+from shared.jobs.prefix_tree import SequenceRow, build_tree, split_tree
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,8 @@ def _row(datum: Datum, score_all: bool) -> SequenceRow:
 
 def _chain(row: SequenceRow) -> dict[str, NDArray]:
     """Return the columns of a unit of one sequence. Positions, parents and sequence numbers have their defaults."""
-    target_N = np.flatnonzero(row.target_mask)
-    return {
-        "token_id": row.token_ids,
-        "hidden_index": target_N - 1,
-        "label": row.token_ids[target_N],
-        "weight": row.weight[target_N],
-        "advantage": row.advantage[target_N],
-        "old_logprob": row.old_logprob[target_N],
-        "ref_logprob": row.ref_logprob[target_N],
-    }
+    columns = build_tree([row]).columns()
+    return {name: column for name, column in columns.items() if name not in ("position", "parent", "sequence")}
 
 
 def _labelled(datum: Datum, score_all: bool) -> dict[str, NDArray]:

@@ -7,8 +7,8 @@ Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A stretch of positions, `begin` to `end`, at which the sorted sequences `first` to `last` have equal tokens.
 
     Both ends are excluded. `num_ending` of the sequences end at `end`. `parent` is the parent's index in the list of
@@ -33,17 +32,26 @@ class Node:
 
 
 def grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[Node]]:
-    """Return the sequences' indices in lexicographic order, and the nodes of their trees, depth first.
+    """Return the sequences' indices in lexicographic order, and the nodes of their trees, depth first."""
+    keys = [sort_key(row) for row in ids]
+    order = sorted(range(len(ids)), key=keys.__getitem__)
+    shared_S = [0, *(num_shared(ids[a], ids[b]) for a, b in pairwise(order))]
+    return order, nodes_of(shared_S, [len(ids[place]) for place in order])
+
+
+def sort_key(row: NDArray[np.integer]) -> bytes:
+    """Return bytes that compare as the sequences do, token by token."""
+    return row.astype(">u4").tobytes()
+
+
+def nodes_of(shared_S: list[int], length_S: list[int]) -> list[Node]:
+    """Return the nodes of sorted sequences, depth first.
 
     In that order sequences with a common prefix stand together, and its length is the least that any two neighbours
-    among them share.
+    among them share. `shared_S`: what each shares with the one before.
     """
-    keys = [row.astype(">u4").tobytes() for row in ids]  # compare token by token
-    order = sorted(range(len(ids)), key=keys.__getitem__)
-    length_S = [len(ids[place]) for place in order]
-    shared_S = [0, *(num_shared(ids[a], ids[b]) for a, b in pairwise(order))]
     nodes: list[Node] = []
-    waiting = [(first, last, -1) for first, last in _branches(0, len(order), 0, shared_S, length_S)]
+    waiting = [(first, last, -1) for first, last in _branches(0, len(length_S), 0, shared_S, length_S)]
     while waiting:
         first, last, parent = waiting.pop()
         begin = nodes[parent].end if parent >= 0 else 0
@@ -52,7 +60,31 @@ def grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[Node]]:
         node = len(nodes)
         nodes.append(Node(begin, end, first, last, num_ending, parent))
         waiting += [(a, b, node) for a, b in _branches(first + num_ending, last, end, shared_S, length_S)]
-    return order, nodes
+    return nodes
+
+
+def shared_where_it_saves(nodes: Sequence[Node], least_tokens: int) -> list[Node]:
+    """Return the nodes of trees in which a part is shared only if that saves `least_tokens` or more.
+
+    Of any other part each of its branches gets a copy, and so do sequences that end with it. A part of L tokens with k
+    branches below it saves (k - 1) L: the more branches, the shorter a prefix is worth its branching.
+    """
+    num_below, is_shared = [0] * len(nodes), [True] * len(nodes)
+    for number in reversed(range(len(nodes))):
+        node = nodes[number]
+        num_branches = num_below[number] + (node.num_ending > 0)
+        is_shared[number] = num_branches == 1 or (num_branches - 1) * (node.end - node.begin) >= least_tokens
+        if node.parent >= 0:
+            num_below[node.parent] += 1 if is_shared[number] else num_branches
+    found: list[Node] = []
+    above: list[tuple[int, int]] = []  # where the parts below each node begin, and their parent
+    for node, shared in zip(nodes, is_shared, strict=True):
+        begin, parent = above[node.parent] if node.parent >= 0 else (0, -1)
+        above.append((node.end, len(found)) if shared else (begin, parent))
+        if shared or node.num_ending:
+            last = node.last if shared else node.first + node.num_ending
+            found.append(Node(begin, node.end, node.first, last, node.num_ending, parent))
+    return found
 
 
 def _branches(first: int, last: int, end: int, shared_S: list[int], length_S: list[int]) -> list[tuple[int, int]]:
@@ -86,3 +118,21 @@ def indices(order: list[int], nodes: list[Node]) -> list[Ints]:
             found[order[member]] = ways[-1]
         start = stop
     return found
+
+
+def tables(nodes: Sequence[Node]) -> tuple[Ints, Ints]:
+    """Return each token's position, and its parent's place or -1: [T] int64."""
+    size_N = np.array([node.end - node.begin for node in nodes], dtype=np.int64)
+    end_N = size_N.cumsum()
+    begin_N = end_N - size_N
+    index_T = np.arange(size_N.sum())
+    position_T = index_T + np.repeat(np.array([node.begin for node in nodes], dtype=np.int64) - begin_N, size_N)
+    parent_T = index_T - 1
+    parent_T[begin_N] = [end_N[node.parent] - 1 if node.parent >= 0 else -1 for node in nodes]
+    return position_T, parent_T
+
+
+def token_ids(ids: Sequence[NDArray[np.integer]], order: Sequence[int], nodes: Sequence[Node]) -> Ints:
+    """Return the ids of the trees' tokens, [T] int64."""
+    parts = [ids[order[node.first]][node.begin : node.end] for node in nodes]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.errors import InvalidInput
 from shared.jobs.bins import best_fit_decreasing
 from shared.jobs.packed import PackedBin
-from shared.jobs.prefix_forest import Node, grow, indices
+from shared.jobs.prefix_forest import Node, grow, indices, tables, token_ids
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,10 @@ def _join(parts: list[_Part], room: int) -> list[_Part]:
 def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
     """The unit of some of the sequences, in this order."""
     rows = [sequences[member] for member in members]
-    order, nodes = grow([row.token_ids for row in rows])
+    ids = [row.token_ids for row in rows]
+    order, nodes = grow(ids)
     index_of = indices(order, nodes)
-    num_tokens = sum(node.end - node.begin for node in nodes)
-    token_id_T, position_T, parent_T = np.zeros((3, num_tokens), dtype=np.int64)
-    for row, index_L in zip(rows, index_of, strict=True):  # sequences that share a token write equal values there
-        token_id_T[index_L] = row.token_ids
-        position_T[index_L] = np.arange(len(index_L))
-        parent_T[index_L] = np.concatenate([[-1], index_L[:-1]])
+    position_T, parent_T = tables(nodes)
     targets = [np.flatnonzero(row.target_mask) for row in rows]
     hidden_index = [index_L[target_N - 1] for index_L, target_N in zip(index_of, targets, strict=True)]
 
@@ -148,7 +144,7 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
         return np.concatenate(parts).astype(dtype)
 
     return TreeUnit(
-        token_id_T=token_id_T,
+        token_id_T=token_ids(ids, order, nodes),
         position_T=position_T,
         parent_T=parent_T,
         hidden_index_N=np.concatenate(hidden_index),

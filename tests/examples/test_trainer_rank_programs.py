@@ -68,6 +68,14 @@ def test_sft_learns_answers_and_two_ranks_learn_the_same(model, tmp_path, capsys
     assert both == pytest.approx(losses, rel=1e-4)
 
 
+def test_sft_learns_by_all_weights(model, tmp_path, capsys):
+    options = ["--full", "--steps", "6", "--batch-size", "8", "--learning-rate", "0.003"]
+    trainer_rank_sft.main([str(model), str(CHATS), str(tmp_path / "model"), *options])
+    losses = lines(capsys.readouterr().out, "loss")
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 def test_grpo_learns_what_is_rewarded(model, capsys):
     trainer_rank_grpo.main([str(model), "--steps", "14"])
     rewards = lines(capsys.readouterr().out, "reward")

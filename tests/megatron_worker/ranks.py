@@ -95,7 +95,6 @@ def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:
     return total
 
 
-def gradient(rank: AnyRank, name: str) -> Tensor:
-    """What an adapter has accumulated on this rank."""
-    slot = rank._adapters[name].slot if isinstance(rank, TrainerRank) else rank.slot(name)
-    return rank.engine._slots.trainings[slot].optimizer.grad.buffer.clone()
+def gradient(rank: AnyRank, name: str | None) -> Tensor:
+    """What an adapter (None: the base) has accumulated on this rank."""
+    return rank.engine._slots.trainings[rank.slot(name)].optimizer.grad.buffer.clone()

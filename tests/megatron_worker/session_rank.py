@@ -33,11 +33,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_worker.engine import Engine, Facts, Norms
+from megatron_worker.forwards.inputs import CheckedInput, check
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
-from megatron_worker.trainer_rank.inputs import CheckedInput, check
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.contract import Artifact
@@ -326,13 +326,13 @@ def sayable(rank: AnyRank, asked: ForwardInput) -> ForwardInput:
 
 def _is_labelled(request: CheckedInput) -> bool:
     """True if other ids are scored than the tokens that follow, or some behind the last token."""
-    return request.ranks or not request.scores
+    return "ranks" in request.kinds or "scores" not in request.kinds
 
 
 def _ids(request: CheckedInput) -> list[list[int]]:
     """The ids that are scored at each position, [P, W]: the token that follows, and the labels."""
-    labels = [[] for _ in request.position_P] if request.label_PK is None else request.label_PK.tolist()
-    follows = [[int(request.token_L[p + 1])] if request.scores else [] for p in request.position_P]
+    labels = request.label_PK.tolist()
+    follows = [[int(request.token_L[p + 1])] if "scores" in request.kinds else [] for p in request.position_P]
     return [next_one + others or _NO_LABEL_WANTED for next_one, others in zip(follows, labels, strict=True)]
 
 
@@ -359,7 +359,7 @@ def _output(scored: _Scored, entropies: tuple[float | None, ...] | None) -> Forw
     found = {
         "target_logprob_P": scored.logprob_PW[:, 0] if asked.target_logprobs else None,
         "entropy_P": None if entropies is None else torch.tensor(entropies).view(shape_PW)[:, 0],
-        "label_logprob_PK": None if request.label_PK is None else scored.logprob_PW[:, int(request.scores) :],
+        "label_logprob_PK": None if asked.labels is None else scored.logprob_PW[:, -request.label_PK.shape[1] :],
         "top_k": TopK(scored.top_id_PK, scored.top_logprob_PK) if asked.top_k else None,
     }
     return ForwardOutput(**{name: each for name, each in found.items() if each is not None})

@@ -125,7 +125,7 @@ def test_the_active_adapter_decides(model, tmp_path, engine):
 def test_an_adapter_that_does_not_fit_is_refused(model, tmp_path, engine):
     driven = start(engine, model, "lora")
     driven.save(tmp_path)
-    driven.drop_training_state()
+    driven.drop_slot("run")
     with pytest.raises(InvalidInput, match="rank"):
         driven.load_adapter("other", tmp_path / "weights", Lora(rank=8, alpha=8), trainable=True)
     with pytest.raises(InvalidInput):
@@ -142,7 +142,7 @@ def test_a_loaded_adapter_is_trained_on_from_its_float32_weights(model, tmp_path
     driven = start(engine, model, "lora", "bfloat16")
     train(driven, STEPS[:2])
     driven.save(tmp_path / "one")
-    driven.drop_training_state()
+    driven.drop_slot("run")
     driven.load_adapter("run", tmp_path / "one" / "weights", LORA, trainable=True)
     driven.save(tmp_path / "two")
     one, two = (tmp_path / name / "weights" / "adapter_model.safetensors" for name in ("one", "two"))
@@ -223,7 +223,7 @@ def test_dropping_a_job_leaves_the_base_alone(model, engine):
     driven.add_adapter("run", LORA, seed=0)
     train(driven, [[ROWS]])
     assert driven.memory().device_bytes > alone
-    driven.drop_training_state()
+    driven.drop_slot("run")
     assert driven.memory().device_bytes == alone
     assert torch.equal(logprobs(driven), before)
 
@@ -241,14 +241,14 @@ def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_o
     if offloaded_before:
         driven.place("host")
         driven.place("device")
-    driven.drop_training_state()
+    driven.drop_slot(None)
     assert driven.memory().device_bytes == 0
     driven.place("host")
     assert driven.memory().device_bytes == 0
     driven.place("device")
     driven.add_adapter("next", Lora(rank=2), seed=0)
     assert all(torch.equal(weight, published[name]) for name, weight in driven.named_weights())
-    driven.drop_training_state()
+    driven.drop_slot("next")
     driven.place("host")
     known = before | {weight.data_ptr(): weight.nbytes for weight in published.values()}
     alive = {address: size for address, size in storages_alive().items() if address not in known}

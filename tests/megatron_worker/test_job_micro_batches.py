@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from megatron_worker.dispatch import Dispatcher
+from megatron_worker.forwards.packing import pack
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank.packing import pack
-from megatron_worker.training.batches import PackedBatches
-from megatron_worker.training.micro_batches import cut, measure_passes, tokens_that_fit
+from megatron_worker.memory.probes import measure_step
+from megatron_worker.training.batches import PackedBatches, cut
 from shared.jobs.events import Failed, Step
 from shared.jobs.job import Lora, PackedData
 from shared.jobs.layout import Layout
@@ -104,11 +104,11 @@ def smallest_budget(workshop, num_tokens, loss=CrossEntropy()):  # noqa: B008, F
     """What a pass of so many tokens needs."""
     engine = MegatronEngine(Path(workshop.model.uri.removeprefix("file://")), Layout(), "float32")
     engine.add_adapter("default", Lora(rank=4, alpha=8), 0)
-    cost = measure_passes(engine, loss_function(loss, 1.0), 1 << 24, has_branches=False)
+    cost = measure_step(engine, loss_function(loss, 1.0), False, 1 << 24)
     low, high = 1000, 1 << 24
     while high - low > 1000:
         middle = (low + high) // 2
-        low, high = (low, middle) if tokens_that_fit(cost, middle) >= num_tokens else (middle, high)
+        low, high = (low, middle) if cost.size_within(middle / 1.08) >= num_tokens else (middle, high)
     return high
 
 

@@ -239,7 +239,7 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     if is_session:
         rank = SessionRank(model, tmp_path)
     else:
-        rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), min_shared_tokens=1)
+        rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=1)
     load_adapters(rank, folders)
     outputs = rank.forward(
         [

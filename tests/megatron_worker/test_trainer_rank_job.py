@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_worker.engine import Scores
@@ -12,24 +13,31 @@ from megatron_worker.runner import make_deterministic
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.schedule import learning_rate
-from shared.jobs.job import Checkpointing, Lora, Schedule
-from shared.storage.artifacts import sha256_file
+from shared.jobs.job import Checkpointing, Full, Lora, Schedule
+from tests.megatron_worker.engines import checkpoint_bytes
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, do, plan, worker, workshop  # noqa: F401 (fixtures)
 
 
-def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path):  # noqa: F811 (the fixtures)
+@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()], ids=["lora", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path, trainable, dtype):  # noqa: F811 (fixtures)
     what = plan(
         workshop,
-        trainable=Lora(rank=4, alpha=8),
+        trainable=trainable,
+        dtype=dtype,
         schedule=Schedule(kind="cosine", learning_rate=5e-3, warmup_steps=1),
         checkpointing=Checkpointing(every_steps=0),
     )
-    job = do(worker, workshop, "runner", what)
+    job = do(worker, workshop, f"runner-{trainable.kind}-{dtype}", what)
     expected = Path(job.checkpoint_dir) / f"step-{NUM_STEPS:08d}"
 
     make_deterministic(what)
     rank = TrainerRank(MegatronEngine(folder_of(what.model), what.layout, what.dtype))
-    rank.create_adapter("default", what.trainable, what.seed)
+    name = None if trainable == Full() else "default"
+    if name is None:
+        rank.train_base()
+    else:
+        rank.create_adapter(name, trainable, what.seed)
     with PackedBatches.open(folder_of(what.data.units), folder_of(what.data.plan)) as data:
         for step in range(what.num_steps):
             weight = torch.zeros((), dtype=torch.float64)
@@ -42,10 +50,17 @@ def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path):  # n
                 weight += sums.weight
             rate = learning_rate(what.schedule, step, what.num_steps)
             rank.optim_step(what.optimizer, rate, rank.reduce({"weight": weight})["weight"])
-    rank.save("default", tmp_path / "by-hand")
-    files = ["weights/adapter_model.safetensors", "weights/adapter_config.json", "optimizer/optimizer.safetensors"]
-    for file in files:
-        assert sha256_file(tmp_path / "by-hand" / file) == sha256_file(expected / file), file
+    rank.save(name, tmp_path / "by-hand")
+    ours, theirs = checkpoint_bytes(tmp_path / "by-hand"), checkpoint_bytes(expected)
+    assert theirs.items() - ours.items() == {
+        (path, theirs[path]) for path in ("rng.safetensors", "state.json", "manifest.json")
+    }
+    again = TrainerRank(MegatronEngine(folder_of(what.model), what.layout, what.dtype))
+    if name is None:  # it goes on from a job's checkpoint
+        again.train_base()
+        again.load(None, expected)
+        rank_s = dict(rank.engine.named_weights())
+        assert all(torch.equal(weight, rank_s[tensor]) for tensor, weight in again.engine.named_weights())
 
 
 def folder_of(artifact):

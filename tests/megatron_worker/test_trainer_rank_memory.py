@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_worker.forwards.packing import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank.packing import PackSize, pack
+from megatron_worker.tree_attention import plan_forest
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam
 from shared.jobs.layout import Layout
@@ -50,7 +51,8 @@ def folders(engine, tmp_path_factory):
 
 
 def new_rank(engine, folders, budget_bytes):
-    engine.drop_training_state()
+    for slot in list(engine._slots.adapters):
+        engine.drop_slot(slot)
     rank = TrainerRank(engine, memory_budget_bytes=budget_bytes)
     load_adapters(rank, folders)
     return rank
@@ -317,12 +319,32 @@ def test_a_loop_that_is_left_leaves_nothing_behind(engine, folders):
     rank.optim_step(Adam(), 1e-3, adapters=["one"])
 
 
+def branches(prefix, num_branches):
+    return [[*prefix, 100 + number] for number in range(num_branches)]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "num_tokens"),
+    [
+        (branches([1] * 7, 2), 16),
+        (branches([1] * 8, 2), 10),
+        (branches([1] * 2, 4), 12),
+        (branches([1] * 2, 5), 7),  # the more branches, the shorter a prefix may be
+        (branches([1] + [2] * 8, 3) + branches([1], 2), 12 + 4),  # each subtree for itself
+        (branches([1] + [2] * 8, 3) + branches([1], 8), 1 + 11 + 8),
+        ([[1, 2], [1, 2], [1, 3]], 4),  # equal sequences cost no branching
+    ],
+)
+def test_a_prefix_is_shared_where_that_saves_eight_tokens(sequences, num_tokens):
+    assert len(pack(list(map(np.array, sequences)), LEAST_SAVED).token_id_T) == num_tokens
+
+
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 4))
-def test_a_pack_is_as_large_as_planned_and_holds_every_sequence(sequences, min_shared_tokens):
+def test_a_pack_is_as_large_as_planned_and_holds_every_sequence(sequences, least_saved_tokens):
     arrays = [np.array(ids) for ids in sequences]
-    packed, size = pack(arrays, min_shared_tokens), PackSize(min_shared_tokens)
+    packed, size = pack(arrays, least_saved_tokens), PackSize(least_saved_tokens)
     for array in arrays:
-        size.add(array)
+        size = size.with_sequences([array])
     assert size.num_tokens == len(packed.token_id_T)
     assert size.num_tokens + size.num_shared == sum(map(len, sequences))
     assert sorted(packed.order) == list(range(len(sequences)))
@@ -330,3 +352,6 @@ def test_a_pack_is_as_large_as_planned_and_holds_every_sequence(sequences, min_s
         assert packed.token_id_T[index_L].tolist() == ids
         assert packed.position_T[index_L].tolist() == list(range(len(ids)))
         assert packed.parent_T[index_L].tolist() == [-1, *index_L[:-1].tolist()]
+    plan_forest(torch.from_numpy(packed.parent_T), torch.float32)  # depth first, else it raises
+    num_branchings = np.count_nonzero(np.bincount(packed.parent_T[packed.parent_T >= 0]) > 1)
+    assert size.num_shared >= num_branchings * least_saved_tokens

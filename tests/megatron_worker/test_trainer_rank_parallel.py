@@ -113,6 +113,15 @@ class TestAgainstOneRank:
             assert set(ours) == set(theirs)
             assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) <= 1e-5
 
+    def test_the_base_s_norm_and_stepped_weights(self, results, trial):
+        expected = notes(results, single(trial.name), "base")[0]
+        for norm in notes(results, trial.name, "base"):
+            assert norm == pytest.approx(expected, rel=1e-5)
+        ours, theirs = (
+            load_file(results / name / "base/model.safetensors") for name in (trial.name, single(trial.name))
+        )
+        assert max(float((ours[key] - theirs[key]).abs().max()) for key in theirs) <= 1e-5
+
     def test_what_one_must_refuse_all_refuse(self, results, trial):
         everyone = notes(results, trial.name, "refusals")
         assert all(said == everyone[0] for said in everyone)

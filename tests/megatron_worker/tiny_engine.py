@@ -53,9 +53,7 @@ class TinyEngine:
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         cpu = torch.device("cpu")
-        self.facts = Facts(
-            layout, "float32", cpu, self._rank, self._rank, layout.dp, "tiny cpu", VOCAB_SIZE, HIDDEN_SIZE
-        )
+        self.facts = Facts(layout, "float32", cpu, self._rank, self._rank, layout.dp, VOCAB_SIZE, HIDDEN_SIZE)
         self._base = _read(folder / "model.safetensors")
         self._source = folder
         self._host: dict[int, Tensor] = {}
@@ -88,9 +86,10 @@ class TinyEngine:
         assert name is None or name in self._slots
         self._active = name
 
-    def drop_adapter(self, name: str) -> None:
-        self._slots.pop(name, None)
-        self._active = None if self._active == name else self._active
+    def drop_slot(self, slot: str | None) -> None:
+        if self._slots.pop(slot, None) is not None and slot is None:
+            self._base = _read(self._source / "model.safetensors")
+        self._active = None if self._active == slot else self._active
 
     def train_full(self, full: Full) -> None:
         self._train(None, None, self._base)
@@ -213,11 +212,6 @@ class TinyEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._base.items()
-
-    def drop_training_state(self) -> None:
-        if None in self._slots:
-            self._base = _read(self._source / "model.safetensors")
-        self._slots, self._active = {}, None
 
     def place(self, everything=None, *, weights=None, gradients=None, optimizer=None, slots=None) -> None:
         """All of a slot goes where its weights go; dropped gradients are none."""

@@ -74,6 +74,20 @@ def run(trial: Trial, out: Path) -> None:
     note(rank, out, "uneven", {str(dp_size): uneven(rank, dp_size, whose) for dp_size, whose in turns.items()})
     if rank.engine.needs_lockstep:
         note(rank, out, "refused_in_step", refused_in_step(rank))
+    step_base(rank, out)
+
+
+def step_base(rank: TrainerRank, out: Path) -> None:
+    """Train the base in place of adapters, each data-parallel rank on inputs of its own; note norm and weights."""
+    for name in rank.adapters:
+        rank.drop_adapter(name)
+    rank.train_base()
+    own = inputs_of_all_kinds()[rank.facts.dp_rank :: rank.facts.dp_size]
+    outputs = rank.forward([replace(asked, adapter=None) for asked in own])
+    rank.backward(sum((some_loss([output]) for output in outputs), start=torch.zeros(())))
+    norms = rank.optim_step(Adam(clip_norm=1.0, eps=1e-5), 1e-3, 50.0)
+    note(rank, out, "base", norms[None].grad_norm)
+    rank.export(None, out / "base")
 
 
 def make_step(rank: AnyRank, out: Path) -> None:
@@ -121,8 +135,8 @@ def budget_of(rank: TrainerRank) -> int:
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
     requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
-    slots = measured_slots(rank, requests, rank._planner, _WITHOUT_LIMIT)
-    alone = (rank._planner.next_shares([item], 0, slots, _WITHOUT_LIMIT) for item in requests)
+    slots, in_step = measured_slots(rank, requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
+    alone = (rank.dispatcher.planner.next_shares([item], 0, slots, in_step, _WITHOUT_LIMIT) for item in requests)
     needed = max(share.planned_bytes for shares in alone for share in shares)
     return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 

@@ -67,6 +67,11 @@ def sum_alike(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else linear_map(x, total, lambda grad: grad)
 
 
+def alike_over(weight: Tensor, group: Group) -> Tensor:
+    """Return a weight whose gradient all ranks of the group compute alike, and which is summed over them later."""
+    return weight if group.size == 1 else linear_map(weight, lambda x: x.view_as(x), lambda grad: grad / group.size)
+
+
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Send rows to each rank and return the received rows, in the order of ranks. Gradients go the way back."""
     if group.size == 1:

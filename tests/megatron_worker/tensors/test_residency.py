@@ -90,7 +90,7 @@ def test_each_slot_s_bytes_come_move_and_go_by_themselves(model: Path, engine):
     assert driven.memory().parts["optimizer"].host == taken["small"]["optimizer"]
     driven.place("device", slots=["small"])
     assert on_device() == both
-    driven.drop_adapter("large")
+    driven.drop_slot("large")
     assert on_device() == taken["small"]
 
 
@@ -125,7 +125,7 @@ def test_dropped_gradients_are_zero_and_a_dropped_base_is_read_again(model: Path
             train(driven, [[ROWS]])
         driven.save(tmp_path / ("plain" if driven is plain else "moved"))
     assert checkpoint_bytes(tmp_path / "moved") == checkpoint_bytes(tmp_path / "plain")
-    moved.drop_training_state()
+    moved.drop_slot("run")
     published = {name: weight.clone() for name, weight in moved.named_weights()}
     moved.place(weights="dropped")
     assert moved.memory() == Memory(0, 0, {"weights": PartBytes(0, 0)})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_worker.tensors.live_bytes import CpuMeter
+from megatron_worker.memory.live_bytes import CpuMeter
 from megatron_worker.weight_sync.messages import Announcement
 
 

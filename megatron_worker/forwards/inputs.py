@@ -121,50 +121,45 @@ class HeadCall:
 
 @dataclass(frozen=True, eq=False)
 class CheckedInput:
-    """A checked input, as arrays, with defaults filled in."""
+    """A checked input, as arrays, with defaults filled in: without labels K is 0."""
 
     token_L: Ints
     position_P: Ints
-    label_PK: Ints | None
+    label_PK: Ints
     asked: ForwardInput
     adapter: str | None
 
     @property
-    def scores(self) -> bool:
-        """True if it needs the head that computes one log-probability a position."""
-        return self.asked.target_logprobs or self.asked.entropy
-
-    @property
-    def ranks(self) -> bool:
-        """True if it asks for labels or top-k."""
-        return self.label_PK is not None or self.asked.top_k > 0
-
-    @property
     def is_empty(self) -> bool:
-        asks = self.scores or self.ranks or self.asked.logits or self.asked.hidden
-        return not asks or not len(self.position_P)
+        return not self.questions or not len(self.position_P)
 
     @property
     def kinds(self) -> frozenset[str]:
-        a = self.asked
-        kinds = {"scores": self.scores, "ranks": self.ranks, "logits": a.logits, "hidden": a.hidden}
-        return frozenset(name for name, is_asked in kinds.items() if is_asked)
+        return frozenset(question.kind for question in self.questions)
 
     @property
-    def num_labels(self) -> int:
-        return 0 if self.label_PK is None else self.label_PK.shape[1]
+    def fields(self) -> list[str]:
+        """The fields of its ForwardOutput."""
+        a = self.asked
+        asked = {
+            "target_logprob_P": a.target_logprobs,
+            "entropy_P": a.entropy,
+            "label_logprob_PK": a.labels is not None,
+            "top_k": a.top_k > 0,
+            "logit_PV": a.logits,
+            "hidden_PH": a.hidden,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     @property
     def questions(self) -> list[HeadCall]:
-        asked, found = self.asked, []
-        for kind in sorted(self.kinds):
-            match kind:
-                case "scores":
-                    found.append(HeadCall(kind, entropy=asked.entropy, temperature=asked.temperature))
-                case "ranks":
-                    found.append(HeadCall(kind, temperature=asked.temperature, top_k=asked.top_k))
-                case _:
-                    found.append(HeadCall(kind))
+        """The heads that it needs: `scores` compute one log-probability a position, `ranks` labels and top-k."""
+        asked, temperature = self.asked, self.asked.temperature
+        found = [HeadCall(kind) for kind, is_asked in (("hidden", asked.hidden), ("logits", asked.logits)) if is_asked]
+        if asked.labels is not None or asked.top_k:
+            found.append(HeadCall("ranks", temperature=temperature, top_k=asked.top_k))
+        if asked.target_logprobs or asked.entropy:
+            found.append(HeadCall("scores", entropy=asked.entropy, temperature=temperature))
         return found
 
 
@@ -196,22 +191,17 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
 
 def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
     """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
-    asked, number_0 = request.asked, torch.zeros(0, device=facts.device)
-    found: dict[str, Tensor | TopK] = {}
-    if asked.target_logprobs:
-        found["target_logprob_P"] = number_0
-    if asked.entropy:
-        found["entropy_P"] = number_0
-    if request.label_PK is not None:
-        found["label_logprob_PK"] = number_0.view(0, request.num_labels)
-    if asked.top_k:
-        number_0K = number_0.view(0, asked.top_k)
-        found["top_k"] = TopK(number_0K.long(), number_0K)
-    if asked.logits:
-        found["logit_PV"] = number_0.view(0, facts.vocab_size)
-    if asked.hidden:
-        found["hidden_PH"] = number_0.view(0, facts.hidden_size)
-    return ForwardOutput(**found)
+    number_0 = torch.zeros(0, device=facts.device)
+    number_0K = number_0.view(0, request.asked.top_k)
+    fields: dict[str, Tensor | TopK] = {
+        "target_logprob_P": number_0,
+        "entropy_P": number_0,
+        "label_logprob_PK": number_0.view(0, request.label_PK.shape[1]),
+        "top_k": TopK(number_0K.long(), number_0K),
+        "logit_PV": number_0.view(0, facts.vocab_size),
+        "hidden_PH": number_0.view(0, facts.hidden_size),
+    }
+    return ForwardOutput(**{name: fields[name] for name in request.fields})
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> CheckedInput:
@@ -227,7 +217,7 @@ def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) 
         position_P = _ids(asked.positions, f"{place}.positions", last)
         if position_P.ndim != 1 or (np.diff(position_P) <= 0).any():
             raise InvalidInput("positions must rise, each once", f"{place}.positions")
-    label_PK = None
+    label_PK = np.zeros((len(position_P), 0), dtype=np.int64)
     if asked.labels is not None:
         label_PK = _ids(asked.labels, f"{place}.labels", vocab_size)
         if label_PK.ndim != 2 or len(label_PK) != len(position_P):

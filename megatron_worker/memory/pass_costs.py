@@ -5,18 +5,19 @@ is piecewise linear, and can be measured at a few sizes for any engine, model fa
 not depend on what else runs on the machine.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from megatron_worker.memory.live_bytes import new_meter
 from megatron_worker.process.agreement import everyone
-from megatron_worker.tensors.live_bytes import new_meter
 
 _PROBE_SHARE = 0.75  # the share of a budget that a probe may take
+_MOST_TOKENS = 1 << 40
 _REPEATS = 2  # of a measurement on several ranks, where threads of collectives may hold a tensor somewhat longer
 
 
@@ -53,6 +54,14 @@ class PassCost:
         beyond = (size - size1) / (size1 - size0)
         return PassBytes(*(v1 + max(0.0, v1 - v0) * beyond for v0, v1 in zip(point0, point1, strict=True)))
 
+    def size_within(self, budget_bytes: float, mask_bytes: float = 0.0) -> int:
+        """Return the largest size whose forward stays within the budget. `mask_bytes`: for each token, besides."""
+
+        def too_large(size: int) -> bool:
+            return self.at(size).forward + size * mask_bytes > budget_bytes
+
+        return bisect_left(range(_MOST_TOKENS), True, lo=1, key=too_large) - 1
+
 
 def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size: int, budget_bytes: float) -> PassCost:
     """Run the probe at rising sizes while the next is estimated to stay within the budget; always at the first.
@@ -70,20 +79,6 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
         most = map(max, zip(*everyone(world_size, least), strict=True))
         cost = PassCost((*cost.sizes, size), (*cost.points, PassBytes(*most)))
     return cost
-
-
-def two_sequences(num_tokens: int, branches: bool, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return positions and parents, [T] int64, of two chains, or of two branches after a prefix of two tokens.
-
-    Also returns the index at which the second chain or branch begins.
-    """
-    index_T = torch.arange(num_tokens, device=device)
-    position_T, parent_T = index_T.clone(), index_T - 1
-    root = 2 if branches else 0
-    second = root + (num_tokens - root) // 2
-    position_T[second:] -= second - root
-    parent_T[second] = root - 1
-    return position_T, parent_T, second
 
 
 def _measured(probe: Probe, size: int, device: torch.device) -> PassBytes:

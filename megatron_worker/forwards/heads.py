@@ -7,8 +7,8 @@ and the logits of their ids, from rows of the output embedding that are gathered
 
     logprob_nk = h_n . W[id_nk] / t - lse_n
 
-The gradient of the hidden states comes out summed over the group, as in head/logprobs.py. The output embedding is
-frozen.
+The gradient of the hidden states comes out summed over the group, as in head/logprobs.py; that of a trained embedding's
+shard is complete.
 
 Shape suffixes: N rows, H hidden size, V rows of this rank's shard, C rows of a chunk, K ids a row.
 """
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
+from megatron_worker.head.torch_tiles import rows_of_labels
 
 CHUNK_ROWS = 256
 
@@ -36,7 +37,7 @@ def ranked(
     """
     none_N = label_NK.new_full((len(label_NK),), NO_LABEL)
     outputs = Outputs(temperature=temperature, top_k=k)
-    found = score_targets(hidden_NH, weight_VH.detach(), none_N, outputs, shard)
+    found = score_targets(hidden_NH, weight_VH, none_N, outputs, shard)
     assert found.logprob_N is not None
     top_id_NK = label_NK[:, :0] if found.top_id_NK is None else found.top_id_NK
     logit_NK = logits_at(hidden_NH, weight_VH, torch.cat([label_NK, top_id_NK], dim=1), shard)
@@ -50,13 +51,13 @@ def ranked(
 
 def logits_at(hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
     """Logits of some ids a row, [N, K], float32 (float64 for float64); 0 of `NO_LABEL`."""
-    logits: Tensor = _LogitsAt.apply(hidden_NH, weight_VH.detach(), id_NK, shard)
+    logits: Tensor = _LogitsAt.apply(hidden_NH, weight_VH, id_NK, shard)
     return logits
 
 
 def logits_of(hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
     """All logits of the whole vocabulary, [N, vocabulary], float32 (float64 for float64)."""
-    logits: Tensor = _Logits.apply(hidden_NH, weight_VH.detach(), shard)
+    logits: Tensor = _Logits.apply(hidden_NH, weight_VH, shard)
     return logits
 
 
@@ -70,22 +71,28 @@ class _LogitsAt(torch.autograd.Function):
             torch.bmm(rows_CKH, hidden_CH[:, :, None], out=logit_NK[chunk][:, :, None])
             del rows_CKH  # before the next chunk's come
         _sum(logit_NK, shard.group)
-        ctx.save_for_backward(weight_VH, id_NK)
+        ctx.save_for_backward(weight_VH, id_NK, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.hidden = shard, (hidden_NH.shape, hidden_NH.dtype)
         return logit_NK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NK: Tensor) -> tuple[Tensor | None, ...]:
-        weight_VH, id_NK = ctx.saved_tensors
+        weight_VH, id_NK, hidden_NH = ctx.saved_tensors
         shape, dtype = ctx.hidden
-        grad_NH = grad_NK.new_empty(shape, dtype=dtype)
+        grad_NH, grad_VH = grad_NK.new_empty(shape, dtype=dtype), None
+        if hidden_NH is not None:
+            grad_VH = torch.zeros_like(weight_VH, dtype=grad_NK.dtype)
         for chunk in _chunks(id_NK, ctx.shard, weight_VH.shape[1]):
             rows_CKH = _gathered(weight_VH, id_NK[chunk], ctx.shard)
             grad_NH[chunk] = torch.bmm(grad_NK[chunk][:, None], rows_CKH)[:, 0].to(dtype)
+            if grad_VH is not None:
+                column_CK, owned_CK = rows_of_labels(id_NK[chunk], ctx.shard.first, ctx.shard.num_real)
+                torch.mul((grad_NK[chunk] * owned_CK)[:, :, None], hidden_NH[chunk][:, None], out=rows_CKH)
+                grad_VH.index_add_(0, column_CK.flatten(), rows_CKH.flatten(0, 1))
             del rows_CKH
         _sum(grad_NH, ctx.shard.group)
-        return grad_NH, None, None, None
+        return grad_NH, grad_VH, None, None
 
 
 def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> Iterator[slice]:
@@ -97,16 +104,14 @@ def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> Iterator[slic
 
 def _gathered(weight_VH: Tensor, id_CK: Tensor, shard: VocabShard) -> Tensor:
     """Return the embedding's rows of ids, zeros of those of other shards, [C, K, H] in the softmax's dtype."""
-    column_CK = id_CK - shard.first
-    owned_CK = (column_CK >= 0) & (column_CK < shard.num_real)
-    rows_CKH = weight_VH[torch.where(owned_CK, column_CK, 0)].to(_dtype(weight_VH))
-    return rows_CKH.mul_(owned_CK[:, :, None])
+    column_CK, owned_CK = rows_of_labels(id_CK, shard.first, shard.num_real)
+    return weight_VH[column_CK].to(_dtype(weight_VH)).mul_(owned_CK[:, :, None])
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
-        ctx.save_for_backward(weight_VH)
+        ctx.save_for_backward(weight_VH, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.dtype = shard, hidden_NH.dtype
         own_NV = (hidden_NH @ weight_VH.t()).to(_dtype(hidden_NH))
         if shard.group is None:
@@ -118,12 +123,15 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:
-        (weight_VH,) = ctx.saved_tensors
+        weight_VH, hidden_NH = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        own_NV = grad_NV[:, shard.first : shard.first + shard.num_real]
-        grad_NH = own_NV.to(ctx.dtype) @ weight_VH[: shard.num_real]
+        own_NV = grad_NV[:, shard.first : shard.first + shard.num_real].to(ctx.dtype)
+        grad_NH, grad_VH = own_NV @ weight_VH[: shard.num_real], None
+        if hidden_NH is not None:
+            grad_VH = torch.zeros_like(weight_VH)
+            torch.mm(own_NV.t(), hidden_NH, out=grad_VH[: shard.num_real])
         _sum(grad_NH, shard.group)
-        return grad_NH, None, None
+        return grad_NH, grad_VH, None
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

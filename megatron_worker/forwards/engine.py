@@ -1,6 +1,7 @@
 """The engine that TrainerRank needs: the Engine Protocol, the backbone alone, and slots trained side by side."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -15,22 +16,24 @@ class ForwardEngine(Engine, Protocol):
 
     @property
     def needs_lockstep(self) -> bool:
-        """True if all ranks must do the same forwards and backwards in the same order, if need be of empty batches.
-
-        Then `output_head` is collective, too.
-        """
+        """True if all ranks must do the same forwards and backwards in the same order, if need be of empty batches."""
         ...
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the targets' hidden states after the final norm: [N, H], equal on all ranks that share a vocabulary.
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the targets' hidden states after the final norm, [N, H], and the output embedding for their heads.
 
-        On each of those ranks, heads must give them the complete gradient.
+        Of the embedding they are this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
+        vocabulary, and heads must give them the complete gradient on each.
         """
         ...
 
     @property
-    def output_head(self) -> tuple[Tensor, VocabShard]:
-        """This rank's rows of the output embedding, [V, H]."""
+    def vocab_shard(self) -> VocabShard:
+        """The rows of the output embedding that this rank's heads have."""
+        ...
+
+    def write_base(self, folder: Path) -> None:
+        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
         ...
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,8 @@
-"""The planner: decides which of the next items form a micro-batch, and which rank gets which. Equal on every rank.
+"""The planner: how many tokens a job's micro-batch has, which items one of TrainerRank. Equal on every rank.
 
-The memory of a micro-batch is simulated: the forwards slot by slot, each of the backbone and then of its heads; the
+A job's micro-batch is one pass, forward and backward, which is measured whole (probes.py).
+
+The memory of TrainerRank's is simulated: the forwards slot by slot, each of the backbone and then of its heads; the
 user's loss; then the backwards, the newest first, each freeing its memory. What passes hold is measured (probes.py).
 What a loss does is the user's: it is taken to keep one copy of each output that has a gradient until it has made that
 gradient, and to work on one input's outputs at a time in two copies more.
@@ -8,21 +10,24 @@ gradient, and to work on one input's outputs at a time in two copies more.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from megatron_worker.tensors.pass_costs import PassBytes, PassCost
-from megatron_worker.trainer_rank.forward_engine import ForwardEngine
-from megatron_worker.trainer_rank.inputs import CheckedInput, HeadCall
-from megatron_worker.trainer_rank.memory.probes import block_mask_bytes, mask_elements, measure_backbone, measure_head
-from megatron_worker.trainer_rank.packing import PackSize, pack
+from megatron_worker.engine import Engine, Facts, LossFunction
+from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.forwards.inputs import CheckedInput, HeadCall, Ints
+from megatron_worker.forwards.packing import PackSize
+from megatron_worker.memory.pass_costs import PassBytes, PassCost
+from megatron_worker.memory.probes import mask_bytes, measure_backbone, measure_head, measure_step
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
+from shared.jobs.packed import Units
+from shared.jobs.prefix_forest import tables
 
 _MARGIN = 0.02  # added to an estimate, as a fraction
+_STEP_MARGIN = 0.08  # to a job's: many short sequences take somewhat more memory than a probe's two
 _LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make
 
 
@@ -38,6 +43,7 @@ class PlannedSlot(NamedTuple):
     name: str | None
     lora: Lora | None
     keeps_graph: bool
+    least_saved_tokens: int
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,13 @@ class SlotLoad:
     rows: dict[HeadCall, HeadRows] = field(default_factory=dict)
 
     def with_requests(self, requests: Sequence[CheckedInput]) -> "SlotLoad":
-        size, rows = self.size.copy(), self.rows.copy()
+        size, rows = self.size.with_sequences([request.token_L for request in requests]), self.rows.copy()
         for request in requests:
-            size.add(request.token_L)
             count = len(request.position_P)
             for question in request.questions:
                 had = rows.get(question, HeadRows())
                 rows[question] = HeadRows(
-                    had.num + count, max(had.most, count), max(had.num_labels, request.num_labels)
+                    had.num + count, max(had.most, count), max(had.num_labels, request.label_PK.shape[1])
                 )
         return SlotLoad(size, rows)
 
@@ -90,28 +95,45 @@ class Planner:
     that exceeded its budget took more than its estimate.
     """
 
-    def __init__(self, engine: ForwardEngine, min_shared_tokens: int) -> None:
-        self._engine, self._min_shared = engine, min_shared_tokens
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
         self._backbones: dict[tuple[Lora | None, bool, bool], PassCost] = {}
         self._heads: dict[tuple[HeadCall, int, bool], PassCost] = {}
         self._excess: dict[frozenset[str], float] = {}
 
-    def measure(self, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float) -> None:
+    def step_tokens(
+        self, engine: Engine, loss: LossFunction, units: Units, budget_bytes: float, most_tokens: int | None
+    ) -> int:
+        """Return how many tokens of a job's units fit the budget, by passes of `most_tokens` at most. Collective.
+
+        The slot that is active must hold no gradients.
+        """
+        trees = _trees(units)
+        most_masks = max((mask_bytes(parent_T, self._facts) / len(parent_T) for parent_T in trees), default=0.0)
+        cost = measure_step(engine, loss, len(trees) > 0, budget_bytes, most_tokens)
+        return cost.size_within(budget_bytes / (1 + _STEP_MARGIN), most_masks)
+
+    def measure(
+        self, engine: ForwardEngine, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float
+    ) -> None:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
-        load = SlotLoad(PackSize(self._min_shared)).with_requests(requests)
+        load = _no_load(slot).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
             backbone = slot.lora, slot.keeps_graph, branches
             if backbone not in self._backbones:
-                self._backbones[backbone] = measure_backbone(self._engine, slot.keeps_graph, branches, budget_bytes)
-        for head in sorted({_head_key(q, r.num_labels, slot.keeps_graph) for r in requests for q in r.questions}):
+                self._backbones[backbone] = measure_backbone(engine, slot.keeps_graph, branches, budget_bytes)
+        for head in sorted(
+            {_head_key(q, r.label_PK.shape[1], slot.keeps_graph) for r in requests for q in r.questions}
+        ):
             if head not in self._heads:
-                self._heads[head] = measure_head(self._engine, *head, budget_bytes)
+                self._heads[head] = measure_head(engine, *head, budget_bytes)
 
     def next_shares(
         self,
         items: Sequence[Sequence[CheckedInput]],
         first: int,
         slots: Sequence[PlannedSlot],
+        in_step: bool,
         budget_bytes: float,
         held_bytes: float = 0.0,
         most: int | None = None,
@@ -120,18 +142,18 @@ class Planner:
 
         Args:
             slots: in the order of their forwards.
+            in_step: ranks run the backbones of all slots, if need be with an empty pack, and all heads go backward
+                before them.
             budget_bytes: what is left of the budget beside `held_bytes`.
             most: the most items to take.
 
         Raises:
             InvalidInput: even the first item alone does not fit.
         """
-        # Ranks that go in step run the backbones of all slots, if need be with an empty pack.
-        nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.needs_lockstep}
-        shares = [RankShare((), nothing)] * self._engine.facts.dp_size
+        shares = [RankShare((), {slot: _no_load(slot) for slot in slots if in_step})] * self._facts.dp_size
         for item in range(first, len(items) if most is None else first + most):
             least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
-            grown = self._grown(shares[least], item, items[item], slots)
+            grown = self._grown(shares[least], item, items[item], slots, in_step)
             if grown.planned_bytes > budget_bytes:
                 if item == first:
                     needed, left = int(grown.planned_bytes), int(budget_bytes)
@@ -148,26 +170,28 @@ class Planner:
         self._excess[kind] = self._excess.get(kind, 1.0) * times
 
     def _grown(
-        self, share: RankShare, item: int, requests: Sequence[CheckedInput], slots: Sequence[PlannedSlot]
+        self, share: RankShare, item: int, requests: Sequence[CheckedInput], slots: Sequence[PlannedSlot], in_step: bool
     ) -> RankShare:
         loads = {}
         for slot in slots:
             own = [request for request in requests if request.adapter == slot.name and not request.is_empty]
             before = share.loads.get(slot)
             if own:
-                loads[slot] = (before or SlotLoad(PackSize(self._min_shared))).with_requests(own)
+                loads[slot] = (before or _no_load(slot)).with_requests(own)
             elif before:
                 loads[slot] = before
         grown = RankShare((*share.items, item), loads)
-        return replace(grown, planned_bytes=self._estimate(loads) * (1 + _MARGIN) * self._excess.get(grown.kind, 1.0))
+        excess = self._excess.get(grown.kind, 1.0)
+        return replace(grown, planned_bytes=self._estimate(loads, in_step) * (1 + _MARGIN) * excess)
 
-    def _estimate(self, loads: dict[PlannedSlot, SlotLoad]) -> float:
+    def _estimate(self, loads: dict[PlannedSlot, SlotLoad], in_step: bool) -> float:
         """Return the bytes at the peak of a micro-batch."""
         live = peak = gradients = largest = 0.0
         passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
         for slot, load in loads.items():
-            masks, num_tokens = self._mask_bytes(load.size), load.size.num_tokens
-            backbone = self._backbones[slot.lora, slot.keeps_graph, load.size.num_shared > 0].at(num_tokens)
+            branches = load.size.num_shared > 0
+            masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if branches else 0.0
+            backbone = self._backbones[slot.lora, slot.keeps_graph, branches].at(load.size.num_tokens)
             peak = max(peak, live + backbone.forward + masks)
             live += (backbone.kept + masks) * slot.keeps_graph
             heads = []
@@ -183,7 +207,7 @@ class Planner:
         live += gradients
         peak = max(peak, live + _LOSS_WORK * largest)
         passes.reverse()
-        if self._engine.needs_lockstep:  # the heads of all slots go before their backbones (lockstep.py)
+        if in_step:  # the heads of all slots go before their backbones (lockstep.py)
             passes = [([head for heads, _ in passes for head in heads], [b for _, bs in passes for b in bs])]
         for heads, backbones in passes:
             for head in reversed(heads):
@@ -195,20 +219,20 @@ class Planner:
                 peak = max(peak, live + backbone.backward + masks)
         return peak
 
-    def _mask_bytes(self, size: PackSize) -> float:
-        """Return the bytes of the attention masks of a pack's trees, which all layers share."""
-        facts = self._engine.facts
-        if not size.num_shared:
-            return 0.0
-        if facts.device.type == "cuda":
-            return block_mask_bytes(size.num_tokens)
-        units = (tuple(token_L.tobytes() for token_L in unit) for unit in size.trees())
-        return getattr(torch, facts.dtype).itemsize * sum(_mask_elements(unit, self._min_shared) for unit in units)
+
+def _trees(units: Units) -> list[Ints]:
+    """Return the parents, [T], of the units that branch."""
+    parent_T = units.column("parent")
+    if parent_T is None:
+        return []
+    begin_U, end_U = units.token_offsets[:-1].astype(np.int64), units.token_offsets[1:].astype(np.int64)
+    index_T = np.arange(len(parent_T)) - np.repeat(begin_U, end_U - begin_U)
+    branching_U = np.unique(np.searchsorted(begin_U, np.flatnonzero(parent_T != index_T - 1), side="right") - 1)
+    return [parent_T[begin_U[unit] : end_U[unit]].astype(np.int64) for unit in branching_U]
 
 
-@lru_cache(maxsize=4096)
-def _mask_elements(unit: tuple[bytes, ...], min_shared_tokens: int) -> int:
-    return mask_elements(pack([np.frombuffer(ids, np.int64) for ids in unit], min_shared_tokens).parent_T)
+def _no_load(slot: PlannedSlot) -> SlotLoad:
+    return SlotLoad(PackSize(slot.least_saved_tokens))
 
 
 def _head_key(question: HeadCall, num_labels: int, keeps_graph: bool) -> tuple[HeadCall, int, bool]:
