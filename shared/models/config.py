@@ -151,7 +151,7 @@ class HybridConfig(DenseConfig):
         return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
 
 
-class HybridMixtureConfig(MixtureConfig, HybridConfig):
+class HybridMixtureConfig(HybridConfig, MixtureConfig):
     """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
 
     intermediate_size: int = 0
