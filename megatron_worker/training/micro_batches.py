@@ -61,7 +61,7 @@ def tokens_that_fit(cost: PassCost, budget_bytes: float, mask_bytes: float = 0.0
 
 def most_mask_bytes(units: Units, element_bytes: int) -> float:
     """Return an upper bound of the mask bytes for each token of trees on the CPU, where L tokens have a mask [L, L]."""
-    parent_T = units.column("parent")
+    parent_T = units.columns.get("parent")
     if parent_T is None or not len(parent_T):
         return 0.0
     length_U = np.diff(units.token_offsets).astype(np.int64)
