@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import CommandProblem
+from longshore.commands import CommandProblem, ForwardBackwardOptions, ForwardOptions
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -36,8 +36,6 @@ from shared.jobs.commands import (
     SaveState,
     Skip,
     StoredCommand,
-    StoredForward,
-    StoredForwardBackward,
     check_data,
     read_command,
 )
@@ -153,7 +151,7 @@ class SessionProgram(Program):
         if not self.slot.sums:
             self.slot.at = self.last
         self.slot.report.emit(events.Applied, command=number, kind=result.kind, failed=result.problem is not None)
-        if not isinstance(asked, Skip | Gap | StoredForward):
+        if not isinstance(asked, Skip | Gap | ForwardOptions):
             self._unsaved_s += seconds
         is_due = self._unsaved_s > self.plan.save_after_s or self.slot.at - self.slot.saved_at > MOST_UNSAVED
         if self.slot.ranks.largest([int(is_due)])[0]:
@@ -177,9 +175,9 @@ class SessionProgram(Program):
                 if isinstance(asked, Skip) and asked.drops:
                     self.slot.drop_gradients()
                 return CommandResult(number=number, kind=asked.kind)
-            case StoredForward():
+            case ForwardOptions():
                 return (yield from self._forward(number, asked, self._packed(asked, units)))
-            case StoredForwardBackward():
+            case ForwardBackwardOptions():
                 return (yield from self._forward_backward(number, asked, self._packed(asked, units)))
             case OptimStep():
                 return self._optim_step(number, asked)
@@ -193,7 +191,7 @@ class SessionProgram(Program):
             case LoadStored():
                 return (yield from self._load_state(number, asked))
 
-    def _forward(self, number: int, asked: StoredForward, packed: CommandData) -> Doing:
+    def _forward(self, number: int, asked: ForwardOptions, packed: CommandData) -> Doing:
         if not asked.adapter and self.slot.slot is None:
             raise InvalidInput("the base is what this session trains: there is none as it was", "adapter")
         if asked.top_k > self.slot.dispatcher.facts.vocab_size:
@@ -204,7 +202,7 @@ class SessionProgram(Program):
         yield from self.slot.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
         return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))
 
-    def _forward_backward(self, number: int, asked: StoredForwardBackward, packed: CommandData) -> Doing:
+    def _forward_backward(self, number: int, asked: ForwardBackwardOptions, packed: CommandData) -> Doing:
         scores, loss = TargetScores(packed.batches), loss_function(asked.loss, asked.temperature)
         self._is_touched = True
         sums = yield from self.slot.forward_backward(packed.batches, 0, loss, scores)
@@ -238,10 +236,10 @@ class SessionProgram(Program):
             raise _SlotLost(self.slot.ranks.agree_on(error).fault) from None
         return CommandResult(number=number, kind=asked.kind, step=number)
 
-    def _packed(self, asked: StoredForward | StoredForwardBackward, units: Units | None) -> CommandData:
+    def _packed(self, asked: ForwardOptions | ForwardBackwardOptions, units: Units | None) -> CommandData:
         assert units is not None
         check_data(units, self.slot.dispatcher.facts.vocab_size, self.plan.max_tokens)
-        score_all = isinstance(asked, StoredForward) and asked.score_all
+        score_all = isinstance(asked, ForwardOptions) and asked.score_all
         return pack_data(units, self.plan.max_tokens, asked.share_prefixes, score_all)
 
     def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:

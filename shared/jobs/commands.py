@@ -1,19 +1,22 @@
 """Commands as the store has them: those that a client sends (longshore/commands.py), and what the service puts beside
 or in place of them.
 
-Each command and each result is a file beside the session's job. A command's file is JSON. That of a `forward` or
-`forward_backward` has its data behind that as packed arrays (packed.py), a unit for each datum, with everything that
-was sent: also what has a weight of 0. Repeating a command from the same state has a result that is equal to the bit, on
-any worker.
+Each command and each result is a file beside the session's job. A command's file is JSON; that of a `forward` or
+`forward_backward` is one of safetensors, whose arrays are the columns of packed data (packed.py), a unit for each datum
+with all that was sent, and whose metadata has the rest as JSON. Repeating a command from the same state has a result
+that is equal to the bit, on any worker.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors.numpy import load, save
 
 from longshore.commands import CommandResult as CommandResult
 from longshore.commands import (
@@ -29,12 +32,14 @@ from longshore.commands import (
 from shared.contract import Artifact, Frozen
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_error
-from shared.jobs.packed import OFFSETS, TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsHeader, as_stored
+from shared.jobs.packed import OFFSETS, TARGET_COLUMNS, TOKEN_COLUMNS, Units, as_stored
 
-_END = b"\0"
-"""Ends the JSON, which is padded so that the arrays behind it begin at a multiple of eight bytes."""
+_COMMAND = "command"  # in the metadata
+_JSON = b"{"  # begins no file of safetensors, as these begin with the length of a header, a multiple of eight
 _OFFSETS = ("token_offsets", "target_offsets")
-_ABSENT = {"weight": 1.0, "advantage": 0.0, "old_logprob": np.nan, "ref_logprob": 0.0}
+_COLUMNS = TOKEN_COLUMNS | TARGET_COLUMNS
+_OF_TREES = ("position", "parent", "sequence")
+_DTYPES = dict.fromkeys(_OFFSETS, OFFSETS) | {name: each for name, each in _COLUMNS.items() if name not in _OF_TREES}
 
 
 class LoadStored(LoadState):
@@ -61,27 +66,6 @@ class Gap(Frozen):
     message: str
 
 
-class DataHeader(UnitsHeader):
-    """Says which arrays of data stand behind a command's JSON."""
-
-    columns: tuple[
-        Literal["token_id", "hidden_index", "label", "weight", "advantage", "old_logprob", "ref_logprob"], ...
-    ]
-
-
-class StoredForward(ForwardOptions):
-    data: DataHeader
-
-    @model_validator(mode="after")
-    def _answer_is_bounded(self) -> Self:
-        self.check_answer(self.data.num_targets)
-        return self
-
-
-class StoredForwardBackward(ForwardBackwardOptions):
-    data: DataHeader
-
-
 class CommandHead(Frozen):
     """The fields of a stored command that a host reads to pass it on to a worker; all others are ignored."""
 
@@ -95,40 +79,28 @@ class CommandHead(Frozen):
     @classmethod
     def of(cls, data: bytes) -> Self:
         """Read a command's file. Raises ValidationError."""
-        return cls.model_validate_json(data[: _end_of_json(data)])
+        return cls.model_validate_json(_json_of(data))
 
 
 _Plain = OptimStep | SaveState | LoadStored | Skip | Gap
 Command = Annotated[Forward | ForwardBackward | _Plain, Field(discriminator="kind")]
 """With its data in JSON: as a client sends it, and as the store has it of sessions that the release before began."""
 command: TypeAdapter[Command] = TypeAdapter(Command)
-StoredCommand = Annotated[StoredForward | StoredForwardBackward | _Plain, Field(discriminator="kind")]
+StoredCommand = Annotated[ForwardOptions | ForwardBackwardOptions | _Plain, Field(discriminator="kind")]
+"""What a command's file says beside its arrays."""
 _stored: TypeAdapter[StoredCommand] = TypeAdapter(StoredCommand)
 
 
 def stored_form(asked: Command | LoadState) -> bytes:
     """Return a command's file."""
-    match asked:
-        case Forward():
-            return with_data(StoredForward, dict(asked), [_unit(datum) for datum in asked.data])
-        case ForwardBackward():
-            return with_data(StoredForwardBackward, dict(asked), [_unit(datum) for datum in asked.data])
-        case _:
-            return asked.model_dump_json().encode()
+    if isinstance(asked, Forward | ForwardBackward):
+        return with_data(asked, [_unit(datum) for datum in asked.data])
+    return asked.model_dump_json().encode()
 
 
-def with_data(
-    kind: type[StoredForward | StoredForwardBackward],
-    options: Mapping[str, object],
-    data: Sequence[Mapping[str, NDArray]],
-) -> bytes:
+def with_data(asked: ForwardOptions | ForwardBackwardOptions, data: Sequence[Mapping[str, NDArray]]) -> bytes:
     """Return the file of a command with these options, and for each datum its columns, as `joined` takes them."""
-    arrays = joined(data)
-    num_tokens, num_targets = (int(arrays[name][-1]) for name in _OFFSETS)
-    counts = {"num_units": len(data), "num_tokens": num_tokens, "num_targets": num_targets}
-    header = {**counts, "columns": tuple(name for name in arrays if name not in _OFFSETS)}
-    text = kind.model_validate({**options, "data": header}).model_dump_json().encode()
-    return b"".join([text, b" " * (-(len(text) + 1) % 8), _END, *(each.tobytes() for each in arrays.values())])
+    return save(joined(data), {_COMMAND: asked.model_dump_json(exclude={"data"})})
 
 
 def joined(units: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
@@ -136,49 +108,42 @@ def joined(units: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
 
     Each unit has a `token_id`. What else one has and another lacks gets its default there.
     """
-    labels = [unit.get("label", unit["token_id"][1:]) for unit in units]
-    sizes = [len(unit["token_id"]) for unit in units], [len(label) for label in labels]
-    arrays = {name: np.cumsum([0, *each]) for name, each in zip(_OFFSETS, sizes, strict=True)}
-
-    def column(name: str, unit: Mapping[str, NDArray], num_targets: int) -> NDArray:
-        if name in unit:
-            return unit[name]
-        ids = unit["token_id"]
-        return (
-            np.full(num_targets, _ABSENT[name]) if name in _ABSENT else _following(ids, np.array([0, len(ids)]))[name]
-        )
-
-    for name, dtype in (TOKEN_COLUMNS | TARGET_COLUMNS).items():
-        if any(name in unit for unit in units):
-            parts = (column(name, *each) for each in zip(units, sizes[1], strict=True))
-            arrays[name] = np.concatenate([as_stored(each, dtype) for each in parts])
+    names = [name for name in _COLUMNS if any(name in unit for unit in units)]
+    filled = [_filled(unit) for unit in units]
+    ends = (np.cumsum([0, *(len(unit[name]) for unit in filled)]) for name in ("token_id", "label"))
+    arrays = dict(zip(_OFFSETS, ends, strict=True))
+    for name in names:
+        arrays[name] = np.concatenate([as_stored(unit[name], _COLUMNS[name]) for unit in filled])
     return arrays
+
+
+def _filled(unit: Mapping[str, NDArray]) -> dict[str, NDArray]:
+    label_N = unit.get("label", unit["token_id"][1:])
+    zeros_N, hidden_N = np.zeros(len(label_N)), np.arange(len(label_N))
+    scores = {"weight": zeros_N + 1, "advantage": zeros_N, "old_logprob": zeros_N + np.nan, "ref_logprob": zeros_N}
+    return {"hidden_index": hidden_N, "label": label_N, **scores, **unit}
 
 
 def units_of(arrays: Mapping[str, NDArray]) -> Units:
     """Make units of what `joined` returns. Without a `label`, targets are the tokens but the first. A weight is 1.
 
-    Raises CorruptArtifact.
+    Raises:
+        CorruptArtifact: the arrays do not fit each other.
     """
-    token_offsets, target_offsets = (arrays[name] for name in _OFFSETS)
     columns = {name: each for name, each in arrays.items() if name not in _OFFSETS}
+    token_offsets, target_offsets = (arrays[name] for name in _OFFSETS)
     if "label" not in columns:
-        columns |= _following(columns["token_id"], token_offsets)
+        targets = np.diff(target_offsets)
+        hidden_N = np.arange(target_offsets[-1]) - np.repeat(target_offsets[:-1], targets)
+        label_N = columns["token_id"][hidden_N + 1 + np.repeat(token_offsets[:-1], targets)]
+        columns |= {"hidden_index": hidden_N, "label": label_N}
     columns.setdefault("weight", np.ones(len(columns["label"]), dtype=np.float32))
     return Units.of_arrays(columns, token_offsets, target_offsets)
 
 
-def _following(token_id_T: NDArray, token_offsets: NDArray) -> dict[str, NDArray]:
-    """Return the targets of units whose tokens follow each other: all of these but the first."""
-    is_later_T = np.ones(len(token_id_T), dtype=bool)
-    is_later_T[token_offsets[:-1]] = False
-    starts_N = np.repeat(token_offsets[:-1], np.diff(token_offsets) - 1)
-    return {"hidden_index": np.flatnonzero(is_later_T) - 1 - starts_N, "label": token_id_T[is_later_T]}
-
-
 def packed_form(data: bytes) -> bytes:
-    """Return a command's file with its data in arrays, where that may be in its JSON. Raises ValidationError."""
-    return data if _END in data else stored_form(command.validate_json(data))
+    """Return a command's file as `stored_form` does, though its data are in its JSON. Raises ValidationError."""
+    return stored_form(command.validate_json(data)) if data[:1] == _JSON else data
 
 
 def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
@@ -186,31 +151,23 @@ def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
 
     Raises:
         InvalidInput: names the field and the rule.
-        CorruptArtifact: the arrays are not what the JSON says.
+        CorruptArtifact: the arrays are no command's.
     """
     try:
         data = packed_form(data)
-        asked = _stored.validate_json(data[: _end_of_json(data)])
+        asked = _stored.validate_json(_json_of(data))
     except ValidationError as error:
         place, rule = first_error(error)
         raise InvalidInput(rule, place) from None
-    if isinstance(asked, StoredForward | StoredForwardBackward):
-        return asked, units_of(_arrays(asked.data, data, _end_of_json(data) + 1))
-    return asked, None
-
-
-def _arrays(header: DataHeader, data: bytes, at: int) -> dict[str, NDArray]:
-    """View the arrays that begin at a byte of a command's file. Raises CorruptArtifact if they end too soon."""
-    counts = dict.fromkeys(_OFFSETS, header.num_units + 1)
-    counts |= {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in header.columns}
-    arrays = {}
-    for name, count in counts.items():
-        dtype = OFFSETS if name in _OFFSETS else (TOKEN_COLUMNS | TARGET_COLUMNS)[name]
-        if at + count * dtype.itemsize > len(data):
-            raise CorruptArtifact("the arrays end before their header says", "data")
-        arrays[name] = np.frombuffer(data, dtype, count, at)
-        at += arrays[name].nbytes
-    return arrays
+    if not isinstance(asked, ForwardOptions | ForwardBackwardOptions):
+        return asked, None
+    arrays = load(data)
+    if any(each.dtype != _DTYPES.get(name) or each.ndim != 1 for name, each in arrays.items()):
+        raise CorruptArtifact("these are not the arrays of a command", "data")
+    units = units_of(arrays)
+    if isinstance(asked, ForwardOptions):
+        asked.check_answer(units.header.num_targets)
+    return asked, units
 
 
 def check_data(units: Units, vocab_size: int, max_tokens: int) -> None:
@@ -231,8 +188,12 @@ def check_data(units: Units, vocab_size: int, max_tokens: int) -> None:
         raise InvalidInput(f"label {label_N[at]} is outside the vocabulary of {vocab_size}", place)
 
 
-def _end_of_json(data: bytes) -> int:
-    return end if (end := data.find(_END)) >= 0 else len(data)
+def _json_of(data: bytes) -> bytes | str:
+    """Return the JSON of a command's file; of a file that is none, what will not do as JSON."""
+    if data[:1] != _JSON:
+        with suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][_COMMAND])
+    return data
 
 
 def _unit(datum: Datum) -> dict[str, NDArray]:

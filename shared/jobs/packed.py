@@ -22,7 +22,6 @@ from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt
 
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact
@@ -57,9 +56,9 @@ class UnitsHeader(Frozen):
     """
 
     schema_version: Literal[1] = 1
-    num_units: NonNegativeInt
-    num_tokens: NonNegativeInt
-    num_targets: NonNegativeInt
+    num_units: int
+    num_tokens: int
+    num_targets: int
     columns: tuple[str, ...]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from longshore.commands import TokenScores
+from longshore.commands import ForwardBackwardOptions, ForwardOptions, TokenScores
 from longshore.losses import DRO
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
@@ -36,8 +36,6 @@ from shared.jobs.commands import (
     Datum,
     Forward,
     ForwardBackward,
-    StoredForward,
-    StoredForwardBackward,
     read_command,
     stored_form,
 )
@@ -147,7 +145,7 @@ def test_losses_have_their_settings() -> None:
     for name, number in (("clip_low_threshold", 0.9), ("clip_high_threshold", 1.5)):
         setting(name, number)(message)
     command, _ = read_command(translated(message))
-    assert isinstance(command, StoredForwardBackward) and isinstance(command.loss, PPO)
+    assert isinstance(command, ForwardBackwardOptions) and isinstance(command.loss, PPO)
     assert (1 - command.loss.clip_low, 1 + command.loss.clip_high) == (0.9, 1.5)
     assert policy_loss("importance_sampling", {}).ours == Reinforce()
     assert policy_loss("dro", {"beta": 0.5}).ours == DRO(beta=0.5)
@@ -156,7 +154,7 @@ def test_losses_have_their_settings() -> None:
     assert (1 - found.clip_low, 1 + found.clip_high) == (0.8, 1.2), "to the bit"
     message.forward_only = True
     forward, _ = read_command(translated(message))
-    assert isinstance(forward, StoredForward) and forward.score_all
+    assert isinstance(forward, ForwardOptions) and forward.score_all
 
 
 def test_values_are_tinker_s_formulas() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K
+from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, ForwardBackwardOptions, ForwardOptions
 from longshore.losses import DRO
 from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
@@ -33,7 +33,7 @@ from service.apis.tinker.wire import (
 from service.decoding import SMALL_BYTES, Received
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandResult, StoredForward, StoredForwardBackward, read_command, with_data
+from shared.jobs.commands import CommandResult, read_command, with_data
 from shared.jobs.losses import CISPO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 from shared.jobs.packed import Units
 
@@ -154,9 +154,7 @@ def command_of(batch: SentBatch) -> bytes:
         if name not in known:
             raise InvalidInput(f"{batch.loss_fn} has no such setting", f"loss_fn_config.{name[:60]}")
     data = [make(datum, f"data[{number}]") for number, datum in enumerate(batch.data)]
-    if batch.forward_only:
-        return with_data(StoredForward, {"score_all": True}, data)
-    return with_data(StoredForwardBackward, {"loss": loss}, data)
+    return with_data(ForwardOptions(score_all=True) if batch.forward_only else ForwardBackwardOptions(loss=loss), data)
 
 
 def _weighed_datum(datum: SentDatum, place: str) -> Columns:
@@ -318,7 +316,7 @@ def scores_and_metrics(
     command, units = read_command(data)
     assert units is not None and result.data is not None
     ends = units.target_offsets
-    is_scored_N = (units.columns["weight"] != 0) | isinstance(command, StoredForward)
+    is_scored_N = (units.columns["weight"] != 0) | isinstance(command, ForwardOptions)
     logprob_N = np.zeros(len(is_scored_N), np.float32)
     logprob_N[is_scored_N] = [np.nan if each is None else each for scores in result.data for each in scores.logprobs]
     sizes = np.diff(ends) // (np.diff(units.token_offsets) - 1)  # all places of a datum have equally many targets
