@@ -67,7 +67,7 @@ class Sessions:
         self._quotas = quotas
         self._answered: dict[str, float] = {}  # when a session last had a result, as far as this process has seen
 
-    async def send(self, tenant: str, run_id: str, number: int, asked: Asked, wait_s: float) -> CommandView:
+    async def send(self, tenant: str, run_id: str, number: int, asked: Asked | bytes, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
 
         Args:
