@@ -115,6 +115,9 @@ def test_wrong_tokens_are_named() -> None:
         assert caught.value.place == place
 
 
+OFFSETS = ("token_offsets", "target_offsets")
+
+
 def _put(name: str, at: int, value: int) -> Callable[[dict[str, NDArray]], object]:
     return lambda arrays: arrays[name].__setitem__(at, value)
 
@@ -123,7 +126,7 @@ def _put(name: str, at: int, value: int) -> Callable[[dict[str, NDArray]], objec
     "spoil",
     {
         "units that begin late": _put("token_offsets", 0, 1),
-        "a unit without tokens": _put("token_offsets", 1, 0),
+        "a unit without tokens": lambda arrays: [arrays[name].__setitem__(1, 0) for name in OFFSETS],
         "units that go back": _put("token_offsets", 1, 1000),
         "more tokens than there are": _put("token_offsets", 2, 1000),
         "targets that go back": _put("target_offsets", 1, 9),
