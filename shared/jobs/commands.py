@@ -110,11 +110,9 @@ def joined(units: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
     """
     names = [name for name in _COLUMNS if any(name in unit for unit in units)]
     filled = [_filled(unit) for unit in units]
-    ends = (np.cumsum([0, *(len(unit[name]) for unit in filled)]) for name in ("token_id", "label"))
-    arrays = dict(zip(_OFFSETS, ends, strict=True))
-    for name in names:
-        arrays[name] = np.concatenate([as_stored(unit[name], _COLUMNS[name]) for unit in filled])
-    return arrays
+    ends = [np.cumsum([0, *(len(unit[name]) for unit in filled)]) for name in ("token_id", "label")]
+    columns = {name: np.concatenate([as_stored(unit[name], _COLUMNS[name]) for unit in filled]) for name in names}
+    return dict(zip(_OFFSETS, ends, strict=True)) | columns
 
 
 def _filled(unit: Mapping[str, NDArray]) -> dict[str, NDArray]:
@@ -191,7 +189,7 @@ def check_data(units: Units, vocab_size: int, max_tokens: int) -> None:
 def _json_of(data: bytes) -> bytes | str:
     """Return the JSON of a command's file; of a file that is none, what will not do as JSON."""
     if data[:1] != _JSON:
-        with suppress(ValueError, LookupError, TypeError):
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][_COMMAND])
     return data
 

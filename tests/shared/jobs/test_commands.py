@@ -61,7 +61,14 @@ def test_a_file_says_all_that_was_sent(asked: Command) -> None:
 
 
 def test_what_is_no_command_has_no_head() -> None:
-    for data in (b"", b"no", b"\x10" + b"\0" * 7 + b'{"a":1}  ' * 2, b"\xff" * 100, save({}, {"a": "b"}), b"[" * 99):
+    for data in (
+        b"",
+        b"no",
+        b"\x10" + b"\0" * 7 + b'{"a":1}  ' * 2,
+        b"\xff" * 100,
+        save({}, {"a": "b"}),
+        b"[" * 99_999,
+    ):
         with pytest.raises(ValidationError):
             CommandHead.of(data)
 
@@ -85,6 +92,7 @@ def test_a_unit_is_a_datum() -> None:
     labelled = columns(found, 1)
     assert (labelled["label_N"], labelled["hidden_index_N"]) == ([4, 5, 6], [0, 0, 1])
     assert labelled["weight_N"] == [0.25, 0.0, 1.0] and labelled["token_id_T"] == [1, 2, 3]
+    assert columns(units(stored_form(Forward(data=(Datum(tokens=(1, 2), labels=((),)),)))), 0)["label_N"] == []
     kept = found.of_targets(found.columns["weight"] != 0)
     assert [columns(kept, number)["label_N"] for number in (0, 1)] == [[8, 7, 6], [4, 6]]
     assert columns(kept, 1)["hidden_index_N"] == [0, 1]
