@@ -4,11 +4,11 @@ Tinker's losses are sums over a datum's targets, whose place i follows the token
 N places of a datum, K targets in each.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +170,14 @@ def _weighed_datum(datum: SentDatum, place: str) -> Columns:
         message = f"its shape is {list(weights.shape)}, and that of target_tokens {list(targets.shape)}"
         raise InvalidInput(message, f"{place}.weights")
     _check_places(datum, targets, place)
-    if len(targets.shape) == 1 and np.array_equal(targets.values[:-1], datum.tokens[1:]):
-        return {
-            "token_id": _ids(datum, targets.values[-1:], place),
-            "weight": _floats(weights.values, f"{place}.weights"),
-        }
     targets_NK, weights_NK = _dense(targets, f"{place}.target_tokens"), _dense(weights, f"{place}.weights")
-    num_places, num_targets = targets_NK.shape
-    return {
-        "token_id": _ids(datum, np.zeros(1, np.int64), place),
-        "hidden_index": np.repeat(np.arange(num_places), num_targets),
-        "label": _in_range(targets_NK.ravel(), f"{place}.target_tokens"),
-        "weight": _floats(weights_NK.ravel(), f"{place}.weights"),
-    }
+    weight_N = _floats(weights_NK.ravel(), f"{place}.weights")
+    if len(targets.shape) == 1 and np.array_equal(targets.values[:-1], datum.tokens[1:]):
+        return {"token_id": _ids(datum, targets.values[-1:], place), "weight": weight_N}
+    label_N = _in_range(targets_NK.ravel(), f"{place}.target_tokens")
+    hidden_N = np.repeat(np.arange(len(targets_NK)), targets_NK.shape[1])
+    token_id = _ids(datum, np.zeros(1, np.int64), place)
+    return {"token_id": token_id, "hidden_index": hidden_N, "label": label_N, "weight": weight_N}
 
 
 def _flat_if_single(tensor: Tensor) -> Tensor:
@@ -320,7 +315,7 @@ def scores_and_metrics(
     logprob_N = np.zeros(len(is_scored_N), np.float32)
     logprob_N[is_scored_N] = [np.nan if each is None else each for scores in result.data for each in scores.logprobs]
     sizes = np.diff(ends) // (np.diff(units.token_offsets) - 1)  # all places of a datum have equally many targets
-    of_data = [slice(*each) for each in itertools.pairwise(ends)]
+    of_data = [slice(*each) for each in pairwise(ends)]
     shapes = [(int(size),) if size > 1 else () for size in sizes]
     found = [WireScores(logprob_N[places], shape) for places, shape in zip(of_data, shapes, strict=True)]
     total = sum(_loss(units, each, logprob_N[each].astype(np.float64), loss_fn, config) for each in of_data)
