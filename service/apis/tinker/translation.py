@@ -348,8 +348,8 @@ def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config:
 
 # For a child process: what is handed to it and what it makes lie in files.
 
-MAX_COMMAND_BYTES = 64 << 20
-"""Of a command as it is stored, which has a sparse matrix with its empty cells."""
+MAX_COMMAND_BYTES = 32 << 20
+"""Of a command as it is stored, where a sparse matrix has its empty cells, too."""
 _SMALL_PLAIN_BYTES = 4 * SMALL_BYTES
 _HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
 
