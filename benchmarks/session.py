@@ -32,10 +32,9 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
-from longshore.commands import Asked
 from longshore.training import SessionRun
 from service.dev.connection import Connection
-from shared.jobs.commands import Datum, Forward, command
+from shared.jobs.commands import Datum, Forward, read_command, stored_form
 from shared.jobs.job import Lora
 
 TOKENS = 64
@@ -214,14 +213,13 @@ def _in_process(model: Path, num_commands: int) -> dict[str, float]:
     start_group(backend())
     dispatcher = Dispatcher(MegatronEngine(model, Layout(), "float32"))
     dispatcher.create_slot("one", Lora(rank=8), 0)
-    asked: Asked = Forward(data=(Datum(tokens=tuple(range(3, 3 + TOKENS))),))
-    sent = asked.model_dump_json()
+    sent = stored_form(Forward(data=(Datum(tokens=tuple(range(3, 3 + TOKENS))),)))
     found = []
     for number in range(_WARM_UP + num_commands):
         began = time.perf_counter()
-        parsed = command.validate_json(sent)
-        assert isinstance(parsed, Forward)
-        packed = pack_data(parsed.data, TOKENS, parsed.share_prefixes)
+        _, units = read_command(sent)
+        assert units is not None
+        packed = pack_data(units, TOKENS, share_prefixes=False)
         scores = TargetScores(packed.batches)
         for _ in dispatcher.forward("one", packed.batches, range(1), Outputs(), scores):
             pass

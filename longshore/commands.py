@@ -71,12 +71,15 @@ class Datum(Frozen):
 Data = Annotated[tuple[Datum, ...], Field(min_length=1, max_length=MAX_DATA)]
 
 
-class _OnData(Frozen):
-    data: Data
+class _Options(Frozen):
     share_prefixes: bool = Field(
         default=False, description="sequences that begin alike are computed as one tree: less work, and other bits"
     )
     temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
+
+
+class _OnData(_Options):
+    data: Data
 
     @model_validator(mode="after")
     def _trees_score_their_tokens(self) -> Self:
@@ -85,8 +88,8 @@ class _OnData(Frozen):
         return self
 
 
-class Forward(_OnData):
-    """Score the tokens that have a weight, or all. Changes nothing."""
+class ForwardOptions(_Options):
+    """A `forward` but for its data."""
 
     kind: Literal["forward"] = "forward"
     entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
@@ -94,21 +97,32 @@ class Forward(_OnData):
     adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
     score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
 
+    def check_answer(self, num_scored: int) -> None:
+        """Raise ValueError if so many scored tokens make too long an answer."""
+        if (numbers := num_scored * 2 * self.top_k) > MAX_ANSWER:
+            raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
+
+
+class Forward(ForwardOptions, _OnData):
+    """Score the tokens that have a weight, or all. Changes nothing."""
+
     @model_validator(mode="after")
     def _answer_is_bounded(self) -> Self:
-        numbers = sum(datum.num_scored for datum in self.data) * 2 * self.top_k
-        if numbers > MAX_ANSWER:
-            raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
+        self.check_answer(sum(datum.num_scored for datum in self.data))
         return self
 
 
-class ForwardBackward(_OnData):
-    """Add the gradients of the loss's sum over the data to what has been accumulated. A loss of your own: forward, then
-    cross_entropy with weights that are the negative of your loss's derivative by each log-probability.
-    """
+class ForwardBackwardOptions(_Options):
+    """A `forward_backward` but for its data."""
 
     kind: Literal["forward_backward"] = "forward_backward"
     loss: Annotated[CrossEntropy | PolicyLoss, Field(discriminator="kind")] = CrossEntropy()
+
+
+class ForwardBackward(ForwardBackwardOptions, _OnData):
+    """Add the gradients of the loss's sum over the data to what has been accumulated. A loss of your own: forward, then
+    cross_entropy with weights that are the negative of your loss's derivative by each log-probability.
+    """
 
     @model_validator(mode="after")
     def _has_what_the_loss_needs(self) -> Self:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import CommandProblem
+from longshore.commands import CommandProblem, ForwardBackwardOptions, ForwardOptions
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -24,23 +24,23 @@ from megatron_worker.process.staging import Folders, Staging
 from megatron_worker.sums import reported
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.checkpoint import check_fits
-from megatron_worker.training.command_data import CommandData, pack_data, read_command
+from megatron_worker.training.command_data import CommandData, pack_data
 from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
 from shared.jobs import events
 from shared.jobs.commands import (
-    Command,
     CommandResult,
-    Forward,
-    ForwardBackward,
     Gap,
     LoadStored,
     OptimStep,
     SaveState,
     Skip,
+    StoredCommand,
     check_data,
+    read_command,
 )
 from shared.jobs.job import SessionPlan
+from shared.jobs.packed import Units
 from shared.storage.files import write_atomically
 
 MOST_UNSAVED = 256
@@ -135,10 +135,10 @@ class SessionProgram(Program):
             CancelledEarly: the session was cancelled before the command changed anything.
         """
         began, self._is_touched = time.perf_counter(), False
-        asked: Command | None = None
+        asked: StoredCommand | None = None
         try:
-            asked = read_command(data)
-            result = yield from self._result(number, asked)
+            asked, units = read_command(data)
+            result = yield from self._result(number, asked, units)
         except (_SlotLost, CancelledEarly):
             raise
         except Exception as error:
@@ -151,7 +151,7 @@ class SessionProgram(Program):
         if not self.slot.sums:
             self.slot.at = self.last
         self.slot.report.emit(events.Applied, command=number, kind=result.kind, failed=result.problem is not None)
-        if not isinstance(asked, Skip | Gap | Forward):
+        if not isinstance(asked, Skip | Gap | ForwardOptions):
             self._unsaved_s += seconds
         is_due = self._unsaved_s > self.plan.save_after_s or self.slot.at - self.slot.saved_at > MOST_UNSAVED
         if self.slot.ranks.largest([int(is_due)])[0]:
@@ -169,16 +169,16 @@ class SessionProgram(Program):
             case _:
                 return CommandProblem(kind="error", message=message)
 
-    def _result(self, number: int, asked: Command) -> Doing:
+    def _result(self, number: int, asked: StoredCommand, units: Units | None) -> Doing:
         match asked:
             case Skip() | Gap():
                 if isinstance(asked, Skip) and asked.drops:
                     self.slot.drop_gradients()
                 return CommandResult(number=number, kind=asked.kind)
-            case Forward():
-                return (yield from self._forward(number, asked))
-            case ForwardBackward():
-                return (yield from self._forward_backward(number, asked))
+            case ForwardOptions():
+                return (yield from self._forward(number, asked, self._packed(asked, units)))
+            case ForwardBackwardOptions():
+                return (yield from self._forward_backward(number, asked, self._packed(asked, units)))
             case OptimStep():
                 return self._optim_step(number, asked)
             case SaveState():
@@ -191,10 +191,9 @@ class SessionProgram(Program):
             case LoadStored():
                 return (yield from self._load_state(number, asked))
 
-    def _forward(self, number: int, asked: Forward) -> Doing:
+    def _forward(self, number: int, asked: ForwardOptions, packed: CommandData) -> Doing:
         if not asked.adapter and self.slot.slot is None:
             raise InvalidInput("the base is what this session trains: there is none as it was", "adapter")
-        packed = self._packed(asked)
         if asked.top_k > self.slot.dispatcher.facts.vocab_size:
             raise InvalidInput(f"the vocabulary has {self.slot.dispatcher.facts.vocab_size} tokens", "top_k")
         outputs = Outputs(True, asked.entropy, False, asked.temperature, asked.top_k)
@@ -203,8 +202,7 @@ class SessionProgram(Program):
         yield from self.slot.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
         return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))
 
-    def _forward_backward(self, number: int, asked: ForwardBackward) -> Doing:
-        packed = self._packed(asked)
+    def _forward_backward(self, number: int, asked: ForwardBackwardOptions, packed: CommandData) -> Doing:
         scores, loss = TargetScores(packed.batches), loss_function(asked.loss, asked.temperature)
         self._is_touched = True
         sums = yield from self.slot.forward_backward(packed.batches, 0, loss, scores)
@@ -238,10 +236,11 @@ class SessionProgram(Program):
             raise _SlotLost(self.slot.ranks.agree_on(error).fault) from None
         return CommandResult(number=number, kind=asked.kind, step=number)
 
-    def _packed(self, asked: Forward | ForwardBackward) -> CommandData:
-        check_data(asked.data, self.slot.dispatcher.facts.vocab_size, self.plan.max_tokens)
-        score_all = isinstance(asked, Forward) and asked.score_all
-        return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes, score_all)
+    def _packed(self, asked: ForwardOptions | ForwardBackwardOptions, units: Units | None) -> CommandData:
+        assert units is not None
+        check_data(units, self.slot.dispatcher.facts.vocab_size, self.plan.max_tokens)
+        score_all = isinstance(asked, ForwardOptions) and asked.score_all
+        return pack_data(units, self.plan.max_tokens, asked.share_prefixes, score_all)
 
     def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:
         """Combine the scores of all ranks exactly: the maximum of their bits as integers; missing scores are -1."""

@@ -304,7 +304,7 @@ class _Applying:
 
     def _head(self, number: int, data: bytes) -> CommandHead:
         try:
-            return CommandHead.model_validate_json(data)
+            return CommandHead.of(data)
         except ValidationError as error:
             raise CorruptArtifact(first_error(error)[1], self._keys.command(number)) from None
 

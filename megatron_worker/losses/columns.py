@@ -20,7 +20,7 @@ def check_finite(units: Units, name: str, reason: str) -> None:
 
 def read_column(units: Units, name: str, reason: str) -> Floats | Ints:
     """Return a column of all units, [N]. Raises InvalidInput, which names the reason, where they have none."""
-    values = units.column(name)
+    values = units.columns.get(name)
     if values is None:
         raise InvalidInput(f"the units have no column {name}; {reason}", "data")
     return values

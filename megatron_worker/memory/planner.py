@@ -222,7 +222,7 @@ class Planner:
 
 def _trees(units: Units) -> list[Ints]:
     """Return the parents, [T], of the units that branch."""
-    parent_T = units.column("parent")
+    parent_T = units.columns.get("parent")
     if parent_T is None:
         return []
     begin_U, end_U = units.token_offsets[:-1].astype(np.int64), units.token_offsets[1:].astype(np.int64)

@@ -1,6 +1,7 @@
 """Bodies of requests, validated with JSON's types: "5" is no number, 1 is no boolean, and 2.0 is an integer.
 
-Large bodies are parsed and validated in a child process (service/decoding.py); what it accepts is read here once more.
+Large bodies are parsed and validated in a child process (service/decoding.py); what it accepts is read here once more,
+or comes packed.
 Fields, values, depth and errors of a body are limited.
 """
 
@@ -11,11 +12,11 @@ import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from service.accounts.principals import is_demand, principal
@@ -93,15 +94,19 @@ class _Sent:
     """A body and the cached result of its validation, which is done before FastAPI asks for it.
 
     `text`: the JSON that the model accepts, and whether strictly. What a child has found so is not judged again.
+    `packed`: what a child has made of it, for a model that `Packs`.
     """
 
     value: Any = None
     problem: Exception | None = None
     text: tuple[str, bool] | None = None
+    packed: bytes | None = None
     found: Any = None
     is_checked: bool = False
 
-    def checked(self, adapter: TypeAdapter[Any]) -> Any:
+    def checked(self, adapter: TypeAdapter[Any], model: Any) -> Any:
+        if self.packed is not None:
+            return model.of_packed(self.packed)
         if not self.is_checked and self.problem is None:
             try:
                 self.text = self.text or _accepted(adapter, self.value)
@@ -114,12 +119,26 @@ class _Sent:
         return self.found
 
 
+@runtime_checkable
+class Packs(Protocol):
+    """A body's model that a child hands on in bytes, or as any other where it has none."""
+
+    def packed(self) -> bytes | None: ...
+
+    @classmethod
+    def of_packed(cls, data: bytes) -> Any: ...
+
+
 class Judged(BaseModel):
     """What a child has found of a body: the text that its model accepts, or what is wrong with it.
 
-    `no_json`: what is wrong with it as JSON, and where. `rules`: the place and the rule of each error.
+    `packed`: in the text's place, of a model that `Packs`. `no_json`: what is wrong with it as JSON, and where.
+    `rules`: the place and the rule of each error.
     """
 
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    packed: bytes | None = None
     text: tuple[str, bool] | None = None
     no_json: tuple[str, int] | None = None
     is_unreadable: bool = False
@@ -132,7 +151,7 @@ class Judged(BaseModel):
         if self.is_unreadable:
             raise RecursionError
         if not self.rules:
-            return _Sent(text=self.text)
+            return _Sent(text=self.text, packed=self.packed)
         lines = [
             InitErrorDetails(type=PydanticCustomError("in_words", "{rule}", {"rule": rule}), loc=loc, input=None)
             for loc, rule in self.rules
@@ -154,7 +173,8 @@ def judged(endpoint: str, body: str) -> Judged:
         _validators[endpoint](sent)
     problem = sent.problem
     if problem is None:
-        return Judged(text=sent.text)
+        packed = sent.found.packed() if isinstance(sent.found, Packs) else None
+        return Judged(packed=packed, text=sent.text if packed is None else None)
     if not isinstance(problem, ValidationError):
         return Judged(rules=(((), str(problem)),))
     return Judged(rules=tuple((each["loc"], rule_in_words(each)) for each in problem.errors(include_url=False)))
@@ -170,7 +190,7 @@ class _AsJson:
         adapter = TypeAdapter[Any](source)
 
         def check_once(value: Any, _: core_schema.ValidatorFunctionWrapHandler) -> Any:
-            return (value if isinstance(value, _Sent) else _Sent(value)).checked(adapter)
+            return (value if isinstance(value, _Sent) else _Sent(value)).checked(adapter, source)
 
         return core_schema.no_info_wrap_validator_function(check_once, handler(source))
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from pydantic import Field, ValidationError
 
@@ -18,7 +17,7 @@ from service.runs.views import RunView
 from service.temporal import Temporal
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandHead, CommandResult, LoadState, LoadStored, Skip
+from shared.jobs.commands import CommandHead, CommandResult, LoadState, LoadStored, Skip, packed_form, stored_form
 from shared.jobs.job import Full, Lora
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
@@ -45,13 +44,6 @@ class CommandView(Frozen):
     result: CommandResult | None = None
 
 
-@dataclass(frozen=True)
-class StoredCommand:
-    """A command as it is stored, which a child process has made of a large body."""
-
-    data: bytes
-
-
 class Sessions:
     """Hands commands to sessions, and reads their results."""
 
@@ -75,7 +67,7 @@ class Sessions:
         self._quotas = quotas
         self._answered: dict[str, float] = {}  # when a session last had a result, as far as this process has seen
 
-    async def send(self, tenant: str, run_id: str, number: int, asked: Asked, wait_s: float) -> CommandView:
+    async def send(self, tenant: str, run_id: str, number: int, asked: Asked | bytes, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
 
         Args:
@@ -96,7 +88,7 @@ class Sessions:
         await self._tell(record, number, data)
         return await self._wait(record, number, wait_s)
 
-    async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip | StoredCommand) -> None:
+    async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip | bytes) -> None:
         """Accept a command as `send` does, and raise as it does, without waiting for a session that is at work.
 
         Whoever is told that a command was accepted asks for its `outcome`.
@@ -163,19 +155,17 @@ class Sessions:
             raise Conflict(f"{run_id} is no session")
         return record
 
-    async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip | StoredCommand) -> bytes:
-        """Return a command as it is stored. The checkpoint that a `load_state` names is looked up once."""
-        if isinstance(asked, StoredCommand):
-            return asked.data
+    async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip | bytes) -> bytes:
+        """Return a command as it is stored, as bytes are already. What a `load_state` names is looked up once."""
+        if isinstance(asked, bytes):
+            return asked
         if not isinstance(asked, LoadState):
-            return await asyncio.to_thread(lambda: asked.model_dump_json().encode())
+            return await asyncio.to_thread(stored_form, asked)
         before = await asyncio.to_thread(self._read, RunKeys(record.run_id).command(number))
         if before is not None and _asks_for(before, asked):
             return before
         checkpoint = await self._checkpoint(record, asked.state)
-        return (
-            LoadStored(state=asked.state, optimizer=asked.optimizer, checkpoint=checkpoint).model_dump_json().encode()
-        )
+        return stored_form(LoadStored(state=asked.state, optimizer=asked.optimizer, checkpoint=checkpoint))
 
     async def _checkpoint(self, record: RunRecord, state: str) -> Artifact:
         """Find the state of a run of the same tenant, which trains the same shape."""
@@ -208,7 +198,7 @@ class Sessions:
             if self._store.put_if_absent(keys.command(number), data):
                 return True
             stored = self._store.get_bytes(keys.command(number))
-            if stored != data and _is_asked(stored):
+            if stored != data and _is_asked(stored) and packed_form(stored) != data:  # the release before stored JSON
                 raise InvalidInput(f"command {number} was sent before, and was another one", "number")
             return False
 
@@ -263,7 +253,7 @@ def _asks_for(data: bytes, asked: LoadState) -> bool:
 
 def _is_asked(data: bytes) -> bool:
     """Return True for a command that a client sent, False for a Gap in the place of one that never arrived."""
-    return CommandHead.model_validate_json(data).kind != "gap"
+    return CommandHead.of(data).kind != "gap"
 
 
 def _view(result: CommandResult) -> CommandView:

@@ -13,7 +13,7 @@ Files are raw little-endian columns beside a header, memory-mapped on reading. S
 of a bin.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +42,7 @@ TARGET_COLUMNS: dict[str, np.dtype] = {
     "sequence": np.dtype("<i4"),
 }
 # Indices in these columns are local to a unit on disk; reading a bin shifts them.
-_OFFSETS = np.dtype("<i8")
+OFFSETS = np.dtype("<i8")
 _PIECE = 1 << 20
 _REQUIRED = ("token_id", "hidden_index", "label", "weight")
 
@@ -124,7 +124,7 @@ class UnitsWriter:
         for name in self._columns:
             expected = tokens if name in TOKEN_COLUMNS else targets
             assert len(columns[name]) == expected, (name, len(columns[name]), expected)
-            _as_stored(columns[name], _dtype(name)).tofile(self._files[name])
+            as_stored(columns[name], _dtype(name)).tofile(self._files[name])
         self._token_offsets.extend(num_tokens)
         self._target_offsets.extend(num_targets)
 
@@ -155,7 +155,7 @@ class PlanWriter:
     def append_step(self, bins: Sequence[Ints | list[int]]) -> None:
         """Add one step: for each of its bins the numbers of its units."""
         for units in bins:
-            np.asarray(units, dtype=_OFFSETS).tofile(self._units)
+            np.asarray(units, dtype=OFFSETS).tofile(self._units)
         self._bin_offsets.extend([len(units) for units in bins])
         self._step_offsets.extend([len(bins)])
 
@@ -165,7 +165,7 @@ class PlanWriter:
         num_steps, num_bins = self._step_offsets.num_entries, self._bin_offsets.num_entries
         self._bin_offsets.close()
         self._step_offsets.close()
-        planned = _read_column(self._folder / "bin_units.bin", _OFFSETS)
+        planned = _read_column(self._folder / "bin_units.bin", OFFSETS)
         pieces = range(0, len(planned), _PIECE)  # a plan of many epochs may be longer than memory
         num_tokens = sum(int(unit_tokens[planned[at : at + _PIECE]].sum()) for at in pieces)
         header = PlanHeader(
@@ -180,46 +180,60 @@ class PlanWriter:
 
 
 class Units:
-    """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps."""
+    """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps.
+
+    Attributes:
+        columns: whole columns as stored, by name, of those that the units have.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
-        self._maps = {name: _read_column(folder / f"{name}.bin", _dtype(name)) for name in self.header.columns}
-        self.token_offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
-        self.target_offsets = _read_column(folder / "target_offsets.bin", _OFFSETS)
-        self._check(folder)
+        self.columns = {name: _read_column(folder / f"{name}.bin", _dtype(name)) for name in self.header.columns}
+        self.token_offsets = _read_column(folder / "token_offsets.bin", OFFSETS)
+        self.target_offsets = _read_column(folder / "target_offsets.bin", OFFSETS)
+        self._check(str(folder))
 
     @classmethod
-    def in_memory(cls, units: Sequence[Mapping[str, NDArray]]) -> Self:
-        """Make units from arrays in memory: for each unit the same columns, as `UnitsWriter.append` takes them."""
-        names = tuple(units[0])
-        offsets = [np.cumsum([0, *(len(unit[name]) for unit in units)]) for name in ("token_id", "label")]
-        made = cls.__new__(cls)
+    def of_arrays(cls, columns: dict[str, NDArray], token_offsets: Ints, target_offsets: Ints) -> Self:
+        """Make units of whole columns in memory, and of where each unit's tokens and targets begin and end.
+
+        Raises:
+            CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
+        """
+        made, num_units = cls.__new__(cls), len(token_offsets) - 1
+        made.columns, made.token_offsets, made.target_offsets = columns, token_offsets, target_offsets
+        num_tokens, num_targets = int(token_offsets[-1]), int(target_offsets[-1])
         made.header = UnitsHeader(
-            num_units=len(units), num_tokens=int(offsets[0][-1]), num_targets=int(offsets[1][-1]), columns=names
+            num_units=num_units, num_tokens=num_tokens, num_targets=num_targets, columns=tuple(columns)
         )
-        made._maps = {name: np.concatenate([_as_stored(unit[name], _dtype(name)) for unit in units]) for name in names}
-        made.token_offsets, made.target_offsets = offsets
+        made._check("memory")
+        lengths, targets, hidden_N = np.diff(token_offsets), np.diff(target_offsets), columns["hidden_index"]
+        is_divided = token_offsets[0] == target_offsets[0] == 0 and bool(np.all(lengths > 0) and np.all(targets >= 0))
+        if not is_divided or np.any((hidden_N < 0) | (hidden_N >= np.repeat(lengths, targets))):
+            raise CorruptArtifact("offsets or targets are not of these units", "memory")
         return made
 
-    def _check(self, folder: Path) -> None:
+    def of_targets(self, is_kept_N: NDArray[np.bool_]) -> "Units":
+        """Return the same units with fewer targets."""
+        kept = {name: each if name in TOKEN_COLUMNS else each[is_kept_N] for name, each in self.columns.items()}
+        return Units.of_arrays(kept, self.token_offsets, np.append(0, np.cumsum(is_kept_N))[self.target_offsets])
+
+    def _check(self, place: str) -> None:
         """Check the length of every column against the header. Raises CorruptArtifact."""
         header = self.header
         found = {"token_offsets": len(self.token_offsets) - 1, "target_offsets": len(self.target_offsets) - 1}
-        found |= {name: len(column) for name, column in self._maps.items()}
-        expected = {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in self._maps}
+        found |= {name: len(column) for name, column in self.columns.items()}
+        expected = {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in self.columns}
         expected |= {"token_offsets": header.num_units, "target_offsets": header.num_units}
         for name, count in found.items():
             if count != expected[name]:
-                raise CorruptArtifact(
-                    f"{name}.bin holds {count} entries, units.json says {expected[name]}", str(folder)
-                )
+                raise CorruptArtifact(f"{name}.bin holds {count} entries, units.json says {expected[name]}", place)
 
     @staticmethod
     def read_lengths(folder: Path) -> NDArray[np.int64]:
         """Return the tokens of every unit of a folder, from its header and `token_offsets.bin` alone."""
         header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
-        offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
+        offsets = _read_column(folder / "token_offsets.bin", OFFSETS)
         if len(offsets) != header.num_units + 1:
             raise CorruptArtifact("token_offsets.bin does not match units.json", str(folder))
         return np.diff(offsets).astype(np.int64)
@@ -236,9 +250,9 @@ class Units:
 
         def column(name: str, default: NDArray) -> NDArray:
             slices = token_slices if name in TOKEN_COLUMNS else target_slices
-            if name not in self._maps:
+            if name not in self.columns:
                 return default
-            return np.concatenate([self._maps[name][s] for s in slices]) if slices else default
+            return np.concatenate([self.columns[name][s] for s in slices]) if slices else default
 
         zeros_N = np.zeros(targets.sum(), dtype=np.float32)
         unknown_N = np.full(targets.sum(), np.nan, dtype=np.float32)
@@ -257,10 +271,6 @@ class Units:
             sequence_N=sequence_N + _sequence_starts(sequence_N, targets),
         )
 
-    def column(self, name: str) -> NDArray | None:
-        """Return a whole column as stored, or None where the units have none of that name."""
-        return self._maps.get(name)
-
     def target_indices(self, units: Ints) -> Ints:
         """Return the indices of a bin's targets in the columns on disk, in the bin's order: [N] int64."""
         first, end = self.target_offsets[units], self.target_offsets[np.asarray(units) + 1]
@@ -269,8 +279,8 @@ class Units:
 
     def close(self) -> None:
         """Drop the maps: numpy unmaps a file with the last reference to its array."""
-        self._maps = {}
-        self.token_offsets = self.target_offsets = np.zeros(0, dtype=_OFFSETS)
+        self.columns = {}
+        self.token_offsets = self.target_offsets = np.zeros(0, dtype=OFFSETS)
 
     def __enter__(self) -> Self:
         return self
@@ -284,9 +294,9 @@ class Plan:
 
     def __init__(self, folder: Path) -> None:
         self.header = PlanHeader.model_validate_json((folder / "plan.json").read_bytes())
-        self._bin_units = _read_column(folder / "bin_units.bin", _OFFSETS)
-        self._bin_offsets = _read_column(folder / "bin_offsets.bin", _OFFSETS)
-        self._step_offsets = _read_column(folder / "step_offsets.bin", _OFFSETS)
+        self._bin_units = _read_column(folder / "bin_units.bin", OFFSETS)
+        self._bin_offsets = _read_column(folder / "bin_offsets.bin", OFFSETS)
+        self._step_offsets = _read_column(folder / "step_offsets.bin", OFFSETS)
 
     def bins(self, step: int) -> list[Ints]:
         """The unit numbers of each bin of a step, steps counted from 0."""
@@ -300,7 +310,7 @@ class Plan:
         return int(np.diff(self._step_offsets).max(initial=0))
 
     def close(self) -> None:
-        self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=_OFFSETS)
+        self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=OFFSETS)
 
 
 def _dtype(column: str) -> np.dtype:
@@ -321,11 +331,11 @@ class _OffsetsWriter:
         self._file = path.open("wb")
         self._end = 0
         self.num_entries = 0
-        np.zeros(1, dtype=_OFFSETS).tofile(self._file)
+        np.zeros(1, dtype=OFFSETS).tofile(self._file)
 
     def extend(self, sizes: Ints | list[int]) -> None:
-        ends = self._end + np.cumsum(np.asarray(sizes, dtype=_OFFSETS))
-        ends.astype(_OFFSETS).tofile(self._file)
+        ends = self._end + np.cumsum(np.asarray(sizes, dtype=OFFSETS))
+        ends.astype(OFFSETS).tofile(self._file)
         self._end = int(ends[-1]) if len(ends) else self._end
         self.num_entries += len(ends)
 
@@ -335,7 +345,7 @@ class _OffsetsWriter:
         return self._end
 
 
-def _as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
+def as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
     """Convert values to a column's type. Asserts that it can hold every integer, so that none wraps around."""
     if values.size and dtype.kind in "iu" and values.dtype != dtype:
         limits = np.iinfo(dtype)

@@ -14,6 +14,7 @@ from shared.jobs.commands import (
     ForwardBackward,
     LoadStored,
     OptimStep,
+    stored_form,
 )
 from shared.jobs.job import Job, Lora, PackedData, SessionPlan
 from shared.jobs.packed import Units
@@ -45,8 +46,8 @@ def session_job(
     """A session whose commands, from number 1 on, stand in its folder."""
     (folder / "commands").mkdir(parents=True)
     for number, each in enumerate(commands, start=1):
-        data = each if isinstance(each, str) else each.model_dump_json()
-        (folder / "commands" / f"{number:08d}.json").write_text(data)
+        data = each.encode() if isinstance(each, str) else stored_form(each)
+        (folder / "commands" / f"{number:08d}.json").write_bytes(data)
     return Job(
         plan=session_plan(workshop, **changes),
         fence=FIRST,

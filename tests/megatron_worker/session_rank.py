@@ -53,6 +53,7 @@ from shared.jobs.commands import (
     OptimStep,
     SaveState,
     Skip,
+    stored_form,
 )
 from shared.jobs.job import Adam, Job, Lora, SessionPlan
 from shared.models import peft as peft_format
@@ -304,7 +305,7 @@ class SessionRank:
         path = Path(adapter.job.commands_dir) / f"{adapter.number:08d}.json"
         result, run_id = path.with_suffix(".result.json"), adapter.job.plan.run_id
         if self._ranks.rank == 0:
-            write_atomically(path, asked.model_dump_json().encode(), is_durable=False)
+            write_atomically(path, stored_form(asked), is_durable=False)
         while not self._ranks.largest([int(result.exists())])[0]:
             while self._ranks.rank == 0 and not self._worker._in_hand[run_id].is_ready():
                 time.sleep(0.001)

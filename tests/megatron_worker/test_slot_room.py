@@ -10,6 +10,7 @@ import pytest
 
 from megatron_worker.worker import Worker
 from shared.contract import Fence
+from shared.jobs.commands import stored_form
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
 from shared.jobs.job import Job, JobPlan, Lora
 from shared.storage.files import write_atomically
@@ -164,7 +165,7 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
     def give(job: Job, numbers: range) -> None:
         for number in numbers:
             path = Path(job.commands_dir or "") / f"{number:08d}.json"
-            write_atomically(path, commands[number - 1].model_dump_json().encode())
+            write_atomically(path, stored_form(commands[number - 1]))
 
     def cancel(job: Job) -> None:
         write_atomically(paths.cancel(job.plan.run_id, job.plan.job_id, job.fence), b"")

@@ -77,7 +77,7 @@ def test_no_spoilt_body_costs_a_request_that_follows(
         for _ in range(2):
             told = refused(door.post("/forward_backward", content=compressed(body), headers=ZSTD), 422)
             assert told["place"], name
-        kept = CommandHead.model_validate_json(service.store.get_bytes(keys.command(seq_id)))
+        kept = CommandHead.of(service.store.get_bytes(keys.command(seq_id)))
         assert kept.kind == "skip", name
     behind = len(SPOILT) + 1
     sound = batch(model_id, behind).SerializeToString()
@@ -85,13 +85,13 @@ def test_no_spoilt_body_costs_a_request_that_follows(
     assert said(door.post("/forward_backward", content=compressed(sound), headers=ZSTD)) == first
     other = batch(model_id, behind, weights=[1.0, 1.0, 0.0]).SerializeToString()
     refused(door.post("/forward_backward", content=other, headers=SENT), 422, "was another one")
-    assert CommandHead.model_validate_json(service.store.get_bytes(keys.command(behind))).kind == "forward_backward"
+    assert CommandHead.of(service.store.get_bytes(keys.command(behind))).kind == "forward_backward"
     adam = {"model_id": model_id, "seq_id": behind + 1, "adam_params": {"beta1": 1.5}}
     refused(door.post("/optim_step", json=adam), 422, "adam_params.beta1")
     muon = {"model_id": model_id, "seq_id": behind + 2, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
     refused(door.post("/optim_step", json=muon), 422, "AdamW")
     for seq_id in (behind + 1, behind + 2):
-        assert CommandHead.model_validate_json(service.store.get_bytes(keys.command(seq_id))).kind == "skip"
+        assert CommandHead.of(service.store.get_bytes(keys.command(seq_id))).kind == "skip"
 
 
 def test_what_is_no_request_is_refused_before_it_is_read(

@@ -1,13 +1,14 @@
 """Tinker's messages as commands of sessions, and results as its messages; losses against their formulas."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from longshore.commands import TokenScores
+from longshore.commands import ForwardBackwardOptions, ForwardOptions, TokenScores
 from longshore.losses import DRO
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
@@ -16,14 +17,28 @@ from service.apis.tinker.gateway import TrainingFuture, loss_detail, loss_of_det
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.apis.tinker.requests import SampleRequest
 from service.apis.tinker.sessions import about_session
-from service.apis.tinker.translation import command_of, head_of_body, policy_loss, scores_and_metrics, with_substitute
+from service.apis.tinker.translation import (
+    command_of,
+    head_of_body,
+    policy_loss,
+    scores_and_metrics,
+    with_substitute,
+    write_scores,
+)
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, plain_body
 from service.database import migrate
 from service.database.engine import Database
 from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward
+from shared.jobs.commands import (
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    read_command,
+    stored_form,
+)
 from shared.jobs.losses import CISPO, GSPO, PPO, Reinforce
 from shared.settings import QuotaSettings, Settings, TinkerSettings
 from shared.storage.store import LocalStore
@@ -42,69 +57,82 @@ from tests.service.tinker_bodies import (
 )
 
 
-def commanded(message: Any) -> Forward | ForwardBackward:
+def translated(message: Any) -> bytes:
     return command_of(SentRequest(message.SerializeToString()).batch())
 
 
+def stored(*data: Datum, **options: Any) -> bytes:
+    return stored_form(ForwardBackward(data=data, **options))
+
+
+def told(command: bytes, loss_fn: str, *logprobs: tuple[float, ...], asked: str = "", **result: Any) -> Any:
+    """The scores and metrics of a command whose data have these log-probabilities."""
+    scores = tuple(TokenScores(logprobs=each) for each in logprobs)
+    done = CommandResult(number=1, kind="forward_backward", data=scores, **result)
+    return scores_and_metrics(command, loss_fn, {}, done, asked or loss_fn)
+
+
 def test_targets_that_follow_are_the_sequence_itself() -> None:
-    [datum] = commanded(batch(weights=[0.0, 1.0, 0.5])).data
-    assert datum == Datum(tokens=(5, 6, 7, 8), weights=(0.0, 1.0, 0.5))
-    assert commanded(batch()).data[0].weights == (1.0, 1.0, 1.0)
+    """The file is the one that a client's own command of the same data is stored as."""
+    assert translated(batch(weights=[0.0, 1.0, 0.5])) == stored(Datum(tokens=(5, 6, 7, 8), weights=(0.0, 1.0, 0.5)))
+    assert translated(batch()) == stored(Datum(tokens=(5, 6, 7, 8), weights=(1.0, 1.0, 1.0)))
 
 
 def test_other_targets_are_labels_one_or_several_in_a_place() -> None:
-    [datum] = commanded(batch(target_tokens=[9, 7, 8], weights=[1.0, 0.0, 1.0])).data
-    assert datum.labels == ((9,), (7,), (8,)) and datum.label_weights == ((1.0,), (0.0,), (1.0,))
+    labels, weights = ((9,), (7,), (8,)), ((1.0,), (0.0,), (1.0,))
+    sent = translated(batch(target_tokens=[9, 7, 8], weights=[1.0, 0.0, 1.0]))
+    assert sent == stored(Datum(tokens=(5, 6, 7, 0), labels=labels, label_weights=weights))
     message = batch()
     tensor(message).Clear()
     sparse(tensor(message), [{0: 9, 1: 8}, {}, {1: 7}], 2, INT64)
     sparse(message.data[0].loss_fn_inputs.add(key="weights").value, [{0: 0.5}, {}, {1: 0.25}], 2, FLOAT32)
-    [datum] = commanded(message).data
-    assert datum.labels == ((9, 8), (0, 0), (0, 7))
-    assert datum.label_weights == ((0.5, 0.0), (0.0, 0.0), (0.0, 0.25))
+    several, shares = ((9, 8), (0, 0), (0, 7)), ((0.5, 0.0), (0.0, 0.0), (0.0, 0.25))
+    one, other = Datum(tokens=(5, 6, 7, 0), labels=several, label_weights=shares), Datum(tokens=(5, 6), weights=(1.0,))
+    assert translated(message) == stored(one)
+    message.data.append(batch().data[0])
+    follows = other.model_copy(update={"tokens": (5, 6, 7, 8), "weights": (1.0, 1.0, 1.0)})
+    assert translated(message) == stored(one, follows), "beside one that scores its own tokens"
 
 
 def test_a_policy_loss_leaves_out_padding_without_advantage() -> None:
-    command = commanded(policy(target_tokens=[0, 7, 8]))
-    assert isinstance(command, ForwardBackward)
-    [datum] = command.data
-    assert datum.tokens == (5, 6, 7, 8) and datum.weights == (0.0, 1.0, 1.0)
-    assert datum.advantages == (0.0, 1.0, -1.0) and datum.logprobs == (-1.0, -2.0, -3.0)
-    assert commanded(policy()).data[0].weights is None
+    numbers = {"advantages": (0.0, 1.0, -1.0), "logprobs": (-1.0, -2.0, -3.0)}
+    plain = Datum(tokens=(5, 6, 7, 8), **numbers)
+    loss = policy_loss("ppo", {}).ours
+    assert translated(policy()) == stored(plain, loss=loss)
+    padded = plain.model_copy(update={"weights": (0.0, 1.0, 1.0)})
+    assert translated(policy(target_tokens=[0, 7, 8])) == stored(padded, loss=loss)
+    both = policy(target_tokens=[0, 7, 8])
+    both.data.append(policy().data[0])
+    assert translated(both) == stored(padded, plain, loss=loss), "whose weights are 1"
 
 
 def test_gspo_is_of_the_places_that_its_mask_names() -> None:
     """Its ratio is of the sequence: the mean over the mask, and not over all places that are the token that follows."""
-    command = commanded(gspo(target_tokens=[0, 7, 8]))
-    assert isinstance(command, ForwardBackward)
-    assert isinstance(command.loss, GSPO) and command.loss.aggregation == "token_mean"
-    assert (1 - command.loss.clip_low, 1 + command.loss.clip_high) == (0.8, 1.2), "to the bit"
-    [datum] = command.data
-    assert datum.weights == (0.0, 1.0, 1.0) and datum.advantages == (0.0, 1.0, -1.0)
-    assert commanded(gspo()).data[0].weights == (0.0, 1.0, 1.0)
-    scores = (TokenScores(logprobs=(-1.9, -2.9)),)
-    result = CommandResult(number=1, kind="forward_backward", data=scores)
-    [found], named = scores_and_metrics(command, "gspo", {}, result, "gspo")
+    loss = policy_loss("gspo", {}).ours
+    assert isinstance(loss, GSPO) and loss.aggregation == "token_mean"
+    assert (1 - loss.clip_low, 1 + loss.clip_high) == (0.8, 1.2), "to the bit"
+    numbers = {"weights": (0.0, 1.0, 1.0), "advantages": (0.0, 1.0, -1.0), "logprobs": (-1.0, -2.0, -3.0)}
+    command = translated(gspo(target_tokens=[0, 7, 8]))
+    assert command == stored(Datum(tokens=(5, 6, 7, 8), **numbers), loss=loss) == translated(gspo())
+    [found], named = told(command, "gspo", (-1.9, -2.9))
     assert found.values.tolist() == pytest.approx([0.0, -1.9, -2.9])
     s = math.exp(0.1)
     assert named["loss:sum"] == pytest.approx(-s + s, abs=1e-6)
-    scores = (TokenScores(logprobs=(-1.4, -2.8)),)
-    _, named = scores_and_metrics(command, "gspo", {}, result.model_copy(update={"data": scores}), "gspo")
+    _, named = told(command, "gspo", (-1.4, -2.8))
     assert named["loss:sum"] == pytest.approx(-1.2 + math.exp(0.4)), "clipped where the advantage is above 0"
 
 
 def test_a_substitute_is_named_to_its_client() -> None:
     """In the metrics of each pass; without one, `stable_reinforce` is refused and its setting named."""
     with pytest.raises(InvalidInput, match="LONGSHORE_TINKER__STABLE_REINFORCE"):
-        commanded(policy(loss_fn="stable_reinforce"))
+        translated(policy(loss_fn="stable_reinforce"))
     sent = SentRequest(policy(loss_fn="stable_reinforce").SerializeToString()).batch()
     computed = with_substitute(sent, "cispo")
     command = command_of(computed)
-    assert isinstance(command, ForwardBackward) and isinstance(command.loss, CISPO)
-    result = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
-    _, named = scores_and_metrics(command, computed.loss_fn, {}, result, sent.loss_fn)
+    assert command == translated(policy(loss_fn="cispo"))
+    _, named = told(command, computed.loss_fn, (-1.0, -2.0, -3.0), asked=sent.loss_fn)
     assert named["stable_reinforce_computed_as_cispo:max"] == 1.0
-    assert list(scores_and_metrics(command, "cispo", {}, result, "cispo")[1]) == ["loss:sum"]
+    assert list(told(command, "cispo", (-1.0, -2.0, -3.0))[1]) == ["loss:sum"]
     assert with_substitute(computed, "dro") == computed, "a loss that was named is computed"
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "record_stability_info": True}
     SampleRequest.model_validate(body).check(records_nothing=True)
@@ -116,8 +144,8 @@ def test_losses_have_their_settings() -> None:
     message = policy()
     for name, number in (("clip_low_threshold", 0.9), ("clip_high_threshold", 1.5)):
         setting(name, number)(message)
-    command = commanded(message)
-    assert isinstance(command, ForwardBackward) and isinstance(command.loss, PPO)
+    command, _ = read_command(translated(message))
+    assert isinstance(command, ForwardBackwardOptions) and isinstance(command.loss, PPO)
     assert (1 - command.loss.clip_low, 1 + command.loss.clip_high) == (0.9, 1.5)
     assert policy_loss("importance_sampling", {}).ours == Reinforce()
     assert policy_loss("dro", {"beta": 0.5}).ours == DRO(beta=0.5)
@@ -125,7 +153,8 @@ def test_losses_have_their_settings() -> None:
     assert isinstance(found, CISPO) and found.clip_low is not None
     assert (1 - found.clip_low, 1 + found.clip_high) == (0.8, 1.2), "to the bit"
     message.forward_only = True
-    assert isinstance(forward := commanded(message), Forward) and forward.score_all
+    forward, _ = read_command(translated(message))
+    assert isinstance(forward, ForwardOptions) and forward.score_all
 
 
 def test_values_are_tinker_s_formulas() -> None:
@@ -146,18 +175,28 @@ def test_results_have_a_number_for_each_place() -> None:
         Datum(tokens=(5, 6, 7, 8), weights=(0.0, 1.0, 0.5)),
         Datum(tokens=(5, 6, 0), labels=((9, 8), (3, 4)), label_weights=((1.0, 0.0), (0.0, 2.0))),
     )
-    scores = (TokenScores(logprobs=(-1.0, -2.0)), TokenScores(logprobs=(-3.0, -4.0)))
     metrics = {"loss": 0.5, "loss_sum": 2.0, "tokens": 7.0, "ratio_max": 3.0, "entropy": 1.0}
-    result = CommandResult(number=1, kind="forward_backward", data=scores, metrics=metrics)
-    found, named = scores_and_metrics(ForwardBackward(data=data), "cross_entropy", {}, result, "cross_entropy")
+    found, named = told(stored(*data), "cross_entropy", (-1.0, -2.0), (-3.0, -4.0), metrics=metrics)
     assert [each.values.tolist() for each in found] == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0, -4.0]]
     assert [each.trailing_shape for each in found] == [(), (2,)]
     assert named == {"loss:sum": 1 + 1 + 3 + 8, "tokens:sum": 7.0, "ratio_max:max": 3.0, "entropy:mean": 1.0}
-    everything = (TokenScores(logprobs=(-5.0, -1.0, -2.0)), TokenScores(logprobs=(-3.0, -6.0, -7.0, -4.0)))
-    result = CommandResult(number=1, kind="forward", data=everything)
-    found, named = scores_and_metrics(Forward(data=data, score_all=True), "cross_entropy", {}, result, "cross_entropy")
-    assert [each.values.tolist() for each in found] == [[-5.0, -1.0, -2.0], [-3.0, -6.0, -7.0, -4.0]]
-    assert named == {"loss:sum": 13.0}
+    everything = (-5.0, -1.0, -2.0), (-3.0, -6.0, -7.0, -4.0)
+    for forward in (stored_form(each := Forward(data=data, score_all=True)), each.model_dump_json().encode()):
+        found, named = told(forward, "cross_entropy", *everything)
+        assert [each.values.tolist() for each in found] == [[-5.0, -1.0, -2.0], [-3.0, -6.0, -7.0, -4.0]]
+        assert named == {"loss:sum": 13.0}, "of the release before, too, whose data is JSON"
+
+
+def test_an_answer_is_of_the_loss_that_was_sent(tmp_path: Path) -> None:
+    """Its name stands in the id of the request, which a client may change."""
+    asked, made = tmp_path / "asked", tmp_path / "made"
+    scores = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
+    asked.write_bytes(translated(batch()))
+    write_scores(str(asked), loss_detail("cross_entropy", {}, "cross_entropy"), scores, str(made))
+    assert made.stat().st_size
+    for other in ("ppo", "nothing"):
+        with pytest.raises(NotFound):
+            write_scores(str(asked), loss_detail(other, {}, other), scores, str(made))
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -6,13 +6,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import RootModel
 
-from longshore.commands import Asked
+from longshore.commands import Asked, Forward, ForwardBackward
 from longshore.training import SessionRun
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, IdempotencyKey
 from service.runs.sessions import CommandView
 from service.runs.views import RunPage, RunView
+from shared.jobs.commands import stored_form
 from shared.runs.requests import RunId
 from shared.runs.status import State
 
@@ -25,6 +26,13 @@ Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for the
 
 class SentCommand(RootModel[Asked]):
     """A command, by its `kind`."""
+
+    def packed(self) -> bytes | None:
+        return stored_form(self.root) if isinstance(self.root, Forward | ForwardBackward) else None
+
+    @classmethod
+    def of_packed(cls, data: bytes) -> "SentCommand":
+        return cls.model_construct(data)  # type: ignore[arg-type]  # the command's file, which is not parsed here
 
 
 @router.post("/sessions", status_code=201)

@@ -20,7 +20,7 @@ from service.apis.tinker.records import CheckpointRecord, ModelRecord, TinkerRec
 from service.backend import Backed, Backend
 from service.errors import Conflict, QueueFull
 from service.inference.named_models import one_form
-from service.runs.sessions import CommandView, StoredCommand
+from service.runs.sessions import CommandView
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.jobs.commands import CommandResult, Skip
@@ -136,7 +136,7 @@ class Gateway:
     # Commands.
 
     async def command(
-        self, model: ModelRecord, seq_id: int, asked: Asked | Skip | StoredCommand, kind: FutureKind, detail: str = ""
+        self, model: ModelRecord, seq_id: int, asked: Asked | Skip | bytes, kind: FutureKind, detail: str = ""
     ) -> dict[str, Any]:
         """Have a model's session do a command, and answer with its future."""
         number = seq_id + model.before

@@ -28,7 +28,7 @@ router = APIRouter(
     include_in_schema=False,
     dependencies=[Depends(require("write", "inference"))],
 )
-_SMALL_COMMAND_BYTES = 64 << 10  # of our own JSON
+_SMALL_COMMAND_BYTES = 64 << 10  # of a command's file
 _WAIT_S = 30.0  # the SDK gives up after 45
 _OPEN_POLL_S = 0.1
 _BEING_OPENED = ("queued", "checking")

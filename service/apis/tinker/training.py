@@ -28,7 +28,6 @@ from service.apis.tinker.requests import (
     SaveWeights,
 )
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF
-from service.runs.sessions import StoredCommand
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs import commands
@@ -132,7 +131,7 @@ async def forward_backward(request: Request, gateway: AtGateway) -> Future:
         async with gateway.numbered(model, head.seq_id):
             asked = *sent, str(made), gateway.settings.stable_reinforce
             detail = await decoding.call(request, translation.make_command, *asked, is_small=is_small)
-            command = StoredCommand(await asyncio.to_thread(made.read_bytes))
+            command = await asyncio.to_thread(made.read_bytes)
             return await gateway.command(model, head.seq_id, command, "passes", detail)
 
 

@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
-from longshore.commands import MAX_ANSWER, MAX_TOP_K, TokenScores
+from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, ForwardBackwardOptions, ForwardOptions
 from longshore.losses import DRO
 from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
@@ -33,12 +33,14 @@ from service.apis.tinker.wire import (
 from service.decoding import SMALL_BYTES, Received
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.field_rules import first_error
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward
+from shared.jobs.commands import CommandResult, read_command, with_data
 from shared.jobs.losses import CISPO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
+from shared.jobs.packed import Units
 
 Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]
+Columns = dict[str, NDArray[Any]]
+"""Of a datum, by their names in packed data."""
 _CLIP_LOW, _CLIP_HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
 _LOW, _HIGH, _DRO_BETA = 0.8, 1.2, 0.05
 _MAX_LOG_RATIO = 20.0  # as the worker bounds it
@@ -136,10 +138,10 @@ def with_substitute(batch: SentBatch, substitute: str | None) -> SentBatch:
     return replace(batch, loss_fn=substitute)
 
 
-def command_of(batch: SentBatch) -> Forward | ForwardBackward:
-    """Translate a batch. Raises InvalidInput that names the datum and the input at fault."""
-    if not batch.data:
-        raise InvalidInput("there is no datum", "data")
+def command_of(batch: SentBatch) -> bytes:
+    """Translate a batch into a command's file. Raises InvalidInput that names the datum and the input at fault."""
+    if not 0 < len(batch.data) <= MAX_DATA:
+        raise InvalidInput(f"{len(batch.data):,} data; from 1 to {MAX_DATA:,} are taken at once", "data")
     if batch.loss_fn == "cross_entropy":
         known: tuple[str, ...] = ()
         loss: CrossEntropy | PolicyLoss = CrossEntropy()
@@ -151,25 +153,11 @@ def command_of(batch: SentBatch) -> Forward | ForwardBackward:
     for name in batch.config:
         if name not in known:
             raise InvalidInput(f"{batch.loss_fn} has no such setting", f"loss_fn_config.{name[:60]}")
-    try:
-        data = tuple(_placed(make, datum, f"data[{number}]") for number, datum in enumerate(batch.data))
-        if batch.forward_only:
-            return Forward(data=data, score_all=True)
-        return ForwardBackward(data=data, loss=loss)
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, place) from None
+    data = [make(datum, f"data[{number}]") for number, datum in enumerate(batch.data)]
+    return with_data(ForwardOptions(score_all=True) if batch.forward_only else ForwardBackwardOptions(loss=loss), data)
 
 
-def _placed(make: Callable[[SentDatum, str], Datum], datum: SentDatum, place: str) -> Datum:
-    try:
-        return make(datum, place)
-    except ValidationError as error:
-        field, rule = first_error(error)
-        raise InvalidInput(rule, f"{place}.{field}") from None
-
-
-def _weighed_datum(datum: SentDatum, place: str) -> Datum:
+def _weighed_datum(datum: SentDatum, place: str) -> Columns:
     """A datum of cross_entropy: the tokens that follow, or any targets, one or several in a place."""
     targets = _flat_if_single(_input(datum, "target_tokens", place))
     _only(datum, ("target_tokens", "weights"), place)
@@ -182,16 +170,14 @@ def _weighed_datum(datum: SentDatum, place: str) -> Datum:
         message = f"its shape is {list(weights.shape)}, and that of target_tokens {list(targets.shape)}"
         raise InvalidInput(message, f"{place}.weights")
     _check_places(datum, targets, place)
-    if len(targets.shape) == 1:
-        follows = _following(datum, targets)
-        if follows is not None:
-            return Datum(tokens=follows, weights=_floats(weights.values, f"{place}.weights"))
     targets_NK, weights_NK = _dense(targets, f"{place}.target_tokens"), _dense(weights, f"{place}.weights")
-    return Datum(
-        tokens=(*_ids(datum), 0),
-        labels=tuple(map(tuple, targets_NK.tolist())),
-        label_weights=tuple(_floats(row, f"{place}.weights") for row in weights_NK),
-    )
+    weight_N = _floats(weights_NK.ravel(), f"{place}.weights")
+    if len(targets.shape) == 1 and np.array_equal(targets.values[:-1], datum.tokens[1:]):
+        return {"token_id": _ids(datum, targets.values[-1:], place), "weight": weight_N}
+    label_N = _in_range(targets_NK.ravel(), f"{place}.target_tokens")
+    hidden_N = np.repeat(np.arange(len(targets_NK)), targets_NK.shape[1])
+    token_id = _ids(datum, np.zeros(1, np.int64), place)
+    return {"token_id": token_id, "hidden_index": hidden_N, "label": label_N, "weight": weight_N}
 
 
 def _flat_if_single(tensor: Tensor) -> Tensor:
@@ -199,24 +185,24 @@ def _flat_if_single(tensor: Tensor) -> Tensor:
     return Tensor(tensor.values, tensor.shape[:1]) if tensor.shape[1:] == (1,) and tensor.ends is None else tensor
 
 
-def _sequence_datum(datum: SentDatum, place: str) -> Datum:
+def _sequence_datum(datum: SentDatum, place: str) -> Columns:
     """A datum of gspo: the places that the mask names are scored, and the sequence's ratio is of these."""
     mask = _input(datum, RATIO_MASK, place)
     plain = SentDatum(datum.tokens, {name: each for name, each in datum.inputs.items() if name != RATIO_MASK})
     found = _policy_datum(plain, place)
     _check_column(datum, RATIO_MASK, mask, place)
-    is_masked_N = np.asarray(_floats(mask.values, f"{place}.{RATIO_MASK}")) != 0
+    is_masked_N = _floats(mask.values, f"{place}.{RATIO_MASK}") != 0
     if not is_masked_N.any():
         raise InvalidInput("it names no place: the sequence has no ratio", f"{place}.{RATIO_MASK}")
-    is_scored_N = _weights(found) != 0
-    if (is_masked_N & ~is_scored_N).any():
-        at = int(np.flatnonzero(is_masked_N & ~is_scored_N)[0])
+    is_left_out_N = found.get("weight", np.ones_like(mask.values)) == 0
+    if (is_masked_N & is_left_out_N).any():
+        at = int(np.flatnonzero(is_masked_N & is_left_out_N)[0])
         message = "it is not the token that follows, and the mask counts it in the sequence's ratio"
         raise InvalidInput(message, f"{place}.target_tokens[{at}]")
-    if (outside_N := ~is_masked_N & (np.asarray(found.advantages) != 0)).any():
+    if (outside_N := ~is_masked_N & (found["advantage"] != 0)).any():
         message = "it is not 0, and the mask leaves its place out of the ratio: such places are not trained here"
         raise InvalidInput(message, f"{place}.advantages[{int(np.flatnonzero(outside_N)[0])}]")
-    return found.model_copy(update={"weights": tuple(is_masked_N.astype(float).tolist())})
+    return found | {"weight": is_masked_N.astype(np.float32)}
 
 
 def _check_column(datum: SentDatum, name: str, column: Tensor, place: str) -> None:
@@ -225,7 +211,7 @@ def _check_column(datum: SentDatum, name: str, column: Tensor, place: str) -> No
         raise InvalidInput(message, f"{place}.{name}")
 
 
-def _policy_datum(datum: SentDatum, place: str) -> Datum:
+def _policy_datum(datum: SentDatum, place: str) -> Columns:
     """A datum of a policy loss. Places whose advantage is 0 may name any target, and are not scored if it is another
     one than the token that follows.
     """
@@ -241,12 +227,12 @@ def _policy_datum(datum: SentDatum, place: str) -> Datum:
         at = int(np.flatnonzero(differs_N & (advantage_N != 0))[0])
         message = "it is not the token that follows: a policy loss is of the sequence itself"
         raise InvalidInput(message, f"{place}.target_tokens[{at}]")
-    return Datum(
-        tokens=(*_ids(datum), int(targets.values[-1])),
-        weights=tuple((~differs_N).astype(float).tolist()) if np.any(differs_N) else None,
-        advantages=_floats(advantage_N, f"{place}.advantages"),
-        logprobs=_floats(columns["logprobs"].values, f"{place}.logprobs"),
-    )
+    found = {
+        "token_id": _ids(datum, targets.values[-1:], place),
+        "advantage": _floats(advantage_N, f"{place}.advantages"),
+        "old_logprob": _floats(columns["logprobs"].values, f"{place}.logprobs"),
+    }
+    return found | {"weight": (~differs_N).astype(np.float32)} if np.any(differs_N) else found
 
 
 def _input(datum: SentDatum, name: str, place: str) -> Tensor:
@@ -279,15 +265,16 @@ def _check_places(datum: SentDatum, targets: Tensor, place: str) -> None:
         raise InvalidInput(f"at most {MAX_TOP_K} targets in a place", f"{place}.target_tokens")
 
 
-def _following(datum: SentDatum, targets: Tensor) -> tuple[int, ...] | None:
-    """Return the whole sequence, where each target is the token that follows; else None."""
-    if np.array_equal(targets.values[:-1], datum.tokens[1:]):
-        return (*_ids(datum), int(targets.values[-1]))
-    return None
+def _ids(datum: SentDatum, last: NDArray[Any], place: str) -> NDArray[Any]:
+    """Return the whole sequence, whose last token the input does not have."""
+    tokens = _in_range(datum.tokens, f"{place}.model_input")
+    return np.append(tokens, _in_range(last, f"{place}.target_tokens"))
 
 
-def _ids(datum: SentDatum) -> tuple[int, ...]:
-    return tuple(int(each) for each in datum.tokens)
+def _in_range(ids: NDArray[Any], place: str) -> NDArray[Any]:
+    if ids.size and not (ids.min() >= 0 and ids.max() < 2**31):
+        raise InvalidInput("token ids are from 0 on, and below 2^31", place)
+    return ids
 
 
 def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
@@ -301,28 +288,37 @@ def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
     return filled_NK
 
 
-def _floats(values: NDArray[Any], place: str) -> tuple[float, ...]:
+def _floats(values: NDArray[Any], place: str) -> NDArray[Any]:
     if not np.all(np.isfinite(values)):
         raise InvalidInput("it holds what is no number", place)
-    return tuple(values.astype(np.float64).tolist())
+    return values
 
 
 # Results.
 
 
 def scores_and_metrics(
-    command: Forward | ForwardBackward, loss_fn: str, config: Config, result: CommandResult, asked: str
+    data: bytes, loss_fn: str, config: Config, result: CommandResult, asked: str
 ) -> tuple[list[WireScores], dict[str, float]]:
     """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
 
     The log-probability of a place that was not scored, as its weight is 0, is told as 0.
 
     Args:
+        data: the command's file.
         asked: the loss by the name that its client gave it. If another one was computed in its place, that is told.
     """
-    assert result.data is not None
-    found = [_scores(*each, command) for each in zip(command.data, result.data, strict=True)]
-    total = sum(_loss_of(*each, loss_fn, config) for each in zip(command.data, found, strict=True))
+    command, units = read_command(data)
+    assert units is not None and result.data is not None
+    ends = units.target_offsets
+    is_scored_N = (units.columns["weight"] != 0) | isinstance(command, ForwardOptions)
+    logprob_N = np.zeros(len(is_scored_N), np.float32)
+    logprob_N[is_scored_N] = [np.nan if each is None else each for scores in result.data for each in scores.logprobs]
+    sizes = np.diff(ends) // (np.diff(units.token_offsets) - 1)  # all places of a datum have equally many targets
+    of_data = [slice(*each) for each in pairwise(ends)]
+    shapes = [(int(size),) if size > 1 else () for size in sizes]
+    found = [WireScores(logprob_N[places], shape) for places, shape in zip(of_data, shapes, strict=True)]
+    total = sum(_loss(units, each, logprob_N[each].astype(np.float64), loss_fn, config) for each in of_data)
     metrics = {f"{name}:{_reduction(name)}": value for name, value in result.metrics.items() if name not in _LOSSES}
     substitute = {f"{asked}_computed_as_{loss_fn}:max": 1.0} if asked != loss_fn else {}
     return found, metrics | {"loss:sum": total} | substitute
@@ -339,34 +335,12 @@ def metrics_of_step(result: CommandResult) -> dict[str, float]:
     return {f"{name}:mean": value for name, value in result.metrics.items() if name in _OF_STEP}
 
 
-def _scores(datum: Datum, scored: TokenScores, command: Forward | ForwardBackward) -> WireScores:
-    weights_N = _weights(datum)
-    values_N = np.zeros(len(weights_N), np.float32)
-    is_scored = np.ones(len(weights_N), bool) if isinstance(command, Forward) else weights_N != 0
-    values_N[is_scored] = [np.nan if each is None else each for each in scored.logprobs]
-    return WireScores(values_N, _trailing(datum))
-
-
-def _trailing(datum: Datum) -> tuple[int, ...]:
-    """Return the shape of a place's targets: all places of a datum have equally many."""
-    size = 1 if datum.labels is None else len(datum.labels[0])
-    return (size,) if size > 1 else ()
-
-
-def _weights(datum: Datum) -> Floats:
-    """Return the weight of each target, flat."""
-    if datum.labels is None:
-        return np.asarray(datum.weights or (1.0,) * datum.num_scored, np.float64)
-    nested = datum.label_weights or tuple((1.0,) * len(each) for each in datum.labels)
-    return np.fromiter((weight for each in nested for weight in each), np.float64)
-
-
-def _loss_of(datum: Datum, scores: WireScores, loss_fn: str, config: Config) -> float:
-    """Return a datum's loss as Tinker defines it: a sum."""
-    weights_N, logprobs_N = _weights(datum), scores.values.astype(np.float64)
+def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config: Config) -> float:
+    """Return the loss of a datum, whose targets have these places, as Tinker defines it: a sum."""
+    weights_N = units.columns["weight"][places].astype(np.float64)
     if loss_fn == "cross_entropy":
         return float(-np.sum(weights_N * logprobs_N))
-    old_N, advantage_N = np.asarray(datum.logprobs, np.float64), np.asarray(datum.advantages, np.float64)
+    old_N, advantage_N = (units.columns[name][places].astype(np.float64) for name in ("old_logprob", "advantage"))
     scored = weights_N != 0
     values = policy_loss(loss_fn, config).value(logprobs_N[scored], old_N[scored], advantage_N[scored])
     return float(np.sum(weights_N[scored] * values))
@@ -375,10 +349,9 @@ def _loss_of(datum: Datum, scores: WireScores, loss_fn: str, config: Config) -> 
 # For a child process: what is handed to it and what it makes lie in files.
 
 MAX_COMMAND_BYTES = 32 << 20
-"""Of a command as it is stored, in JSON: some times as many as were sent."""
+"""Of a command as it is stored, where a sparse matrix has its empty cells, too."""
 _SMALL_PLAIN_BYTES = 4 * SMALL_BYTES
 _HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
-_passes: TypeAdapter[Forward | ForwardBackward] = TypeAdapter(Forward | ForwardBackward)
 
 
 class Head(Frozen):
@@ -420,7 +393,7 @@ def make_command(body: str, encoding: str, made: str, substitute: str | None) ->
     """
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
     computed = with_substitute(batch, substitute)
-    data = command_of(computed).model_dump_json().encode()
+    data = command_of(computed)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
@@ -430,10 +403,10 @@ def make_command(body: str, encoding: str, made: str, substitute: str | None) ->
 
 def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
     """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
-    asked = _passes.validate_json(Path(command).read_bytes())
+    data = Path(command).read_bytes()
     loss_fn, config, named = loss_of_detail(detail)
     try:
-        answer = output_bytes(*scores_and_metrics(asked, loss_fn, config, result, named))
-    except (TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be none, or another request's
+        answer = output_bytes(*scores_and_metrics(data, loss_fn, config, result, named))
+    except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)

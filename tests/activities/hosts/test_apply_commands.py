@@ -13,7 +13,7 @@ from activities.bells import Bells
 from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
 from longshore.commands import Asked, CommandProblem
 from shared.errors import WorkerLost
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip, command
+from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip, stored_form
 from shared.jobs.job import Job
 from shared.storage.files import write_atomically
 from shared.storage.host_states import HostAddress
@@ -62,7 +62,7 @@ def applying(host: Host, tmp_path: Path, num_steps: int, next_command: int) -> I
 def test_a_command_that_was_given_to_a_job_that_has_ended_is_waited_for_no_longer(tmp_path: Path) -> None:
     """The worker does no command of it any more, and serves on: others may share it."""
     with Host(tmp_path) as host:
-        host.store.put_bytes(KEYS.command(1), OptimStep(learning_rate=0.1).model_dump_json().encode())
+        host.store.put_bytes(KEYS.command(1), stored_form(OptimStep(learning_rate=0.1)))
         with applying(host, tmp_path, num_steps=100, next_command=1) as session:
             wait_until(lambda: (session.given / "00000001.json").exists(), "the command's file")
             with pytest.raises(WorkerLost, match="the session's job has ended"):
@@ -86,9 +86,9 @@ def test_a_new_worker_repeats_what_changed_the_state_and_of_errors_their_effect(
         for number, (asked, kind) in enumerate(done, start=1):
             problem = None if kind is None else CommandProblem.model_validate({"kind": kind, "message": "no memory"})
             result = CommandResult(number=number, kind=asked.kind, problem=problem)
-            host.store.put_bytes(KEYS.command(number), asked.model_dump_json().encode())
+            host.store.put_bytes(KEYS.command(number), stored_form(asked))
             host.store.put_bytes(KEYS.command_result(number), result.model_dump_json().encode())
         with applying(host, tmp_path, num_steps=100, next_command=len(done) + 1) as session:
             wait_until(lambda: (session.given / f"{len(done):08d}.json").exists(), "the last command's file")
             given = [(session.given / f"{number:08d}.json").read_bytes() for number in range(1, len(done) + 1)]
-    assert [command.validate_json(each) for each in given] == expected
+    assert given == [stored_form(each) for each in expected], "to the byte"

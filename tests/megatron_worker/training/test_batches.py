@@ -55,7 +55,7 @@ def test_every_bin_goes_to_exactly_one_rank(packed: Path, dp_size: int):
 def test_a_batch_holds_what_the_units_hold(packed: Path):
     with PackedBatches.open(packed / "units", packed / "plan") as data, Units(packed / "units") as units:
         first = next(data.batches(0, 0, 1, CPU))
-        one, two = np.split(units.column("token_id"), units.token_offsets[1:-1])[:2]
+        one, two = np.split(units.columns["token_id"], units.token_offsets[1:-1])[:2]
         assert first.token_id_T.tolist() == [*one, *two]
         assert first.position_T.tolist() == [*range(len(one)), *range(len(two))]
         assert first.parent_T.tolist() == [*range(-1, len(one) - 1), -1, *range(len(one), len(one) + len(two) - 1)]
