@@ -20,7 +20,7 @@ from temporalio import activity
 from activities.confined import calls as confined
 from shared.contract import Artifact
 from shared.settings import Settings
-from shared.storage.artifacts import find, manifest_of, stage, upload_files
+from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
 
@@ -85,7 +85,7 @@ class HostContext:
             key: derived from everything that `make` depends on.
             make: fills the folder that it is given. What it raises is raised, and nothing is kept.
         """
-        if done := find(self.store, key):
+        if done := find_artifact(self.store, key):
             return done
         with self.scratch(purpose) as folder:
             make(folder)

@@ -105,7 +105,7 @@ def native_bins(groups: Sequence[Sequence[SequenceRow]], bin_tokens: int, device
         units = split_tree(rows, bin_tokens)
     else:
         units = [build_tree([row]) for row in rows]
-    bins = packing.pack([unit.num_tokens for unit in units], bin_tokens)
+    bins = packing.pack_bins([unit.num_tokens for unit in units], bin_tokens)
     return [as_batch([units[place] for place in each], device) for each in bins]
 
 

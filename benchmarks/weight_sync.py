@@ -53,7 +53,7 @@ from shared.jobs.job import Adam, Full
 from shared.jobs.layout import EngineName, Layout
 from shared.jobs.losses import CrossEntropy
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 
 SIZES = Sizes(hidden=1024, layers=1, heads=16, kv_heads=8, head_dim=64, ffn=3072, vocab=512, tied=True)
@@ -170,9 +170,9 @@ def by_store(
     save_weights(engine, model, saved)
     blocked = time.perf_counter() - began
     trainer_extra = own.extra_bytes()  # what follows is a host's, in a run
-    upload(store, f"checkpoints/{version}", saved)
+    upload_artifact(store, f"checkpoints/{version}", saved)
     published = shutil.copytree(saved, folder / "published")
-    artifact = upload(store, f"models/{version}", published)
+    artifact = upload_artifact(store, f"models/{version}", published)
     path = Path(artifact.uri.removeprefix("file://"))
     for one in samplers:
         one.client.load_weights(f"v{version}", str(path))

@@ -175,7 +175,7 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def prepare() -> None:
+def prepare_children() -> None:
     """Have the process that children are forked from started soon, for which the first large body would else wait."""
     timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True

@@ -68,7 +68,7 @@ class SFTWorkflow(RunHandlers):
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")
-        published = await models.publish(start, model, result.checkpoint, units.report_uri, result.metrics)
+        published = await models.publish_weights(start, model, result.checkpoint, units.report_uri, result.metrics)
         self._run.show(
             state="succeeded",
             phase="done",

@@ -12,7 +12,7 @@ from activities.hosts.progress import Signals
 from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess, last_words, tail
+from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
 from shared.contract import Fence, Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
@@ -287,6 +287,6 @@ def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
 
 def _loss(worker: WorkerProcess) -> LongshoreError:
     if isinstance(worker.key, SamplerKey) and worker.exit_code == _UNUSABLE_MODEL:
-        said = last_words(tail(worker.paths.output))
+        said = last_words(log_tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
     return WorkerLost(worker.death_report())

@@ -15,13 +15,13 @@ from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
     TensorEntry,
-    blocks_of,
     check_chat_template,
     check_dtypes,
     check_tokenizer,
     check_weights,
     read_shape,
     read_tensors,
+    tensor_bytes,
     weight_files,
 )
 from activities.sources.models import Location, locate
@@ -37,8 +37,8 @@ from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
     FileEntry,
     Manifest,
-    files_of,
-    find,
+    find_artifact,
+    open_artifact,
     read_record,
     refer,
     remember_checked,
@@ -151,7 +151,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
     for name, tensor in tensors.items():
-        for block in blocks_of(location, WEIGHTS, tensor):
+        for block in tensor_bytes(location, WEIGHTS, tensor):
             if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
 
@@ -191,7 +191,7 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
         return location.artifact
     store = host.store
     key = model_import(content_key(location.store.uri, *(_state(location, name) for name in sorted(names))))
-    found = find(store, key)
+    found = find_artifact(store, key)
     if found is not None:
         return found
     manifest = _hash(location, sorted(names))
@@ -234,7 +234,7 @@ def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, hos
         CorruptArtifact: the record is damaged.
     """
     key = RunKeys(run_id).began_with(what)
-    _, now = files_of(found, host.settings.s3)
+    _, now = open_artifact(found, host.settings.s3)
     if host.store.put_if_absent(key, now.encoded()):
         return
     if names := _different(read_record(host.store, key, Manifest), now):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
-from activities.sampling.streamed import StreamedAnswer, Tell, bounded, error_of, lines
+from activities.sampling.streamed import StreamedAnswer, Tell, bounded_pieces, error_of, lines
 from shared.chat.completions import (
     Choice,
     CompletionRequest,
@@ -351,7 +351,7 @@ class Sampler:
                 )
             if take is not None and response.status_code == 200:
                 return response.status_code, take(response)
-            return response.status_code, b"".join(bounded(response, max_bytes, place))
+            return response.status_code, b"".join(bounded_pieces(response, max_bytes, place))
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
         """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""

@@ -125,7 +125,7 @@ def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
         yield SampledItem(sample=told, item=prompt.item)
 
 
-def read_groups(folder: Path) -> Iterator[SampledGroup]:
+def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:
     """The groups of a folder of completions, one at a time."""
     with (folder / COMPLETIONS).open("rb") as file:
         for line in file:

@@ -19,7 +19,7 @@ from temporalio import activity
 from activities.formats.dataset import Dataset, open_prompts
 from activities.formats.examples import Question
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Rendered, Span
+from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateProcess
@@ -198,7 +198,7 @@ def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[
     """
     alone = tokenizer.encode(texts, [[] for _ in texts])
     followed = tokenizer.encode(
-        [text + _STAND_IN for text in texts], [[Span(len(text), len(text) + 1, 1.0)] for text in texts]
+        [text + _STAND_IN for text in texts], [[WeightedSpan(len(text), len(text) + 1, 1.0)] for text in texts]
     )
     rows = zip(
         _split(alone.id_T, alone), _split(followed.id_T, followed), _split(followed.weight_T, followed), strict=True

@@ -23,8 +23,13 @@ import markupsafe
 from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
 from activities.isolation.frames import FramedProcess, frames_of, write_frame
-from activities.tokenizing.chat_template import ChatTemplate, Rendered, Span, Unrendered, one_of
-from activities.tokenizing.template_environment import Raised, load_everything
+from activities.tokenizing.chat_template import (
+    ChatTemplate,
+    Rendered,
+    WeightedSpan,
+    one_of,
+)
+from activities.tokenizing.template_environment import Raised, Unrendered, load_everything
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
@@ -85,7 +90,7 @@ class TemplateProcess:
         environment = child_environment("template")
         for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
             assert bwrap is not None
-            command = bubblewrap.command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
+            command = bubblewrap.isolated_command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
             child = FramedProcess(command, {}, _SOURCES)
             with suppress(EOFError, TimeoutError):
                 child.receive(_START_S, len(_READY))
@@ -173,7 +178,7 @@ class TemplateProcess:
 
 def _with_spans(answer: list[Any]) -> Rendered:
     text, spans, *others = answer
-    return Rendered(text, [Span(*span) for span in spans], *others)
+    return Rendered(text, [WeightedSpan(*span) for span in spans], *others)
 
 
 def _without_spans(answer: list[Any]) -> Rendered:

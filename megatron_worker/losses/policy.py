@@ -17,7 +17,7 @@ from shared.jobs.packed import Units
 
 def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
     outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0, temperature=temperature)
-    return LossFunction(outputs=outputs, sums=lambda scores, batch: sums(loss, scores, batch))
+    return LossFunction(outputs=outputs, sums=lambda scores, batch: _sums(loss, scores, batch))
 
 
 def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
@@ -29,7 +29,7 @@ def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
         check_finite(units, "old_logprob", "old = sampler needs the sampler's log-probabilities")
 
 
-def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
+def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     """Return sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
     surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))

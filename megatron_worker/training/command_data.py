@@ -57,7 +57,7 @@ def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool, scor
         units = [_chain(_row(each, score_all)) if each.labels is None else _labelled(each, score_all) for each in data]
         members = [(number,) for number in range(len(data))]
     sizes = [len(unit["token_id"]) for unit in units]
-    bins = [np.array(each, dtype=np.int64) for each in packing.pack(sizes, max_tokens)]
+    bins = [np.array(each, dtype=np.int64) for each in packing.pack_bins(sizes, max_tokens)]
     return CommandData(PackedBatches(Units.in_memory(units), OneStep(bins)), _places(units, members, len(data)))
 
 

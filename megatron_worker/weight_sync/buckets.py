@@ -130,7 +130,7 @@ Piece = tuple[TensorBlock, BucketPart]
 """A part, and the block that it is some rows of."""
 
 
-def cut(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
+def cut_buckets(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
     """Divide blocks into buckets' parts, which `check_divisible` has found to be possible."""
     dtype, end = outgoing.dtype, 0
     pieces: list[Piece] = []

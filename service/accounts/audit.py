@@ -36,7 +36,7 @@ def touched(target: str) -> None:
         targets.append(target)
 
 
-def begin() -> list[str]:
+def collect_touched() -> list[str]:
     """Start a new list for `touched` to fill during one request, and return it."""
     targets: list[str] = []
     _touched.set(targets)

@@ -172,7 +172,7 @@ def given(context: typer.Context) -> dict[str, Any]:
     return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-def fields_of(
+def request_fields(
     options: Sequence[RunOption], values: Mapping[str, Any], uri_of: Callable[[str, str], str] = lambda uri, flag: uri
 ) -> dict[str, Any]:
     """Return the request of the options that were given, not checked.

@@ -258,8 +258,10 @@ class ArtModels:
             owner = self._published.owner(model.tenant, _published(model, step))
             keys = paths.RunKeys(owner.run_id)
             if owner.step is not None:
-                return finite(StepStatus.model_validate_json(self._store.get_bytes(keys.step(owner.step))).metrics)
-            return finite(RunStatus.model_validate_json(self._store.get_bytes(keys.result)).metrics)
+                return finite_metrics(
+                    StepStatus.model_validate_json(self._store.get_bytes(keys.step(owner.step))).metrics
+                )
+            return finite_metrics(RunStatus.model_validate_json(self._store.get_bytes(keys.result)).metrics)
         return {}
 
     async def newest(self, model: ArtModel) -> str | None:
@@ -321,7 +323,7 @@ def new_model(
     )
 
 
-def finite(metrics: dict[str, float]) -> dict[str, float]:
+def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Drop values that JSON has no number for."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 

@@ -219,7 +219,7 @@ class Inference:
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""
         serving = self._settings.serving
-        prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
+        prune = partial(answer_records.prune_answers, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
     async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None) -> bytes:

@@ -144,7 +144,7 @@ class RunFiles:
         from tokenizers import Tokenizer
 
         try:
-            store, _ = artifacts.files_of(model, self._s3)
+            store, _ = artifacts.open_artifact(model, self._s3)
             return Tokenizer.from_buffer(store.get_bytes("tokenizer.json"))
         except (NotFound, StoreUnavailable, InvalidInput, ValueError):  # without the tokenizer, ids are shown
             return None

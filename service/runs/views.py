@@ -26,7 +26,7 @@ from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.requests import FIRST_TENANT, Precision, Run, Source, Tenant
 from shared.runs.status import CheckpointRef, Phase, RunStatus, StepStatus
 from shared.settings import PriceSettings
-from shared.storage.artifacts import find
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
@@ -190,7 +190,7 @@ class RunReader:
         for item in self._store.list(f"{keys.checkpoints}/"):
             if place := keys.checkpoint_of(item.key):
                 fence, step = place
-                artifact = find(self._store, item.key.removesuffix(f"/{MANIFEST}"))
+                artifact = find_artifact(self._store, item.key.removesuffix(f"/{MANIFEST}"))
                 if artifact is not None:  # else it was pruned since it was listed
                     found.append(CheckpointRef(step=step, fence=fence, artifact=artifact))
         return tuple(sorted(found, key=lambda c: (c.step, c.fence.label)))
@@ -198,7 +198,7 @@ class RunReader:
 
 def log_line(item: RunEvent) -> str:
     """An event as a line of a log, with its time."""
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {describe(item.event)}"
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {event_in_words(item.event)}"
 
 
 def last_lines(view: RunView) -> list[str]:
@@ -212,7 +212,7 @@ def last_lines(view: RunView) -> list[str]:
             return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
 
 
-def describe(event: Event) -> str:
+def event_in_words(event: Event) -> str:
     """An event in words, for people who read logs."""
     match event:
         case Started():
@@ -248,12 +248,12 @@ def describe(event: Event) -> str:
 
 def brief(metrics: dict[str, float]) -> str:
     """Format the most usual metrics; all, if there is none of those."""
-    return ", ".join(in_words(name, metrics[name]) for name in looked_for(metrics))
+    return ", ".join(metric_in_words(name, metrics[name]) for name in looked_for(metrics))
 
 
 def main_metrics(metrics: dict[str, float]) -> list[str]:
     """Format a few metrics, the most important first."""
-    return [in_words(name, metrics[name]) for name in _MAIN_METRICS if name in metrics]
+    return [metric_in_words(name, metrics[name]) for name in _MAIN_METRICS if name in metrics]
 
 
 def dropped(metrics: dict[str, float]) -> str | None:
@@ -265,7 +265,7 @@ def dropped(metrics: dict[str, float]) -> str | None:
     return f"{num_broken:.0f} of {metrics['trajectories']:.0f} trajectories could not be trained: {reasons}"
 
 
-def in_words(name: str, value: float) -> str:
+def metric_in_words(name: str, value: float) -> str:
     """Format a metric with its name, in as many digits as people read."""
     if name == "tokens_per_s":
         return f"{value:,.0f} tokens/s" if value >= 100 else f"{value:.3g} tokens/s"

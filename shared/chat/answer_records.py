@@ -113,7 +113,7 @@ def content_digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
+def prune_answers(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
     """Delete answers older than `kept_s` seconds, and each tenant's oldest ones beyond `max_bytes` in total."""
     sizes: dict[str, int] = {}
     for tenant, answer_id, key, size in sorted(_all(store), key=lambda found: found[1], reverse=True):

@@ -111,7 +111,7 @@ class Message(Frozen):
         return self.content if isinstance(self.content, str) else self.content.text
 
 
-class SamplingParams(Frozen):
+class ScoreModelSampling(Frozen):
     """Sampling parameters, chosen by the scoring server where not set. `max_completions_tokens` is OpenAI's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -133,7 +133,7 @@ class ScoreModelGrader(Frozen):
     model: str = Field(min_length=1, max_length=500)
     input: tuple[Message, ...] = Field(min_length=1, max_length=_MAX_MESSAGES)
     range: tuple[float, float] = (0.0, 1.0)
-    sampling_params: SamplingParams | None = None
+    sampling_params: ScoreModelSampling | None = None
     base_url: str | None = Field(default=None, max_length=2048)
 
     @field_validator("range")

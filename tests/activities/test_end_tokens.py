@@ -23,7 +23,7 @@ from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
 from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from tests.activities.publishing.test_publish import request_for
 
 TEXT_END, TURN_END = 0, 2  # <|endoftext|> and <|im_end|> of the tiny tokenizer
@@ -50,7 +50,7 @@ def host(tmp_path: Path) -> HostContext:
 def base(tiny_model: Path, tmp_path: Path, host: HostContext) -> Artifact:
     folder = make_base(tiny_model, tmp_path / "base")
     seal(folder)
-    return upload(host.store, "base", folder)
+    return upload_artifact(host.store, "base", folder)
 
 
 def test_a_base_model_ends_where_its_template_ends_turns(base: Artifact, host: HostContext) -> None:

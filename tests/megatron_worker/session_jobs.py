@@ -93,7 +93,7 @@ def packed_alike(workshop: Workshop) -> PackedData:
     with Units(workshop.root / "units") as units:
         sizes = [int(n) for n in units.token_offsets[1:] - units.token_offsets[:-1]]
     steps = [range(6 * step, 6 * step + 6) for step in range(workshop.num_steps)]
-    bins = [[[step[i] for i in b] for b in packing.pack([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
+    bins = [[[step[i] for i in b] for b in packing.pack_bins([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
     folder = workshop.root / "plan-alike"
     if not folder.exists():
         write_plan(folder, workshop.root / "units", bins, MAX_TOKENS)

@@ -62,8 +62,8 @@ def finish(store: ObjectStore, run_id: str, folder: Path, num_steps: int = NUM_S
     (folder / "README.md").write_text("a card")
     artifacts.seal(folder)
     places = [(Fence(epoch=1), num_steps // 3), (Fence(epoch=2), num_steps)]
-    saved = [artifacts.upload(store, keys.checkpoint(fence, step), folder) for fence, step in places]
-    adapter = artifacts.upload(store, f"tenants/default/adapters/{run_id}/v000003", folder)
+    saved = [artifacts.upload_artifact(store, keys.checkpoint(fence, step), folder) for fence, step in places]
+    adapter = artifacts.upload_artifact(store, f"tenants/default/adapters/{run_id}/v000003", folder)
     phases = (("queued", 9, 0), ("checking", 2, 0), ("downloading", 5, 0), ("tokenizing", 14, 0), ("packing", 6, 0))
     later = (("waiting_for_worker", 21, 0), ("training", 160, 1), ("waiting_for_worker", 12, 1), ("training", 110, 2))
     timeline = spans(*phases, *later, ("publishing", 4, 2), at=BEGAN - 60)

@@ -27,7 +27,8 @@ from activities.records.run_records import StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
-from service.host import _AT_ONCE, connect, serve
+from service.host import _AT_ONCE, serve_host
+from service.temporal import connect_temporal
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
@@ -141,8 +142,8 @@ async def host(temporal_address: str, tmp_path: Path, tiny_model: Path) -> Async
         download=DownloadSettings(allow_private_addresses=True, timeout_s=600, file_roots=(tiny_model,)),
         webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=600),
     )
-    client, stopped = await connect(settings), asyncio.Event()
-    serving = asyncio.create_task(serve("control", settings, stopped))
+    client, stopped = await connect_temporal(settings), asyncio.Event()
+    serving = asyncio.create_task(serve_host("control", settings, stopped))
     asks = Worker(
         client,
         task_queue=f"{settings.control_queue}-test",

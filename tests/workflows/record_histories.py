@@ -31,7 +31,8 @@ from longshore.client import CommandFailed
 from longshore.training import SessionRun
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
-from service.host import connect, serve
+from service.host import serve_host
+from service.temporal import connect_temporal
 from shared.contract import Frozen
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
 from shared.jobs.commands import Datum, SaveState
@@ -174,8 +175,8 @@ async def record_short(address: str) -> None:
             "track": ("TrackWorkflow", TrackRequest(run_id="sft-1", run=run)),
         }
         stopped = asyncio.Event()
-        host = asyncio.create_task(serve("control", settings, stopped))
-        client = await connect(settings)
+        host = asyncio.create_task(serve_host("control", settings, stopped))
+        client = await connect_temporal(settings)
         for name, (workflow, request) in requests.items():
             await client.execute_workflow(workflow, request, id=name, task_queue=settings.control_queue)
             await _write(client, name, name)

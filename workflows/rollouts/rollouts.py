@@ -49,7 +49,7 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
+async def prepare_rollouts(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:

@@ -40,7 +40,7 @@ async def resolve_reference(start: AnyStart, uri: str, shape: ModelShape) -> Art
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-async def publish(
+async def publish_weights(
     start: AnyStart,
     model: Artifact,
     checkpoint: CheckpointRef | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.connection import connect, run_ids
+from service.cli.connection import cli_client, run_ids
 from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
 from service.cli.output.runs import doing, outcome, print_details, summary
@@ -92,7 +92,7 @@ def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """Print what happened in a run, in readable lines."""
     from service.runs.views import last_lines, log_line
 
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.events_to_the_end(run_id, None, follow):
                 print(log_line(event), flush=True)
@@ -111,7 +111,7 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="No effect: events are JSON anyway.")] = True,
 ) -> None:
     """Print the workers' events, one JSON object a line."""
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.events_to_the_end(run_id, after, follow):
                 print(event.model_dump_json(), flush=True)
@@ -126,7 +126,7 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
 
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         _demand_train_steps(client, run_id)
         if follow:
             _follow_steps(client, run_id, as_json)

@@ -116,7 +116,7 @@ class Bar:
     def event(self, event: "RunEvent") -> None:
         from rich.markup import escape
 
-        from service.runs.views import describe
+        from service.runs.views import event_in_words
 
         body = event.event
         if body.event == "step":
@@ -124,7 +124,7 @@ class Bar:
                 self._step = body.step
                 self._metrics |= body.metrics
         elif body.event not in ("offloaded", "probed", "saved"):
-            self.console.print(escape(describe(body)))
+            self.console.print(escape(event_in_words(body)))
 
     def status(self, view: "RunView") -> None:
         self._view = view

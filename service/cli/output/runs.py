@@ -82,7 +82,7 @@ def print_details(view: "RunView") -> None:
         ("model", run.model),
         ("name", run.name),
         ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
-        ("precision", in_words(view.precision)),
+        ("precision", precision_in_words(view.precision)),
         ("submitted", f"{ago(view.created_at)}{owner}"),
         ("tokens", f"{view.planned_tokens:,} in all steps" if view.planned_tokens else None),
         ("took", took(view)),
@@ -98,7 +98,7 @@ def print_details(view: "RunView") -> None:
         print_table(("phase", "took", "began"), spans)
 
 
-def in_words(precision: "Precision | None") -> str | None:
+def precision_in_words(precision: "Precision | None") -> str | None:
     """Return a precision with the reason why it was chosen; None where the request named it."""
     return None if precision is None or precision.reason is None else f"{precision.dtype}: {precision.reason}"
 

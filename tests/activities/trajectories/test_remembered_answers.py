@@ -11,7 +11,15 @@ from activities.host_context import HostContext
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories, StepReport
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
-from shared.chat.answer_records import AnswerRecord, DrawnChoice, look_up, new_answer_id, prune, recall, remember
+from shared.chat.answer_records import (
+    AnswerRecord,
+    DrawnChoice,
+    look_up,
+    new_answer_id,
+    prune_answers,
+    recall,
+    remember,
+)
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.runs.status import StepStatus
@@ -268,12 +276,12 @@ def test_old_answers_go_and_no_tenant_keeps_more_than_its_share(harbour: Harbour
     def left() -> set[str]:
         return {name for name, answer_id in ids.items() if recall(store, "north", answer_id)}
 
-    prune(store, now, kept_s=7200, max_bytes=1 << 20)
+    prune_answers(store, now, kept_s=7200, max_bytes=1 << 20)
     assert left() == {"old", "new", "newest"}
     assert len(list(store.list("answers/north/alike/"))) == 3, "no more is found by its content"
     size = len(record.model_dump_json(exclude_defaults=True))
-    prune(store, now, kept_s=7200, max_bytes=size * 2 + 10)
+    prune_answers(store, now, kept_s=7200, max_bytes=size * 2 + 10)
     assert left() == {"new", "newest"}
-    prune(store, now, kept_s=7200, max_bytes=size + 10)
+    prune_answers(store, now, kept_s=7200, max_bytes=size + 10)
     assert left() == {"newest"}
     assert recall(store, "south", ids["new"]) == record, "others' answers do not count"

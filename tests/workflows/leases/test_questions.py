@@ -22,7 +22,7 @@ from shared.chat.messages import ChatCompletion
 from shared.errors import InvalidInput, NotFound
 from shared.runs.serving import CompleteRequest, ServedSampler
 from shared.settings import SamplingSettings
-from shared.storage.artifacts import find
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version
 from tests.megatron_worker.sampler_process import running
 from tests.service.conftest import KEY, serving
@@ -166,7 +166,7 @@ async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> N
 
 async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbour, tmp_path: Path) -> None:
     """A sampler of our own stands for the server."""
-    adapter = find(harbour.store, published_version("default", "adapters", "north", 2))
+    adapter = find_artifact(harbour.store, published_version("default", "adapters", "north", 2))
     request = CompleteRequest(
         model=harbour.artifact, adapter=adapter, base=BASE, place=ServedSampler(), asked=greedy("north")
     )

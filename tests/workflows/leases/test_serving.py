@@ -35,7 +35,7 @@ from shared.runs.requests import RLRun, RunRecord
 from shared.runs.serving import ServeRequest, ServingStart
 from shared.runs.start import RunTiming
 from shared.settings import QuotaSettings, ServingSettings
-from shared.storage.artifacts import find
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version
 from tests.depth import drawn
 from tests.workflows.leases.harbour import IDLE_S, Harbour, greedy, said, there_is
@@ -92,7 +92,7 @@ async def test_of_many_adapters_the_one_asked_longest_ago_makes_room(harbour: Ha
     ready = harbour.ready()
     adapters = ServingAdapters(HostContext(harbour.settings), max_adapters=2)
     first, second, third = (
-        find(harbour.store, published_version("default", "adapters", name, version))
+        find_artifact(harbour.store, published_version("default", "adapters", name, version))
         for name, version in (("north", 1), ("north", 2), ("south", 1))
     )
 

@@ -19,7 +19,7 @@ from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.results import FILE_ID
-from service.apis.openai.fine_tuning.runs import Examples, run_of, source_of
+from service.apis.openai.fine_tuning.runs import Examples, openai_source, run_of_job
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
 from service.runs.views import RunView
@@ -169,9 +169,9 @@ async def submit_job(
     if request.validation_file is not None:
         validation = await _examples(backend, asking.tenant, request.validation_file, "validation_file")
     start = await asyncio.to_thread(backend.names.starting_point, asking.tenant, request.model)
-    run, hyperparameters = run_of(request, start, training, validation)
+    run, hyperparameters = run_of_job(request, start, training, validation)
     key = given_key or await idempotency_key(backend.store, backend.quotas, asking, request, retry_count)
-    return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters), asked=request)
+    return await backend.runs.submit(asking, run, key, openai_source(request, hyperparameters), asked=request)
 
 
 async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Examples:
@@ -212,7 +212,7 @@ async def idempotency_key(
     return sent.key
 
 
-def prune(store: ObjectStore) -> None:
+def prune_sent_requests(store: ObjectStore) -> None:
     """Delete the records of requests that are too old to be retried. Blocking."""
     for item in list(store.list(paths.SENT_REQUESTS)):
         try:
