@@ -18,7 +18,7 @@ from typing import TypeVar, TypeVarTuple
 from temporalio import activity
 
 from activities.confined import calls as confined
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths

@@ -38,13 +38,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.machine import provenance
 from benchmarks.random_model import Sizes, flops
 from examples.tiny_model import make_tiny_model
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
-from shared.jobs.job import Adam, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 

@@ -44,14 +44,14 @@ from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import Family, make_tiny_model
+from longshore.layout import EngineName, Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Full
 from megatron_worker.engine import Batch, Engine
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
-from shared.jobs.job import Adam, Full
-from shared.jobs.layout import EngineName, Layout
-from shared.jobs.losses import CrossEntropy
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore

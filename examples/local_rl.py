@@ -30,8 +30,9 @@ from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
 from shared.errors import InvalidInput, WorkerLost
+from shared.fence import Fence
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan
 from shared.jobs.leases import LeaseMark, ProcessKey, WorkerKey

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import CommandProblem
+from longshore.commands import CommandProblem, CommandResult, Forward, ForwardBackward, OptimStep, SaveState
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -30,13 +30,8 @@ from shared.errors import InvalidInput
 from shared.jobs import events
 from shared.jobs.commands import (
     Command,
-    CommandResult,
-    Forward,
-    ForwardBackward,
     Gap,
     LoadStored,
-    OptimStep,
-    SaveState,
     Skip,
     check_data,
 )

@@ -17,8 +17,8 @@ with workflow.unsafe.imports_passed_through():
         FillGapRequest,
         FindCommandsRequest,
     )
-    from shared.contract import Artifact
-    from shared.jobs.commands import CommandResult
+    from longshore.commands import CommandResult
+    from longshore.fields import Artifact
     from shared.jobs.job import SessionPlan
     from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import dtype_of

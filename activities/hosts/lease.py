@@ -13,8 +13,9 @@ from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId

@@ -25,10 +25,9 @@ from activities.models.files import (
     weight_files,
 )
 from activities.sources.models import Location, locate
-from longshore.training import Linear
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout

@@ -8,7 +8,7 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.host_context import HostContext
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.jobs.bins import Indices

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from activities.sources.http import shown_uri
-from longshore.training import SessionRun
-from shared.jobs.job import Full, Lora
+from longshore.training import Full, Lora, SessionRun
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, NotFound
+from shared.fence import Fence
 from shared.jobs.job import WorkerPlan
 from shared.runs.requests import RunId
 from shared.runs.status import CheckpointRef

@@ -15,7 +15,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.host_context import HostContext, beating
 from activities.sources.http import requested
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
 from shared.settings import DownloadSettings

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
+from longshore.fields import Frozen
 from shared.chat.completions import DrawnBy
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampledItem
 from shared.jobs import bins as packing

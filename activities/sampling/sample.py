@@ -25,10 +25,10 @@ from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
-from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record

@@ -20,8 +20,8 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
+from longshore.fields import Artifact, Frozen, Sha256
 from shared.chat.completions import SamplerMemory, SamplerReady
-from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import newest_name

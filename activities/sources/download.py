@@ -20,7 +20,7 @@ from temporalio.exceptions import CancelledError
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.http import HttpSource, parse_http_uri
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import RunId, Tenant
 from shared.runs.sources import DatasetSource

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.settings import Settings

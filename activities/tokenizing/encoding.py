@@ -16,7 +16,7 @@ from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
 from activities.tokenizing.units import TokenBlock
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 
 NUM_PROMPTS = 16

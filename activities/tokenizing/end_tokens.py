@@ -10,8 +10,8 @@ from typing import TypeVar
 from activities.host_context import HostContext
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
+from longshore.fields import Artifact
 from shared.chat.completions import CompletionRequest, Sampling
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.models.end_tokens import GENERATION, read_end_ids
 from shared.runs.serving import SamplerPlace, ServedSampler

@@ -24,7 +24,7 @@ from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
 from shared.runs.sources import DatasetSource, Format

@@ -16,7 +16,7 @@ from activities.confined.fork_server import sign
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.template_process import TemplateSource
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Step
 from shared.log_lines import escape_output
 from shared.runs.status import StepStatus

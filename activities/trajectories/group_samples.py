@@ -9,8 +9,8 @@ from temporalio import activity
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
+from longshore.fields import Artifact, Frozen
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade
 from shared.jobs import bins as packing

@@ -30,9 +30,9 @@ from activities.trajectories.read_groups import (
     sequences_of,
 )
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
+from longshore.fields import Artifact, Frozen
 from shared.chat.answer_records import AnswerLookup, look_up
 from shared.chat.trajectories import Trajectory
-from shared.contract import Artifact, Frozen
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter

@@ -6,12 +6,12 @@ Shape suffixes: N live targets of a bin, S its sequences.
 import torch
 from torch import Tensor
 
+from longshore.losses import PolicyLoss
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.divergence import bounded, divergence
 from megatron_worker.losses.surrogates import Surrogate, surrogate_of
 from megatron_worker.losses.targets import Targets, live_targets, shaped_advantages, sums_of_sequences
-from shared.jobs.losses import PolicyLoss
 from shared.jobs.packed import Units
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from longshore.layout import Layout
 from megatron_worker.process.launcher import RENDEZVOUS_VARIABLE
-from shared.jobs.layout import Layout
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _PATIENCE = timedelta(minutes=30)

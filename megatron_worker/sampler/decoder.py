@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.fields import Sha256
+from longshore.training import Lora
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
@@ -27,9 +29,7 @@ from megatron_worker.sampler.linears import FusedLinear, LoraFactors, Mlp, fuse,
 from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
-from shared.contract import Sha256
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 BLOCK = 128

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from pydantic import ValidationError
 
+from longshore.fields import Sha256
+from longshore.training import Lora
 from megatron_worker.sampler.decoder import Decoder, LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
@@ -30,9 +32,7 @@ from shared.chat.completions import (
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
-from shared.contract import Sha256
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 R = TypeVar("R", bound=SamplerRequest)

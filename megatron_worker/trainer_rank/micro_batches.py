@@ -9,13 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from longshore.training import Lora
 from megatron_worker.engine import Facts
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import default_budget, new_meter
 from megatron_worker.trainer_rank.inputs import CheckedInput, Inputs
 from megatron_worker.trainer_rank.memory.planner import PlannedSlot, Planner, RankShare
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 
 T = TypeVar("T")
 

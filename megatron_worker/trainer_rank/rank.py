@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
@@ -35,7 +36,6 @@ from megatron_worker.trainer_rank.memory.planner import Planner
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Lora
 from shared.models import peft as peft_format
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from longshore.commands import TokenScores
+from longshore.commands import Datum, TokenScores
 from megatron_worker.training.batches import OneStep, PackedBatches
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs import bins as packing
-from shared.jobs.commands import Command, Datum, command
+from shared.jobs.commands import Command, command
 from shared.jobs.packed import Ints, Units
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 

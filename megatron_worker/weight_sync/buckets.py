@@ -14,9 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from longshore.fields import Frozen, Sha256
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.weight_sync import changes
-from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
+from longshore.fields import Frozen, Sha256
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken
-from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
 from shared.jobs.weight_sync import secret_of_run
 from shared.storage.files import listen_privately, reachable

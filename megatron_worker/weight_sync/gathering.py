@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from longshore.fields import Sha256
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.background import BackgroundCall
 from megatron_worker.process.process_group import SideRanks
@@ -26,7 +27,6 @@ from megatron_worker.weight_sync.buckets import (
     cut_buckets,
     joined,
 )
-from shared.contract import Sha256
 
 _STOP, _ROWS, _CHANGES = 0, 1, 2  # orders
 _WHOLE, _FAILED = -1, -2  # in the place of a number of changes

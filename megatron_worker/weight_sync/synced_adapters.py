@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shared.contract import Sha256
+from longshore.fields import Sha256
 
 _MOST = 8
 A = TypeVar("A")

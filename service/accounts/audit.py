@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
+from longshore.fields import Frozen
 from service.accounts.limits import RateLimit
 from service.database.engine import Database
 from service.database.tables import AuditRow
 from service.errors import DatabaseUnavailable
-from shared.contract import Frozen
 
 logger = logging.getLogger("longshore.service")
 

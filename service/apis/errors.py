@@ -12,9 +12,9 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from longshore.fields import Frozen
 from service.apis.tinker.addresses import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
-from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
 from shared.field_rules import rule_in_words
 

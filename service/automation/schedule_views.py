@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 from shared.runs.schedules import Action, Overlap, ScheduledRun
 

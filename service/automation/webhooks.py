@@ -15,6 +15,7 @@ from sqlalchemy import delete, select
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.engine import Database
@@ -23,7 +24,6 @@ from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.webhooks import (
     Delivery,

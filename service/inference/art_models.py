@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 
 from temporalio.common import WorkflowIDConflictPolicy
 
-from longshore.fields import Name, pattern
+from longshore.fields import Artifact, Frozen, Name, pattern
+from longshore.training import Dtype
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
@@ -28,9 +29,7 @@ from service.inference.published_models import PublishedModel, PublishedModels, 
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.jobs.job import Dtype
 from shared.runs.requests import Tenant
 from shared.runs.start import ModelRequest, ResolvedModel, precision_of
 from shared.runs.status import RunStatus, StepStatus

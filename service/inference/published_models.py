@@ -9,10 +9,11 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
 from shared.chat.messages import ServedModel
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.job import Dtype, Job
+from shared.jobs.job import Job
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest, refer
 from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from pydantic import Field
 
+from longshore.fields import Frozen
 from longshore.training import SessionRun
 from service.runs.checks import Checks
 from service.runs.rows import IndexedRun, RunRows
 from service.runs.views import Histories, RunHistory, devices_of
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from longshore.fields import Artifact, Frozen
 from service.errors import Conflict
 from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
-from shared.contract import Artifact, Fence, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.fence import Fence
 from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import RunStatus, StepStatus

@@ -21,6 +21,7 @@ from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.principals import Principal
@@ -31,7 +32,6 @@ from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
 from service.runs.views import RunPage, RunView, with_cost
 from service.temporal import PATIENCE, Temporal, unless_unknown
-from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import (

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.jobs.events import (
     Applied,
     Evaluated,

@@ -15,8 +15,8 @@ from itertools import islice
 
 from pydantic import Field, ValidationError, model_validator
 
+from longshore.fields import Frozen, Sha256
 from shared.chat.messages import ToolCall
-from shared.contract import Frozen, Sha256
 from shared.errors import NotFound
 from shared.storage import paths
 from shared.storage.store import ObjectStore

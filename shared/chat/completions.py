@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from longshore.fields import Frozen, Sha256
 from shared.chat.structured_outputs import StructuredOutputs
-from shared.contract import Frozen, Sha256
 from shared.field_rules import only
 
 MAX_SAMPLES = 1024

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 
+from longshore.fields import Frozen
 from shared.chat.completions import SamplerAnswer
-from shared.contract import Frozen
 
 
 class Trajectory(Frozen):

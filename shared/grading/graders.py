@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.grading.expressions import FUNCTIONS, MAX_EXPRESSION_CHARS, parse_expression

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from longshore.commands import CommandResult as CommandResult
 from longshore.commands import Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 
 

@@ -1,10 +1,9 @@
 """The sizes of a model that limit its layouts, and the layouts and engines that can hold it."""
 
-from longshore.layout import broken_rule
+from longshore.fields import Frozen
+from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import Linear
-from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.layout import EngineName, Layout
 from shared.models.config import FAMILIES
 
 _MEGATRON_ALONE = ("qwen3_moe",)

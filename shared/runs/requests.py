@@ -4,14 +4,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from longshore.fields import Name, pattern
-from longshore.layout import engine_takes_the_layout
-from longshore.training import DTYPE_DESCRIPTION, DtypeChoice, SessionRun
-from shared.contract import Frozen
+from longshore.fields import Frozen, Name, pattern
+from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.losses import PPO, PolicyLoss
+from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, SessionRun, Trainable
 from shared.field_rules import NO_NUL
-from shared.jobs.job import Dtype, Lora, Trainable
-from shared.jobs.layout import EngineName, Layout, pipelines_have_bins
-from shared.jobs.losses import PPO, PRESETS, AdvantageKind, PolicyLoss, Preset, with_algorithm
+from shared.jobs.layout import pipelines_have_bins
+from shared.jobs.losses import (
+    PRESETS,
+    AdvantageKind,
+    Preset,
+    with_algorithm,
+)
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 

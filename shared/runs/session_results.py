@@ -3,8 +3,8 @@
 from collections import deque
 from contextlib import suppress
 
+from longshore.commands import CommandResult
 from shared.errors import NotFound
-from shared.jobs.commands import CommandResult
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from longshore.training import DtypeChoice, SessionRun
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.layout import EngineName, Layout
+from longshore.training import DtypeChoice, Lora, SessionRun
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.job import Lora
-from shared.jobs.layout import EngineName, Layout, check_ranks
+from shared.jobs.layout import check_ranks
 from shared.models.shape import ModelShape
 from shared.runs.requests import (
     FIRST_TENANT,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from shared.contract import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256
 from shared.errors import CorruptArtifact, NotFound
 from shared.field_rules import first_rule
 from shared.settings import S3Settings

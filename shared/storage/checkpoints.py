@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from longshore.commands import CHECKPOINT_NAME
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore

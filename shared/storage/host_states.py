@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state
 from shared.storage.store import ObjectStore

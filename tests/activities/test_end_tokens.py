@@ -12,13 +12,15 @@ from activities.sampling.lease_sampler import SamplerCommand
 from activities.tokenizing.end_tokens import end_ids_of, stopping_at, stops_of
 from activities.tokenizing.tokenize import PROMPTS, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import TokenizerFiles
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy
+from longshore.training import Full
 from megatron_worker.training.evaluation import Evaluator, read_prompts
 from shared.chat.completions import CompletionRequest, Sampling
-from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
-from shared.jobs.job import Evaluation, Full
+from shared.fence import Fence
+from shared.jobs.job import Evaluation
 from shared.jobs.leases import SamplerKey
-from shared.jobs.losses import CrossEntropy
 from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
 from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.sources import DatasetSource

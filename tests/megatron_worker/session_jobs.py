@@ -3,19 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from longshore.commands import CommandResult, Datum, ForwardBackward, OptimStep
+from longshore.fields import Artifact
+from longshore.training import Lora
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.worker import Worker
-from shared.contract import Artifact
 from shared.jobs import bins as packing
-from shared.jobs.commands import (
-    Command,
-    CommandResult,
-    Datum,
-    ForwardBackward,
-    LoadStored,
-    OptimStep,
-)
-from shared.jobs.job import Job, Lora, PackedData, SessionPlan
+from shared.jobs.commands import Command, LoadStored
+from shared.jobs.job import Job, PackedData, SessionPlan
 from shared.jobs.packed import Units
 from tests.megatron_worker.tiny_jobs import checkpoint, new_worker
 from tests.megatron_worker.workshop import FIRST, Workshop, sealed, write_plan

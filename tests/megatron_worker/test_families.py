@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.layout import Layout
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
@@ -15,7 +16,6 @@ from megatron_worker.families.tensor_slices import TensorSlice, slices_of
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
 FAMILIES = [(family, tied) for family in ("qwen3", "qwen3_moe", "qwen2", "llama") for tied in (True, False)]

@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
@@ -13,9 +16,7 @@ from megatron_worker.trainer_rank.packing import pack
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.micro_batches import cut, measure_passes, tokens_that_fit
 from shared.jobs.events import Failed, Step
-from shared.jobs.job import Lora, PackedData
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
+from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model

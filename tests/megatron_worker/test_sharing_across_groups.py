@@ -9,10 +9,11 @@ import torch
 
 from activities.trajectories.pack_trajectories import GroupsRequest, sequence_rows, sharing_sets, write_step
 from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
+from longshore.losses import CISPO, GSPO, PPO
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
-from shared.jobs.losses import CISPO, GSPO, PPO, Loss
+from shared.jobs.losses import Loss
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import split_tree
 from shared.runs.requests import RLRun

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from longshore.training import Lora
 from megatron_worker.engine import Scores
 from megatron_worker.losses import cross_entropy
 from megatron_worker.megatron.engine import MegatronEngine
@@ -12,7 +13,7 @@ from megatron_worker.runner import make_deterministic
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.schedule import learning_rate
-from shared.jobs.job import Checkpointing, Lora, Schedule
+from shared.jobs.job import Checkpointing, Schedule
 from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, do, plan, worker, workshop  # noqa: F401 (fixtures)
 

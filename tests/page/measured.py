@@ -5,11 +5,18 @@ import math
 import random
 from pathlib import Path
 
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Lora
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.contract import Artifact, Fence
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
-from shared.jobs.job import Adam, Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.losses import CrossEntropy
+from shared.jobs.job import (
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
 from shared.storage import artifacts

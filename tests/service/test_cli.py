@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.status import RunStatus
 from shared.storage import artifacts

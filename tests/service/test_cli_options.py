@@ -9,12 +9,12 @@ import pytest
 import typer
 from pydantic import Field
 
+from longshore.training import Lora
 from service.cli.commands.submit import checked_run
 from service.cli.exits import Stop
 from service.cli.main import app
 from service.cli.run_options import NAMES, option_at, options_of, request_fields, run_model
 from service.cli.run_table import table
-from shared.jobs.job import Lora
 from shared.runs.requests import RLRun, SFTRun
 
 ROOT = Path(__file__).parents[2]

@@ -22,10 +22,10 @@ from temporalio.worker import Worker
 from activities.host_context import HostContext
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
+from longshore.layout import Layout
 from service.host import control_activities, serve_host
 from service.host_record import HostRecord
 from service.temporal import connect_temporal
-from shared.jobs.layout import Layout
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.runs.status import RunStatus
 from shared.storage import artifacts

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from longshore.fields import Artifact
+from longshore.training import Lora
 from service.accounts.principals import Principal
 from service.accounts.tenants import Quotas
 from service.apis.openai.files import MAX_NAME, plain_name
@@ -25,9 +27,7 @@ from service.apis.openai.forms import FileForm
 from service.database import migrate
 from service.database.engine import Database
 from service.inference.named_models import StartingPoint
-from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.settings import QuotaSettings, S3Settings
 from shared.storage import paths

@@ -27,10 +27,10 @@ from activities.records.run_records import StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
+from longshore.fields import Artifact, Frozen
+from longshore.training import Lora
 from service.host import _AT_ONCE, serve_host
 from service.temporal import connect_temporal
-from shared.contract import Artifact, Frozen
-from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.sources import DatasetSource

@@ -20,8 +20,8 @@ from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import compare
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
+from longshore.fields import Artifact
 from shared.chat.completions import SamplerReady, Sampling
-from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import LeasedSampler

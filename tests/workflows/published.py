@@ -4,8 +4,10 @@ import uuid
 from pathlib import Path
 
 from activities.publishing.publish import Claim, claim_version
-from shared.contract import Artifact, Fence
-from shared.jobs.job import Full, Job
+from longshore.fields import Artifact
+from longshore.training import Full
+from shared.fence import Fence
+from shared.jobs.job import Job
 from shared.runs.requests import RunRecord, SFTRun
 from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import seal, upload_artifact

@@ -28,15 +28,14 @@ from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client as SessionClient
 from longshore.client import CommandFailed
-from longshore.training import SessionRun
+from longshore.commands import Datum, SaveState
+from longshore.fields import Frozen
+from longshore.training import Lora, SessionRun
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import serve_host
 from service.temporal import connect_temporal
-from shared.contract import Frozen
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.jobs.commands import Datum, SaveState
-from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource

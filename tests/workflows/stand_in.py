@@ -8,9 +8,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.training import Lora
 from shared.jobs.events import Event
-from shared.jobs.job import Checkpointing, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import (
+    Checkpointing,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.leases import WorkerKey
 from shared.runs.events import BEGINNING, EventCursor, read_run_events
 from shared.storage.artifacts import seal, upload_artifact

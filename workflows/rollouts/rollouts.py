@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
-    from shared.contract import Artifact
+    from longshore.fields import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.weight_sync import SyncTarget
     from shared.models.shape import ModelShape

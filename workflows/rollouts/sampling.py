@@ -12,7 +12,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
-    from shared.contract import Artifact
+    from longshore.fields import Artifact
     from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler

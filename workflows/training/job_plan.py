@@ -2,9 +2,17 @@
 
 import math
 
-from shared.contract import Artifact
-from shared.jobs.job import Adam, Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, CrossEntropy, Loss, Reference, with_reference
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy, Reference
+from longshore.training import Adam
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
+from shared.jobs.losses import DPO, Loss, with_reference
 from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import DPORun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart

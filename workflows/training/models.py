@@ -5,8 +5,8 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import AdapterRequest, Resolve
     from activities.publishing.publish import Publish, Published, PublishRequest
-    from shared.contract import Artifact
-    from shared.jobs.job import Lora
+    from longshore.fields import Artifact
+    from longshore.training import Lora
     from shared.models.shape import ModelShape
     from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
     from shared.runs.status import CheckpointRef

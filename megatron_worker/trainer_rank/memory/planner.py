@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from longshore.training import Lora
 from megatron_worker.tensors.pass_costs import PassBytes, PassCost
 from megatron_worker.trainer_rank.forward_engine import ForwardEngine
 from megatron_worker.trainer_rank.inputs import CheckedInput, HeadCall
 from megatron_worker.trainer_rank.memory.probes import block_mask_bytes, mask_elements, measure_backbone, measure_head
 from megatron_worker.trainer_rank.packing import PackSize, pack
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 
 _MARGIN = 0.02  # added to an estimate, as a fraction
 _LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, Field, StrictBool
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.art.job_config import ExperimentalConfig, SentModel
 from service.apis.art.job_request import rl_run
@@ -14,7 +15,6 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_after, page_of
 from service.backend import Backed
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.runs.start import precision_of
 

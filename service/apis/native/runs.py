@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
+from longshore.fields import Frozen
 from service.accounts.principals import BEARER, Asking, Principal, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.file_answers import file_answer, tar_answer
@@ -18,7 +19,6 @@ from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
 from service.runs.estimates import Estimate
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
-from shared.contract import Frozen
 from shared.errors import StoreUnavailable
 from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
 from shared.runs.start import precision_of

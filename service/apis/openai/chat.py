@@ -6,6 +6,7 @@ from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -17,7 +18,6 @@ from shared.chat.completions import (
     CompletionResponse,
 )
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
-from shared.contract import Frozen
 from shared.errors import NotFound
 
 router = APIRouter(

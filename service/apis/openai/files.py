@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from longshore.fields import pattern
+from longshore.fields import Frozen, pattern
 from service.accounts.principals import Asking, reads_or_writes, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_of
@@ -17,7 +17,6 @@ from service.apis.openai.forms import BINARY, described, file_form
 from service.backend import Backed, Backend
 from service.files.files import FileRecord
 from service.files.uploads import MAX_PARTS
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 
 router = APIRouter(prefix="/v1", tags=["files"], dependencies=[Depends(reads_or_writes)])

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import ValidationError
 
-from longshore.training import LINEARS, Linear, SessionRun
+from longshore.training import LINEARS, Adam, Linear, Lora, SessionRun
 from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -32,7 +32,6 @@ from service.runs.sessions import StoredCommand
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs import commands
-from shared.jobs.job import Adam, Lora
 from shared.runs.requests import Source
 
 router = APIRouter(

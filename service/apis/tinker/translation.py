@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from longshore.commands import MAX_ANSWER, MAX_TOP_K, TokenScores
-from longshore.losses import DRO
+from longshore.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, Datum, Forward, ForwardBackward, TokenScores
+from longshore.fields import Frozen
+from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     SentBatch,
@@ -31,11 +32,8 @@ from service.apis.tinker.wire import (
     plain_bytes,
 )
 from service.decoding import SMALL_BYTES, Received
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward
-from shared.jobs.losses import CISPO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 
 Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]

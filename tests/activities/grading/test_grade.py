@@ -16,7 +16,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.grading.open_grader import combined
 from activities.host_context import HostContext
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.grading.expressions import parse_expression
 from shared.grading.graders import Grader, SampleGrade, parse_grader

@@ -16,10 +16,10 @@ import activities.hosts.lease
 from activities.hosts import worker_process
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import end_leftover_workers, end_processes, launch, processes_of
-from shared.contract import Fence
+from longshore.layout import Layout
+from longshore.training import Lora
 from shared.errors import HostLeft, LeaseLost, WorkerLost
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
+from shared.fence import Fence
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths, RunKeys, WorkerPaths

@@ -17,11 +17,11 @@ from activities.records.checkpoints import (
     prune_checkpoints,
     stored_checkpoints,
 )
-from shared.contract import Fence
+from longshore.losses import Reinforce
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
+from shared.fence import Fence
 from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan
-from shared.jobs.losses import Reinforce
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, read_manifest
 from shared.storage.store import open_store

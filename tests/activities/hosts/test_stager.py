@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from activities.hosts.stager import JobStaging, Stager
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.fence import Fence
 from shared.jobs.commands import LoadStored
 from shared.jobs.job import Job, SessionPlan
 from shared.settings import S3Settings

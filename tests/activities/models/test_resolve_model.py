@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
 from activities.models.files import read_tensor_entries
+from longshore.layout import Layout
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape
 from shared.settings import DownloadSettings
 from shared.storage import artifacts

@@ -8,7 +8,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.packing.pack import PackDataset, Packed, PackRequest, write_plan
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, UnitsWriter
 from shared.settings import S3Settings, Settings

@@ -9,9 +9,10 @@ from activities.host_context import HostContext
 from activities.publishing.card import model_card
 from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.run_records import BeginRequest, Begun, RunRecords
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from longshore.training import Full
 from shared.errors import CorruptArtifact
-from shared.jobs.job import Full
+from shared.fence import Fence
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import result_sha256

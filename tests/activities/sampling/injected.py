@@ -13,8 +13,8 @@ from activities.sampling.client import Sampler
 from activities.sampling.sample import Drawing, Proved, ProveRequest, SamplerActivities, compare, draw_group
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from activities.tokenizing.render_prompts import PromptRow
+from longshore.fields import Artifact
 from shared.chat.completions import Sampling
-from shared.contract import Artifact
 from shared.errors import SamplerMismatch, SamplerUnavailable
 from shared.models.peft import WEIGHTS
 from shared.runs.serving import SamplerPlace

@@ -18,9 +18,10 @@ from activities.hosts.worker_process import WorkerProcess, processes_of
 from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.samplers import Samplers
+from longshore.fields import Artifact
 from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
-from shared.contract import Artifact, Fence
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings

@@ -31,9 +31,10 @@ from activities.sampling.samplers import Samplers
 from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
+from longshore.fields import Artifact
 from shared.chat.completions import SamplerReady, Sampling
-from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
+from shared.fence import Fence
 from shared.grading.graders import parse_grader
 from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.status import StepStatus

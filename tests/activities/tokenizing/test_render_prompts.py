@@ -24,7 +24,7 @@ from activities.tokenizing.render_prompts import (
 from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from examples.tiny_model import train_tokenizer
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.runs.sources import DatasetSource

@@ -18,7 +18,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.runs.previews import Report

@@ -26,8 +26,8 @@ from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from longshore.fields import Artifact
 from shared.chat.trajectories import ChatTrajectory
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource

@@ -15,7 +15,7 @@ from activities.tokenizing.render_prompts import PromptRow, PromptsFile, write_r
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade, parse_grader
 from shared.settings import Settings

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from longshore.training import Full
 from shared.errors import InvalidInput
-from shared.jobs.job import Full
 from shared.runs.requests import RLRun, dtype_of
 from shared.runs.start import check_startable, precision_of
 from shared.settings import SamplingSettings, Settings

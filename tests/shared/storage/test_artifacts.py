@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import CorruptArtifact
 from shared.settings import S3Settings
 from shared.storage.artifacts import (

@@ -11,6 +11,7 @@ from typing import Any
 
 from temporalio.client import Client
 
+from longshore.fields import Artifact
 from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.database.engine import open_database
@@ -22,7 +23,6 @@ from service.inference.questions import Inference
 from service.temporal import Temporal, connect_temporal
 from shared.chat.completions import SamplerReady
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.contract import Artifact
 from shared.settings import ServingSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths

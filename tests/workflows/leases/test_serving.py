@@ -20,6 +20,7 @@ from activities.hosts.worker_process import processes_of
 from activities.sampling.client import Sampler
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, ServingAdapters
+from longshore.fields import Artifact
 from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
@@ -28,8 +29,8 @@ from service.inference.eviction import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
-from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, SamplerUnavailable
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.requests import RLRun, RunRecord
 from shared.runs.serving import ServeRequest, ServingStart

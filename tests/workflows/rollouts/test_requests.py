@@ -2,7 +2,8 @@
 
 import pytest
 
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun
 from shared.runs.serving import LeasedSampler

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.accounts.tenants import Quotas
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -23,7 +24,6 @@ from service.apis.openai.fine_tuning.runs import Examples, openai_source, run_of
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
 from service.runs.views import RunView
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths
