@@ -31,7 +31,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.losses import PPO
 from longshore.training import Lora
 from service.cli.client import CliClient
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 

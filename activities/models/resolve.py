@@ -31,8 +31,8 @@ from shared.errors import InvalidInput
 from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
-from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
     FileEntry,
     Manifest,

@@ -24,11 +24,9 @@ from shared.chat.completions import (
     CompletionRequest,
     CompletionResponse,
     DrawnBy,
-    ModelCard,
-    ModelList,
-    SamplerMemory,
     Sampling,
 )
+from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings

@@ -27,10 +27,11 @@ from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype
-from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
+from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling
+from shared.chat.sampler_control import SamplerMemory
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.runs.requests import RunId
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore

@@ -21,12 +21,12 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
 from longshore.fields import Artifact, Frozen, Sha256
-from shared.chat.completions import SamplerMemory, SamplerReady
+from shared.chat.sampler_control import SamplerMemory, SamplerReady
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import newest_name
 from shared.models import peft
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import open_artifact
 

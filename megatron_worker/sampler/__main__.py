@@ -20,7 +20,8 @@ from typing import get_args
 from longshore.training import Dtype
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.watchdog import on_signals, start_watchdog
-from shared.chat.completions import LogprobsMode, SamplerReady
+from shared.chat.completions import LogprobsMode
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput
 from shared.log_lines import escape_output
 from shared.models.end_tokens import read_end_ids

@@ -21,14 +21,13 @@ from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Announcement, SyncReply
 from megatron_worker.weight_sync.synced_adapters import SyncedAdapters
-from shared.chat.completions import (
-    DrawnBy,
+from shared.chat.completions import DrawnBy, SamplerRequest
+from shared.chat.sampler_control import (
     LoadAdapterRequest,
     LoadWeightsRequest,
     ModelCard,
     ModelList,
     NameWeightsRequest,
-    SamplerRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )

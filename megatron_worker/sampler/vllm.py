@@ -27,7 +27,8 @@ from pydantic import ValidationError
 
 from longshore.training import Dtype
 from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
-from shared.chat.completions import ErrorResponse, SamplerReady
+from shared.chat.completions import ErrorResponse
+from shared.chat.sampler_control import SamplerReady
 from shared.child_environment import child_environment
 from shared.log_lines import escape_output
 from shared.models.end_tokens import GENERATION

@@ -30,8 +30,9 @@ from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.runs.acceptance import precision_of
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import Tenant
-from shared.runs.start import ModelRequest, ResolvedModel, precision_of
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage import paths

@@ -29,7 +29,8 @@ from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.runs.serving import (
+from shared.runs.start import timing_of
+from shared.serving import (
     CompleteRequest,
     LeasedSampler,
     SamplerPlace,
@@ -39,7 +40,6 @@ from shared.runs.serving import (
     sampler_of_questions,
     serving_id,
 )
-from shared.runs.start import timing_of
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress, announced
 from shared.storage.store import ObjectStore

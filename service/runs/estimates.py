@@ -15,7 +15,8 @@ from longshore.fields import Frozen
 from longshore.training import SessionRun
 from service.runs.checks import Checks
 from service.runs.rows import IndexedRun, RunRows
-from service.runs.views import Histories, RunHistory, devices_of
+from service.runs.views.history import Histories, RunHistory
+from service.runs.views.run_view import devices_of
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest

@@ -30,14 +30,13 @@ from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
-from service.runs.views import RunPage, RunView, with_cost
+from service.runs.views.run_view import RunPage, RunView, with_cost
 from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.runs.acceptance import check_startable, precision_of
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import (
     AnyStart,
-    check_startable,
-    precision_of,
     result_sha256,
     threads_per_rank,
     workflow_of,

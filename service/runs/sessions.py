@@ -16,7 +16,7 @@ from service.host_http.session_bells import SessionBells
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandHead, LoadStored, Skip

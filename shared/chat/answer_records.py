@@ -74,15 +74,10 @@ def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
         store.put_bytes(_alike(tenant, digest) + record.answer_id, b"")
 
 
-def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
-    """Read a tenant's answer. Returns None if the id is malformed or another tenant's, or the record was deleted."""
-    return parse_record(_read(store, tenant, answer_id))
-
-
 def look_up(store: ObjectStore, tenant: str, wanted: AnswerLookup) -> list[str | None]:
     """Read a tenant's records, of ids in their order, as JSON: a stranger has a part in what they hold.
 
-    Raises StoreUnavailable.
+    None stands for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
     """
     ids: Sequence[str] = wanted.ids
     if wanted.alike is not None:

@@ -22,8 +22,8 @@ from shared.fence import Fence
 from shared.jobs.job import Evaluation
 from shared.jobs.leases import SamplerKey
 from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
-from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.sources import DatasetSource
+from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from tests.activities.publishing.test_publish import request_for

@@ -14,7 +14,7 @@ from longshore.training import Full, Lora
 from service.cli.client import CliClient
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups

@@ -31,7 +31,7 @@ from service.cli.main import main
 from service.database.engine import open_database
 from service.host import control_workers
 from service.rebuild import rebuild
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from service.temporal import connect_temporal
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact

@@ -22,7 +22,7 @@ from service.host_http.trust import Trust
 from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost
 from shared.chat.completions import CompletionRequest
 from shared.errors import InvalidInput, WorkerLost
-from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.serving import CompleteRequest, ServedSampler
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress
 

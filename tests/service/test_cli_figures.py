@@ -10,7 +10,7 @@ from service.cli.exits import Stop
 from service.cli.output.follow import Bar, Lines
 from service.cli.output.render import seconds_of, span
 from service.cli.output.runs import phases, summary, took
-from service.runs.views import RunView, seconds_left
+from service.runs.views.run_view import RunView, seconds_left
 from shared.fence import Fence
 from shared.jobs.events import Saved, Step, Succeeded
 from shared.runs.events import RunEvent

@@ -31,12 +31,12 @@ from longshore.fields import Artifact, Frozen
 from longshore.training import Lora
 from service.host import _AT_ONCE, serve_host
 from service.temporal import connect_temporal
+from shared.automation.webhooks import Notice, Webhook
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
-from shared.runs.webhooks import Notice, Webhook
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys, webhook_record
 from shared.storage.store import LocalStore, open_store

@@ -22,7 +22,7 @@ from temporalio.worker import Worker
 from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from service.temporal import connect_temporal
-from shared.chat.completions import SamplerReady
+from shared.chat.sampler_control import SamplerReady
 from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerRecord
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact

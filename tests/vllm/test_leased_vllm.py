@@ -21,10 +21,11 @@ from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import compare
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from longshore.fields import Artifact
-from shared.chat.completions import SamplerReady, Sampling
+from shared.chat.completions import Sampling
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.runs.serving import LeasedSampler
+from shared.serving import LeasedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import open_store

@@ -36,10 +36,10 @@ from service.dev.connection import Connection
 from service.host import serve_host
 from service.temporal import connect_temporal
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
+from shared.runs.models import ModelRequest
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
-from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK

@@ -14,7 +14,7 @@ from activities.tracking.track import Tracked, TrackRequest
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.models.shape import ModelShape
-from shared.runs.start import ModelRequest, ResolvedModel
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, uri_of
 from tests.workflows.stand_in import artifact

@@ -24,8 +24,9 @@ from activities.hosts.worker_process import processes_of
 from longshore.layout import Layout
 from shared.fence import Fence
 from shared.jobs.events import Step
+from shared.runs.models import ModelRequest
 from shared.runs.sources import DatasetSource
-from shared.runs.start import ModelRequest, RunTiming
+from shared.runs.start import RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.storage.paths import RunKeys
 from tests.depth import drawn

@@ -17,10 +17,10 @@ from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun, dtype_of
 from shared.runs.rollouts import Rollouts
-from shared.runs.serving import SamplerPlace
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData, StepStatus
+from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
 from workflows import policies as limits
 

@@ -26,10 +26,10 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.weight_sync import SyncTarget
     from shared.models.shape import ModelShape
-    from shared.runs.serving import LeasedSampler, SamplerPlace
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, Problem, RLState, RolloutData, StepStatus
+    from shared.serving import LeasedSampler, SamplerPlace
     from workflows import control
     from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests

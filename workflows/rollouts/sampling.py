@@ -15,9 +15,9 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
-    from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
     from shared.runs.start import RLStart
     from shared.runs.status import Problem
+    from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunFailed, is_mismatch, problem_of_error

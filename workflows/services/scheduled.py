@@ -9,7 +9,7 @@ from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedErro
 
 with workflow.unsafe.imports_passed_through():
     from activities.sources.download import Download, DownloadRequest
-    from shared.runs.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
+    from shared.automation.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
     from shared.runs.status import RunStatus
     from workflows import control, policies
     from workflows.outcomes import problem_of_error

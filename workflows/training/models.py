@@ -8,7 +8,8 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.training import Lora
     from shared.models.shape import ModelShape
-    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
+    from shared.runs.models import ModelRequest, ResolvedModel
+    from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef
     from workflows import control, policies
 

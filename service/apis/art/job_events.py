@@ -11,7 +11,8 @@ from pydantic import BaseModel, JsonValue
 from service.apis.lists import ListAnswer, page_after, page_of
 from service.backend import Backend
 from service.inference.art_models import finite_metrics
-from service.runs.views import RunView, dropped, last_lines
+from service.runs.views.run_view import RunView
+from service.runs.views.words import dropped, last_lines
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Step
 from shared.runs.status import StepStatus

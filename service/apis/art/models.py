@@ -16,7 +16,7 @@ from service.apis.lists import ListAnswer, RecordView, Seconds, page_after, page
 from service.backend import Backed
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from shared.errors import InvalidInput
-from shared.runs.start import precision_of
+from shared.runs.acceptance import precision_of
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]

@@ -45,7 +45,7 @@ from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
 from service.errors import Conflict
 from service.inference.art_models import ArtModel
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import StepRequest, StepStatus
 

@@ -15,8 +15,8 @@ from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
 from shared.errors import InvalidInput
+from shared.runs.acceptance import precision_of
 from shared.runs.requests import Precision
-from shared.runs.start import precision_of
 from shared.storage.artifacts import FileEntry
 from shared.storage.host_states import read_states
 

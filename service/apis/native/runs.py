@@ -18,10 +18,12 @@ from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
 from service.runs.estimates import Estimate
-from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
+from service.runs.views.history import Metrics
+from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
+from service.runs.views.words import last_lines, log_line
 from shared.errors import StoreUnavailable
+from shared.runs.acceptance import precision_of
 from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
-from shared.runs.start import precision_of
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry

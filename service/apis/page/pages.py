@@ -17,8 +17,8 @@ from service.accounts.principals import ALL_SCOPES, Asking
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from service.errors import Forbidden
+from shared.automation.webhooks import NOTICE_TYPES
 from shared.runs.requests import RUN_ID
-from shared.runs.webhooks import NOTICE_TYPES
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
     from service.cli.client import CliClient
-    from service.runs.views import RunView
+    from service.runs.views.run_view import RunView
     from shared.runs.requests import Run
 
 _EXAMPLES = """\b

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from service.cli.output.render import ago, plain, print_table, span
 
 if TYPE_CHECKING:
-    from service.runs.views import RunView
+    from service.runs.views.run_view import RunView
     from shared.runs.requests import Precision
 
 _RESUME = "go on: longshore resume {0}"
@@ -42,7 +42,8 @@ def outcome(view: "RunView") -> dict[str, Any]:
 
 def summary(view: "RunView", place: int | None = None) -> str:
     """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
-    from service.runs.views import dropped, main_metrics, seconds_left
+    from service.runs.views.run_view import seconds_left
+    from service.runs.views.words import dropped, main_metrics
 
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
     if view.state == "running":

@@ -13,7 +13,7 @@ from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
 from longshore.training import Lora
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.shape import ModelShape
-from shared.runs.start import ModelRequest, ResolvedModel
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.settings import Settings
 from tests.activities.models.resolving import edit, stage
 

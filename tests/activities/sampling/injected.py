@@ -17,7 +17,7 @@ from longshore.fields import Artifact
 from shared.chat.completions import Sampling
 from shared.errors import SamplerMismatch, SamplerUnavailable
 from shared.models.peft import WEIGHTS
-from shared.runs.serving import SamplerPlace
+from shared.serving import SamplerPlace
 
 DRAWING = Drawing(group_size=1, sampling=Sampling(max_tokens=4), seed=0, policy_version=0)
 

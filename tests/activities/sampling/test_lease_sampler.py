@@ -19,11 +19,12 @@ from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.samplers import Samplers
 from longshore.fields import Artifact
-from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
+from shared.chat.completions import CompletionRequest, Sampling
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import FileEntry, Manifest, seal, upload_artifact
 from shared.storage.files import write_atomically

@@ -33,8 +33,8 @@ from shared.errors import InvalidInput, SamplerUnavailable
 from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.requests import RLRun, RunRecord
-from shared.runs.serving import ServeRequest, ServingStart
 from shared.runs.start import RunTiming
+from shared.serving import ServeRequest, ServingStart
 from shared.settings import QuotaSettings, ServingSettings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version

@@ -23,7 +23,7 @@ from service.apis.openai.fine_tuning.results import FILE_ID
 from service.apis.openai.fine_tuning.runs import Examples, openai_source, run_of_job
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from service.backend import Backend
 from service.files.files import PublishedFiles
-from service.runs.views import Metrics
+from service.runs.views.history import Metrics
 from shared.errors import NotFound
 from shared.runs.requests import RUN_ID
 

@@ -9,7 +9,9 @@ from pydantic import BaseModel, JsonValue
 from longshore.training import SessionRun
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
-from service.runs.views import SKIPPED, Cost, RunHistory, RunView, event_in_words, last_lines, seconds_left
+from service.runs.views.history import RunHistory
+from service.runs.views.run_view import Cost, RunView, seconds_left
+from service.runs.views.words import SKIPPED, event_in_words, last_lines
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent

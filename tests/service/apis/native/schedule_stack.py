@@ -19,8 +19,8 @@ from service.database import migrate
 from service.database.engine import open_database
 from service.host import control_workers
 from service.temporal import Temporal, connect_temporal
+from shared.automation.schedules import ScheduledRun, schedule_id
 from shared.runs.requests import RunRecord
-from shared.runs.schedules import ScheduledRun, schedule_id
 from shared.runs.status import RunStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys

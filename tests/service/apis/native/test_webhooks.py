@@ -21,9 +21,9 @@ from service.errors import Conflict
 from service.host import control_workers
 from service.runs.rows import notice_of
 from service.temporal import connect_temporal
+from shared.automation.webhooks import Notice, Webhook
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import Problem
-from shared.runs.webhooks import Notice, Webhook
 from shared.settings import Settings, WebhookSettings
 from shared.storage.paths import webhook_record
 from shared.storage.store import open_store
