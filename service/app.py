@@ -87,13 +87,7 @@ TINKER_ROUTERS = (
     tinker_rest.router,
     tinker_downloads.router,
 )
-NATIVE_ROUTERS = (
-    data_api.router,
-    models_api.router,
-    sessions_api.router,
-    run_files_api.router,
-    automation_api.router,
-)
+NATIVE_ROUTERS = (data_api.router, models_api.router, sessions_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
 
 

@@ -72,11 +72,7 @@ class Decoding:
         return await _while_connected(request.receive, work)
 
     async def call_for(
-        self,
-        tenant: str,
-        function: Callable[[*Arguments], AnswerT],
-        *arguments: *Arguments,
-        is_large: bool = False,
+        self, tenant: str, function: Callable[[*Arguments], AnswerT], *arguments: *Arguments, is_large: bool = False
     ) -> AnswerT:
         """Call a module-level function in a child, in a tenant's share. Raises as `call` does."""
         limits = ConfinedSettings(

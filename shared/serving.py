@@ -83,11 +83,7 @@ def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> S
     """Return the key of the sampler that answers questions to a model, and to adapters on it."""
     serving = settings.serving
     return SamplerKey(
-        model=model,
-        dtype=dtype,
-        threads=settings.cpu_threads,
-        slots=serving.slots,
-        max_model_len=serving.max_model_len,
+        model=model, dtype=dtype, threads=settings.cpu_threads, slots=serving.slots, max_model_len=serving.max_model_len
     )
 
 

@@ -30,10 +30,7 @@ _KINDS = {
     "SamplerUnavailable": "sampler_unavailable",
     "SamplerMismatch": "sampler_mismatch",
 }
-_TIMEOUTS = {
-    TimeoutType.HEARTBEAT: "its host went silent",
-    TimeoutType.SCHEDULE_TO_START: "its host did not take it",
-}
+_TIMEOUTS = {TimeoutType.HEARTBEAT: "its host went silent", TimeoutType.SCHEDULE_TO_START: "its host did not take it"}
 
 
 _SKIPPED = "skipped: nothing in them was to be learned from, and they changed no weight"

@@ -11,12 +11,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.commands import (
-        CommandRecordRequest,
-        CommandRecords,
-        FillGapRequest,
-        FindCommandsRequest,
-    )
+    from activities.records.commands import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
     from shared.jobs.job import SessionPlan

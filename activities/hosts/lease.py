@@ -146,10 +146,7 @@ class ProcessLease:
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(
-            fence=mark.fence,
-            host_queue=self._host_queue,
-            worker_id=worker.worker_id,
-            joined=joined,
+            fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined
         ).model_copy(update=reached)
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):

@@ -199,12 +199,7 @@ def launch(
     private_folder(worker.root)
     host = psutil.Process()
     record = WorkerRecord(
-        worker_id=worker_id,
-        pid=0,
-        started_at=0.0,
-        host_pid=host.pid,
-        host_started_at=host.create_time(),
-        key=key,
+        worker_id=worker_id, pid=0, started_at=0.0, host_pid=host.pid, host_started_at=host.create_time(), key=key
     )
     write_atomically(worker.record, record.model_dump_json().encode())
     temporary = worker.root / "tmp"  # deleted with the worker's folder

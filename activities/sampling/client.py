@@ -19,13 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
 from activities.sampling.streamed import StreamedAnswer, Tell, bounded_pieces, error_of, lines
-from shared.chat.completions import (
-    Choice,
-    CompletionRequest,
-    CompletionResponse,
-    DrawnBy,
-    Sampling,
-)
+from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, DrawnBy, Sampling
 from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule

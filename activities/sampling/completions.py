@@ -117,11 +117,7 @@ def sample_of(completion: Completion, place: str, policy_version: int) -> Sample
 def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
     """The samples as graders see them."""
     for sample in group.samples:
-        told = {
-            "output_text": sample.text,
-            "finish_reason": sample.finish_reason,
-            "num_tokens": len(sample.token_ids),
-        }
+        told = {"output_text": sample.text, "finish_reason": sample.finish_reason, "num_tokens": len(sample.token_ids)}
         yield SampledItem(sample=told, item=prompt.item)
 
 

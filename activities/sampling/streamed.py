@@ -84,11 +84,7 @@ class StreamedAnswer:
         if self._head is None or self._usage is None or any(choice.finish_reason is None for choice in choices):
             raise SamplerUnavailable(f"{self._place}: the stream ended before the answer")
         return CompletionResponse(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=choices,
-            usage=self._usage,
+            id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=self._usage
         )
 
 

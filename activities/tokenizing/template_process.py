@@ -23,12 +23,7 @@ import markupsafe
 from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
 from activities.isolation.frames import FramedProcess, frames_of, write_frame
-from activities.tokenizing.chat_template import (
-    ChatTemplate,
-    Rendered,
-    WeightedSpan,
-    one_of,
-)
+from activities.tokenizing.chat_template import ChatTemplate, Rendered, WeightedSpan, one_of
 from activities.tokenizing.template_environment import Raised, Unrendered, load_everything
 from shared.errors import InvalidInput
 
@@ -66,11 +61,7 @@ class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
 
     def __init__(
-        self,
-        template: TemplateSource,
-        place: str,
-        row_limit_s: float = 10.0,
-        bwrap: str | None = bubblewrap.INSTALLED,
+        self, template: TemplateSource, place: str, row_limit_s: float = 10.0, bwrap: str | None = bubblewrap.INSTALLED
     ) -> None:
         """`place` names the template in errors. `bwrap`: the path of bubblewrap, which is preferred."""
         self._place = place

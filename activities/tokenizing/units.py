@@ -219,10 +219,7 @@ class KeptRows:
         block, cut_R = self.block, self.too_long_R & self.truncate
         tally.add_rows(block.num_tokens_R)
         tally.add_kept(
-            int(self.kept_R.sum()),
-            int(self.kept_T.sum()),
-            int(self.target_T.sum()),
-            int((self.kept_R & cut_R).sum()),
+            int(self.kept_R.sum()), int(self.kept_T.sum()), int(self.target_T.sum()), int((self.kept_R & cut_R).sum())
         )
         for row in np.flatnonzero(~self.kept_R):
             if self.too_long_R[row] and not self.truncate:

@@ -142,11 +142,7 @@ class PackTrajectories:
 
 
 def pack_groups(
-    request: GroupsRequest,
-    groups: Path,
-    names: tuple[str, ...],
-    tokenizer: TokenizerFiles | None,
-    folder: Path,
+    request: GroupsRequest, groups: Path, names: tuple[str, ...], tokenizer: TokenizerFiles | None, folder: Path
 ) -> GroupsReport:
     """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
 

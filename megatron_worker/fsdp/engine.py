@@ -9,13 +9,7 @@ from torch import Tensor
 
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
-from megatron_worker.engine import (
-    Batch,
-    Facts,
-    LossFunction,
-    Outputs,
-    Scores,
-)
+from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel

@@ -140,11 +140,7 @@ def read_adapter(
 
 
 def write_adapter(
-    folder: Path | None,
-    lora: Lora,
-    slices: Sequence[TensorSlice],
-    parameters: Mapping[str, Tensor],
-    ranks: StateRanks,
+    folder: Path | None, lora: Lora, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
     """Write PEFT's folder, in float32 whatever the engine computes in."""
     tensors = _whole(slices, parameters, ranks, torch.float32)

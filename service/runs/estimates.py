@@ -112,11 +112,7 @@ class Estimates:
             max_rows=_ALL_ROWS,
         )
         cut = Cut(
-            seed=run.seed,
-            epochs=run.epochs,
-            steps=run.steps,
-            batch_size=run.batch_size,
-            batch_tokens=run.batch_tokens,
+            seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens
         )
         found = _counts(await self._checks.preview(tenant, request, cut))
         pace = await self._pace(tenant, run, _tokens_per_s)

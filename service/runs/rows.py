@@ -140,11 +140,7 @@ class RunRows:
         return await self._database.reading(lambda session: session.scalars(query).one())
 
     async def page(
-        self,
-        tenant: str,
-        limit: int,
-        after: str | None = None,
-        **wanted: Unpack[RunFilter],
+        self, tenant: str, limit: int, after: str | None = None, **wanted: Unpack[RunFilter]
     ) -> tuple[IndexedRun, ...]:
         """List a tenant's runs, newest first: those behind the run `after`."""
         query = select(RunRow).where(RunRow.tenant == tenant)

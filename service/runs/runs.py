@@ -35,12 +35,7 @@ from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.acceptance import check_startable, precision_of
 from shared.runs.requests import Run, RunRecord, Source
-from shared.runs.start import (
-    AnyStart,
-    result_sha256,
-    threads_per_rank,
-    workflow_of,
-)
+from shared.runs.start import AnyStart, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
@@ -223,14 +218,7 @@ class Runs:
         run = await self._row(tenant, run_id)
         return await self._states.current(run) if run.is_open else run
 
-    async def page(
-        self,
-        tenant: str,
-        *,
-        limit: int,
-        after: str | None = None,
-        **wanted: Unpack[RunFilter],
-    ) -> RunPage:
+    async def page(self, tenant: str, *, limit: int, after: str | None = None, **wanted: Unpack[RunFilter]) -> RunPage:
         """A tenant's runs, newest first, as the index has them: a second old at most.
 
         Args:

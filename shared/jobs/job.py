@@ -13,12 +13,7 @@ from longshore.losses import CrossEntropy
 from longshore.training import Adam, Dtype, Trainable
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import (
-    Loss,
-    is_policy_loss,
-    reference_of,
-    scores_old,
-)
+from shared.jobs.losses import Loss, is_policy_loss, reference_of, scores_old
 from shared.jobs.weight_sync import SyncTarget
 
 

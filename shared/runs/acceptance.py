@@ -3,13 +3,7 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.jobs.layout import check_ranks
-from shared.runs.requests import (
-    DPORun,
-    Precision,
-    RLRun,
-    Run,
-    SFTRun,
-)
+from shared.runs.requests import DPORun, Precision, RLRun, Run, SFTRun
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16

@@ -3,10 +3,7 @@
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
 from shared.models.shape import ModelShape
-from shared.runs.requests import (
-    RunId,
-    Tenant,
-)
+from shared.runs.requests import RunId, Tenant
 
 
 class ModelRequest(Frozen):

@@ -10,12 +10,7 @@ from longshore.losses import PPO, PolicyLoss
 from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, SessionRun, Trainable
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import (
-    PRESETS,
-    AdvantageKind,
-    Preset,
-    with_algorithm,
-)
+from shared.jobs.losses import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 
@@ -301,8 +296,7 @@ MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character",
 
 
 WandbName = Annotated[
-    str,
-    pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters"),
+    str, pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters")
 ]
 
 

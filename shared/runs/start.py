@@ -9,17 +9,7 @@ from pydantic import Field
 from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
-from shared.runs.requests import (
-    FIRST_TENANT,
-    DatasetRun,
-    DPORun,
-    RLRun,
-    Run,
-    RunId,
-    RunRecord,
-    SFTRun,
-    Tenant,
-)
+from shared.runs.requests import FIRST_TENANT, DatasetRun, DPORun, RLRun, Run, RunId, RunRecord, SFTRun, Tenant
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
 from shared.settings import QuotaSettings, Settings

@@ -137,12 +137,7 @@ class Leasing:
         """Ask for a sampler. The one that was held before is given back."""
         patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(
-            run_id=run_id,
-            epoch=epoch,
-            key=key,
-            ready_timeout_s=patience_s,
-            sync_backend=sync_backend,
-            avoid=self.avoid,
+            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend, avoid=self.avoid
         )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 

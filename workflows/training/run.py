@@ -66,11 +66,7 @@ class ActiveRun:
     """
 
     def __init__(
-        self,
-        start: AnyStart,
-        current: Callable[[], RunStatus],
-        before: RunStatus | None = None,
-        holds: bool = False,
+        self, start: AnyStart, current: Callable[[], RunStatus], before: RunStatus | None = None, holds: bool = False
     ) -> None:
         self.start = start
         self.status = before or _first_status(start)

@@ -155,10 +155,7 @@ def state_after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
     """Show the policy that a step made, and return the state that the next step trains on."""
     assert done.policy_version is not None and done.optimizer_step is not None
     run.show(
-        policy_version=done.policy_version,
-        step=done.optimizer_step,
-        metrics=done.metrics,
-        checkpoint=done.checkpoint,
+        policy_version=done.policy_version, step=done.optimizer_step, metrics=done.metrics, checkpoint=done.checkpoint
     )
     if done.adapter is not None:
         run.show(adapter=done.adapter, adapter_sha256=done.adapter_sha256, name=done.name, version=done.version)

@@ -30,14 +30,7 @@ from service.apis.art.job_events import (
     sft_events,
     sft_status,
 )
-from service.apis.art.job_request import (
-    MODEL_LABEL,
-    RlRequest,
-    SftRequest,
-    art_source,
-    rl_run,
-    sft_run,
-)
+from service.apis.art.job_request import MODEL_LABEL, RlRequest, SftRequest, art_source, rl_run, sft_run
 from service.apis.art.sent_groups import GROUPS
 from service.apis.errors import validation_problem
 from service.apis.json_bodies import JsonBody, JsonRoute

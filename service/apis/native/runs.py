@@ -108,11 +108,7 @@ async def _submitted(
 
 @router.post("/runs/sft", status_code=201)
 async def submit_sft(
-    run: JsonBody[SFTRun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
+    run: JsonBody[SFTRun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
 ) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
     return await _submitted(backend, asking, run, idempotency_key, source)
@@ -120,11 +116,7 @@ async def submit_sft(
 
 @router.post("/runs/dpo", status_code=201)
 async def submit_dpo(
-    run: JsonBody[DPORun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
+    run: JsonBody[DPORun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
 ) -> RunView:
     """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
     return await _submitted(backend, asking, run, idempotency_key, source)
@@ -132,11 +124,7 @@ async def submit_dpo(
 
 @router.post("/runs/rl", status_code=201)
 async def submit_rl(
-    run: JsonBody[RLRun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
+    run: JsonBody[RLRun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
 ) -> RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
     return await _submitted(backend, asking, run, idempotency_key, source)

@@ -13,10 +13,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.openai.answering import answered
 from service.apis.openai.streams import ChatChunks, TextChunks
 from service.backend import Backed
-from shared.chat.completions import (
-    CompletionRequest,
-    CompletionResponse,
-)
+from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
 from shared.errors import NotFound
 

@@ -91,8 +91,7 @@ def create(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Whose it is, or what for: its title in lists.")] = "",
     title: Annotated[str, typer.Option(help="The same as NAME.")] = "",
     scope: Annotated[
-        list[ScopeName] | None,
-        typer.Option(help="May be repeated; read, write and inference if absent."),
+        list[ScopeName] | None, typer.Option(help="May be repeated; read, write and inference if absent.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
 ) -> CommandAnswer:

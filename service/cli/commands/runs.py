@@ -26,8 +26,7 @@ _LONG_POLL_S = 10.0
 _GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean", "session": "loss"}  # what a list shows of how runs do
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids),
+    str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
 app = typer.Typer(rich_markup_mode=None)

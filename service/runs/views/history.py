@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 
 from longshore.fields import Frozen
 from service.runs.views.run_view import EventPage, StepPage
-from shared.jobs.events import (
-    Evaluated,
-    EvaluationSample,
-    Saved,
-    Step,
-)
+from shared.jobs.events import Evaluated, EvaluationSample, Saved, Step
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.storage.artifacts import find_artifact

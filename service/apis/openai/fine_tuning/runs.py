@@ -204,11 +204,7 @@ def _reinforcement(
     if "steps" not in rollouts:
         rollouts["epochs"] = shown["n_epochs"] = epochs
     rollouts.setdefault("group_size", max(2, round(_GROUP_SIZE * multiplier)))
-    rollouts |= {
-        "prompts": {"uri": training.uri, **reading},
-        "grader": method.grader,
-        "prompts_per_step": batch,
-    }
+    rollouts |= {"prompts": {"uri": training.uri, **reading}, "grader": method.grader, "prompts_per_step": batch}
     if validation is not None:
         interval = _given(chosen.eval_interval, automatic.evaluation_interval(training.count, epochs, max(1, batch)))
         samples = _given(chosen.eval_samples, 1)
