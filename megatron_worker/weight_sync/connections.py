@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 from longshore.fields import Frozen, Sha256
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 from shared.jobs.weight_sync import secret_of_run
 from shared.storage.files import listen_privately, reachable
 
@@ -288,6 +289,4 @@ def parse_message(kind: type[M], data: bytes) -> M:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise SyncBroken(f"no message of this schema: {place}: {first['msg']}") from error
+        raise SyncBroken(f"no message of this schema: {first_rule(error)}") from error

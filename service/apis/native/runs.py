@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
 from longshore.fields import Frozen
-from service.accounts.principals import BEARER, Asking, Principal, reads_or_writes
+from service.accounts.principals import BEARER, Asking, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.file_answers import file_answer, tar_answer
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -98,36 +98,37 @@ async def _source(request: Request) -> Source:
 SentBy = Annotated[Source, Depends(_source)]
 
 
-async def _submitted(
-    backend: Backend, asking: Principal, run: Run, idempotency_key: str | None, source: Source
-) -> RunView:
-    """Start a run. A repeated key means the same run, whatever a name in it stands for by then."""
-    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
-    return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
+async def _submitting(
+    backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
+) -> Callable[[Run], Awaitable[RunView]]:
+    """Return what starts a run. A repeated key means the same run, whatever a name in it stands for by then."""
+
+    async def submit(run: Run) -> RunView:
+        named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
+        return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
+
+    return submit
+
+
+Submits = Annotated[Callable[[Run], Awaitable[RunView]], Depends(_submitting)]
 
 
 @router.post("/runs/sft", status_code=201)
-async def submit_sft(
-    run: JsonBody[SFTRun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
-) -> RunView:
+async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/runs/dpo", status_code=201)
-async def submit_dpo(
-    run: JsonBody[DPORun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
-) -> RunView:
+async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> RunView:
     """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/runs/rl", status_code=201)
-async def submit_rl(
-    run: JsonBody[RLRun], backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
-) -> RunView:
+async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/estimate")
