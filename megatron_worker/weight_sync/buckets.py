@@ -183,12 +183,13 @@ def view_of(buffer: Tensor, part: BucketPart) -> Tensor:
     return buffer[part.start : part.start + part.num_bytes].view(DTYPES[part.dtype]).view(part.rows_shape)
 
 
-def checksum(tensors: Iterable[Tensor], found: int = 0) -> int:
+def checksum(tensors: Iterable[Tensor]) -> int:
     """Return a sum of the tensors' bits that notices changed, missing and exchanged elements; for faults, not attacks.
 
     Of 8-byte words x_i in chunks: h ← 1099511628211 h + Σ (2 i + 1) x_i modulo 2^64, then the same for the bytes that
-    are left. The same on every device. `found`: h of the tensors before.
+    are left. The same on every device.
     """
+    found = 0
     for tensor in tensors:
         for chunk in tensor.detach().view(-1).view(torch.uint8).split(_CHUNK):
             whole = len(chunk) // 8 * 8

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field, ValidationError
 
@@ -52,28 +52,20 @@ class StoredCommand:
     data: bytes
 
 
+@dataclass(eq=False)
 class Sessions:
     """Hands commands to sessions, and reads their results."""
 
-    def __init__(
-        self,
-        runs: Runs,
-        rows: RunRows,
-        store: ObjectStore,
-        temporal: Temporal,
-        quotas: Quotas,
-        bells: SessionBells,
-        results_days: float,
-    ) -> None:
-        self._runs = runs
-        self._bells = bells
-        self._rows = rows
-        self._results_days = results_days
-        self._pruned_until = 0.0
-        self._store = store
-        self._temporal = temporal
-        self._quotas = quotas
-        self._answered: dict[str, float] = {}  # when a session last had a result, as far as this process has seen
+    _runs: Runs
+    _rows: RunRows
+    _store: ObjectStore
+    _temporal: Temporal
+    _quotas: Quotas
+    _bells: SessionBells
+    _results_days: float
+    _pruned_until: float = 0.0
+    _answered: dict[str, float] = field(default_factory=dict)
+    """When a session last had a result, as far as this process has seen."""
 
     async def send(self, tenant: str, run_id: str, number: int, asked: Asked, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.

@@ -176,7 +176,7 @@ GRADER_TYPES = tuple(get_args(kind.model_fields["type"].annotation)[0] for kind 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 
 
-def parse_grader(fields: JsonValue, place: str = "grader") -> Grader:
+def parse_grader(fields: JsonValue) -> Grader:
     """A grader from what a user sent.
 
     Raises:
@@ -186,7 +186,7 @@ def parse_grader(fields: JsonValue, place: str = "grader") -> Grader:
         grader: Grader = _ADAPTER.validate_python(fields)
     except ValidationError as error:
         field, rule = first_error(error, GRADER_TYPES)
-        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from error
+        raise InvalidInput(rule, f"grader.{field}".rstrip(".")) from error
     return grader
 
 

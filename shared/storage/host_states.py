@@ -104,9 +104,9 @@ def delete_state(store: ObjectStore, state: HostState) -> None:
     store.delete(_key(state))
 
 
-def read_states(store: ObjectStore, shape: str, now: float | None = None) -> tuple[HostState, ...]:
+def read_states(store: ObjectStore, shape: str) -> tuple[HostState, ...]:
     """Read the states of the GPU and sampler hosts of a shape that are up. Those of hosts long gone are deleted."""
-    now, found = time.time() if now is None else now, list[HostState]()
+    now, found = time.time(), list[HostState]()
     for info in store.list(HOST_STATES):
         with suppress(NotFound, ValidationError):  # it has just left, or is of another version
             state = HostState.model_validate_json(store.get_bytes(info.key))

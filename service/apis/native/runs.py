@@ -36,6 +36,7 @@ router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCI
 open_router = APIRouter(prefix=PREFIX)
 """Operations that need no key."""
 _POLL_S = 0.5
+_EVENTS_AT_ONCE = 1000
 _CLIENT_IS_GONE_S = 86_400.0
 _LAST_STEP = 99_999_999
 StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
@@ -277,13 +278,11 @@ async def _events_within(
         await asyncio.sleep(_POLL_S)
 
 
-async def _event_pages(
-    backend: Backend, tenant: str, run_id: str, after: str | None, limit: int = 1000
-) -> AsyncIterator[EventPage]:
+async def _event_pages(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[EventPage]:
     """Yield pages of events as they come, until the run has ended and all were read."""
     while True:
         ended = await _has_ended(backend, tenant, run_id)  # asked first: what is read next is then complete
-        page = await backend.reader.events(run_id, after, limit)
+        page = await backend.reader.events(run_id, after, _EVENTS_AT_ONCE)
         yield page
         after = page.next or after
         if not page.events:
