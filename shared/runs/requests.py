@@ -122,7 +122,7 @@ class SFTRun(_DatasetRun):
 
 
 class DPORun(_DatasetRun):
-    """Direct preference optimisation (shared.jobs.job.DPO), as a user asks for it: an example is a pair.
+    """Direct preference optimisation (shared.jobs.losses.DPO), as a user asks for it: an example is a pair.
 
     A pair's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
     """
