@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, model_validator
 from longshore.fields import Frozen, Name, pattern
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import PPO, PolicyLoss
-from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, SessionRun, Trainable
+from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, ModelUri, SessionRun, Trainable
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import PRESETS, AdvantageKind, Preset, with_algorithm
@@ -36,9 +36,7 @@ class _DatasetRun(Frozen):
     kind: str
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
+    model: ModelUri
     dataset: DatasetSource
     eval_dataset: DatasetSource | None = None
     trainable: Trainable = Lora()
@@ -158,9 +156,7 @@ class RLRun(Frozen):
     kind: Literal["rl"] = "rl"
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
+    model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
