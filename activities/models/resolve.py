@@ -238,11 +238,10 @@ def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, hos
         return
     if names := _different(read_record(host.store, key, Manifest), now):
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        raise InvalidInput(
-            f"this {what.replace('_', ' ')} is not the one that the run began with: {', '.join(names[:_MOST_NAMES])}"
-            f"{more} changed since; put the former files back and resume, or start a new run",
-            place,
-        )
+        changed = f"{', '.join(names[:_MOST_NAMES])}{more} changed since"
+        advice = "put the former files back and resume, or start a new run"
+        kind = what.replace("_", " ")
+        raise InvalidInput(f"this {kind} is not the one that the run began with: {changed}; {advice}", place)
 
 
 def _different(before: Manifest, now: Manifest) -> list[str]:

@@ -286,21 +286,15 @@ class PromptTally:
         if not self.num_rows:
             raise InvalidInput("the dataset is empty: no file holds a row", place)
         if self.num_too_long == self.num_rows:
-            raise InvalidInput(
-                f"all {self.num_rows} prompts are too long: the shortest has {self.shortest} tokens, and "
-                f"{self.max_tokens} leave room for an answer",
-                place,
-            )
+            why = f"the shortest has {self.shortest} tokens, and {self.max_tokens} leave room for an answer"
+            raise InvalidInput(f"all {self.num_rows} prompts are too long: {why}", place)
         num_lost = self.num_too_long + self.num_refused
         if num_lost == self.num_rows or num_lost > max_lost_fraction * self.num_rows:
             first = "; ".join(f"{row.place} ({row.reason})" for row in self.lost[:_MAX_NAMED])
             reasons = {"too long to be answered": self.num_too_long, "refused by the chat template": self.num_refused}
             why = " or ".join(reason for reason, num in reasons.items() if num)
-            raise InvalidInput(
-                f"{num_lost} of {self.num_rows} prompts are {why}, more than "
-                f"max_lost_fraction {max_lost_fraction:g}; first: {first}",
-                place,
-            )
+            rule = f"more than max_lost_fraction {max_lost_fraction:g}; first: {first}"
+            raise InvalidInput(f"{num_lost} of {self.num_rows} prompts are {why}, {rule}", place)
 
 
 def _probe_of(token_ids: list[int]) -> tuple[int, ...]:

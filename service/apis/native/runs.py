@@ -85,7 +85,7 @@ async def _check_store(backend: Backend) -> str:
         return "away"
 
 
-class Asked(RootModel[SFTRun | DPORun | RLRun]):
+class RunRequest(RootModel[SFTRun | DPORun | RLRun]):
     """A run, by its `kind`."""
 
     root: SFTRun | DPORun | RLRun = Field(discriminator="kind")
@@ -133,7 +133,7 @@ async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> RunView:
 
 
 @router.post("/estimate")
-async def estimate_run(run: JsonBody[Asked], backend: Backed, asking: Asking) -> Estimate:
+async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Asking) -> Estimate:
     """What a run would be: steps and tokens, counted; time and cost, where earlier runs of its model tell. Starts
     nothing."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run.root)
