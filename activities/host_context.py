@@ -18,9 +18,9 @@ from typing import TypeVar, TypeVarTuple
 from temporalio import activity
 
 from activities.confined import calls as confined
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.settings import Settings
-from shared.storage.artifacts import find, manifest_of, stage, upload_files
+from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
 
@@ -85,7 +85,7 @@ class HostContext:
             key: derived from everything that `make` depends on.
             make: fills the folder that it is given. What it raises is raised, and nothing is kept.
         """
-        if done := find(self.store, key):
+        if done := find_artifact(self.store, key):
             return done
         with self.scratch(purpose) as folder:
             make(folder)
@@ -157,16 +157,16 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def beating(detail: Callable[[], object] = lambda: None, news: threading.Event | None = None) -> Iterator[None]:
+def beating(detail: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Send the current activity's heartbeat once a second until the block ends, each with a fresh `detail()`.
 
-    `news`: when it is set, the next heartbeat follows at once. Temporal delivers cancellations with heartbeats, so an
-    activity in this block learns of one within about a second. Outside an activity this does nothing.
+    Temporal delivers cancellations with heartbeats, so an activity in this block learns of one within about a second.
+    Outside an activity this does nothing.
     """
     if not activity.in_activity():
         yield
         return
-    ended, news = threading.Event(), news or threading.Event()
+    ended = threading.Event()
     context = contextvars.copy_context()  # the activity that this thread belongs to
 
     def beat() -> None:
@@ -175,8 +175,7 @@ def beating(detail: Callable[[], object] = lambda: None, news: threading.Event |
                 activity.heartbeat(detail())
             except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
                 _log.warning("a heartbeat was not sent: %r", error)
-            news.wait(BEAT_EVERY_S)
-            news.clear()
+            ended.wait(BEAT_EVERY_S)
 
     thread = threading.Thread(target=context.run, args=(beat,), name="heartbeat", daemon=True)
     thread.start()
@@ -184,7 +183,6 @@ def beating(detail: Callable[[], object] = lambda: None, news: threading.Event |
         yield
     finally:
         ended.set()
-        news.set()
         thread.join()
 
 

@@ -25,9 +25,8 @@ from benchmarks.machine import provenance
 from benchmarks.one_device import samplers
 from benchmarks.sampler import make_model
 from longshore.client import Client, Session
-from longshore.training import SessionRun
-from shared.jobs.commands import Datum
-from shared.jobs.job import Lora
+from longshore.commands import Datum
+from longshore.training import Lora, SessionRun
 
 NAME = "asked"
 

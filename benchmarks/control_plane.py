@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
+from longshore.training import Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.jobs.job import Lora
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.storage.paths import HostPaths

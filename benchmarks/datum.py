@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.machine import provenance
+from longshore.commands import CommandResult
 from megatron_worker.training.command_data import CommandData, pack_data
 from service.apis.tinker import translation
 from service.apis.tinker.wire import MESSAGES
-from shared.jobs.commands import CommandResult, check_data, read_command
+from shared.jobs.commands import check_data, read_command
 
 T = TypeVar("T")
 _VOCAB_SIZE = 150_000

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from benchmarks.machine import provenance
 from examples.tiny_model import Family
-from longshore.training import DELTA_NET, LINEARS
+from longshore.layout import Layout
+from longshore.training import DELTA_NET, LINEARS, Full, Lora
 from megatron_worker.engine import Batch, Engine, Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.megatron.engine import MegatronEngine, shape_of
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import forward
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape, check_layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient

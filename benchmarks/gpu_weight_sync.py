@@ -34,8 +34,8 @@ from benchmarks.machine import accelerator, provenance
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
+from longshore.layout import Layout
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.layout import Layout
 from shared.jobs.weight_sync import Transport
 
 Figures = dict[str, object]

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.machine import provenance
 from benchmarks.random_model import RandomFsdp, RandomMegatron, Sizes, described, write_config
-from shared.jobs.job import Full
-from shared.jobs.layout import Layout
+from longshore.layout import Layout
+from longshore.training import Full
 
 ENGINES: dict[str, type[RandomMegatron] | type[RandomFsdp]] = {"megatron": RandomMegatron, "fsdp": RandomFsdp}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -48,6 +48,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import provenance
 from examples.tiny_model import Family, make_tiny_model
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Batch
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
@@ -56,9 +59,6 @@ from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
-from shared.jobs.job import Adam, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 

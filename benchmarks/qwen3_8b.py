@@ -34,13 +34,13 @@ import torch
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, flops, write_config
+from longshore.layout import Layout
+from longshore.losses import PPO, CrossEntropy
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Batch, LossFunction, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.jobs.bins import best_fit_decreasing
-from shared.jobs.job import Adam, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import PPO, CrossEntropy
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 
 RANK = 16

@@ -20,11 +20,11 @@ import numpy as np
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
+from longshore.losses import PPO
+from longshore.training import Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.jobs.events import Step
-from shared.jobs.job import Lora
-from shared.jobs.losses import PPO
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 

@@ -35,12 +35,12 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
+from longshore.losses import PPO
+from longshore.training import Full, Lora, Trainable
 from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.grading.graders import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
-from shared.jobs.job import Full, Lora, Trainable
-from shared.jobs.losses import PPO
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts

@@ -29,7 +29,8 @@ import psutil
 from activities.sampling.client import Sampler
 from benchmarks.stack_processes import end
 from examples.tiny_model import Family, make_tiny_model
-from shared.chat.completions import SamplerReady, Sampling
+from shared.chat.completions import Sampling
+from shared.chat.sampler_control import SamplerReady
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 

@@ -32,10 +32,10 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
-from longshore.training import SessionRun
+from longshore.commands import Datum, Forward
+from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
-from shared.jobs.commands import Datum, Forward, read_command, stored_form
-from shared.jobs.job import Lora
+from shared.jobs.commands import read_command, stored_form
 
 TOKENS = 64
 _WARM_UP = 10
@@ -203,12 +203,12 @@ def _quantiles(found: list[float]) -> dict[str, float]:
 
 def _in_process(model: Path, num_commands: int) -> dict[str, float]:
     """The same forward on an engine of this process."""
+    from longshore.layout import Layout
     from megatron_worker.dispatch import Dispatcher, TargetScores
     from megatron_worker.engine import Outputs
     from megatron_worker.megatron.engine import MegatronEngine
     from megatron_worker.process.process_group import backend, start_group
     from megatron_worker.training.command_data import pack_data
-    from shared.jobs.layout import Layout
 
     start_group(backend())
     dispatcher = Dispatcher(MegatronEngine(model, Layout(), "float32"))

@@ -28,10 +28,10 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
+from longshore.losses import PPO
+from longshore.training import Lora
 from service.cli.client import CliClient
-from service.runs.views import RunView
-from shared.jobs.job import Lora
-from shared.jobs.losses import PPO
+from service.runs.views.run_view import RunView
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 

@@ -25,13 +25,12 @@ import torch
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.training import LINEARS
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import LINEARS, Adam, Lora
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.job import Adam, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
 
 VOCAB_SIZE = 32_000
 BIN_TOKENS = 1024

@@ -18,7 +18,7 @@ from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from benchmarks.machine import provenance
 from examples.tiny_model import CHAT_TEMPLATE, train_tokenizer
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.runs.sources import DatasetSource
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"

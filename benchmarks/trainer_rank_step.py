@@ -36,13 +36,13 @@ from torch import Tensor
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy, Reinforce
 from longshore.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
+from longshore.training import Adam, Dtype, Lora
 from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
 from shared.jobs import bins as packing
-from shared.jobs.job import Adam, Dtype, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy, Reinforce
 from shared.jobs.prefix_tree import SequenceRow, build_tree, split_tree
 
 SMALL = Sizes(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=32_000)
@@ -105,7 +105,7 @@ def native_bins(groups: Sequence[Sequence[SequenceRow]], bin_tokens: int, device
         units = split_tree(rows, bin_tokens)
     else:
         units = [build_tree([row]) for row in rows]
-    bins = packing.pack([unit.num_tokens for unit in units], bin_tokens)
+    bins = packing.pack_bins([unit.num_tokens for unit in units], bin_tokens)
     return [as_batch([units[place] for place in each], device) for each in bins]
 
 

@@ -44,16 +44,16 @@ from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import Family, make_tiny_model
+from longshore.layout import EngineName, Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Full
 from megatron_worker.engine import Batch, Engine
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
-from shared.jobs.job import Adam, Full
-from shared.jobs.layout import EngineName, Layout
-from shared.jobs.losses import CrossEntropy
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 
 SIZES = Sizes(hidden=1024, layers=1, heads=16, kv_heads=8, head_dim=64, ffn=3072, vocab=512, tied=True)
@@ -170,9 +170,9 @@ def by_store(
     save_weights(engine, model, saved)
     blocked = time.perf_counter() - began
     trainer_extra = own.extra_bytes()  # what follows is a host's, in a run
-    upload(store, f"checkpoints/{version}", saved)
+    upload_artifact(store, f"checkpoints/{version}", saved)
     published = shutil.copytree(saved, folder / "published")
-    artifact = upload(store, f"models/{version}", published)
+    artifact = upload_artifact(store, f"models/{version}", published)
     path = Path(artifact.uri.removeprefix("file://"))
     for one in samplers:
         one.client.load_weights(f"v{version}", str(path))

@@ -30,17 +30,19 @@ from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
 from shared.errors import InvalidInput, WorkerLost
+from shared.fence import Fence
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan
 from shared.jobs.leases import LeaseMark, ProcessKey, WorkerKey
 from shared.jobs.losses import reference_uri
+from shared.runs.models import ModelRequest
 from shared.runs.requests import RLRun, dtype_of
-from shared.runs.serving import LeasedSampler
 from shared.runs.sources import DatasetSource
-from shared.runs.start import ModelRequest, RLStart
+from shared.runs.start import RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
+from shared.serving import LeasedSampler
 from shared.settings import DownloadSettings, Settings
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths

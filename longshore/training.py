@@ -53,6 +53,11 @@ class Adam(Frozen):
     clip_norm: float = Field(default=1.0, ge=0)
 
 
+ModelUri = Annotated[
+    str, Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name")
+]
+
+
 class SessionRun(Frozen):
     """A session: a slot that a client trains itself, command by command, until it closes the session.
 
@@ -62,9 +67,7 @@ class SessionRun(Frozen):
     kind: Literal["session"] = "session"
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
+    model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")

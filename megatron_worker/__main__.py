@@ -46,13 +46,13 @@ def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
     with slow_imports():
         from megatron_worker.head.kernel_choice import set_policy
-        from megatron_worker.process.ranks import connect
+        from megatron_worker.process.ranks import connect_ranks
         from megatron_worker.process.staging import Staging
         from megatron_worker.warm_engine import build_engine
         from megatron_worker.worker import Worker
 
     set_policy(settings.kernels)
-    with connect() as control:
+    with connect_ranks() as control:
         # A worker that serves a host has no credentials: the host stages what it lacks.
         staging = Staging(HostPaths(settings.root_path).cache, settings.s3 if job is not None else None, control)
         worker = Worker(control, staging, build or build_engine, settings.slot_bytes)

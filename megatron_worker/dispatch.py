@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
@@ -22,7 +23,6 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.weight_sync.gathering import Giving, LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full, Lora
 from shared.jobs.packed import Ints
 from shared.jobs.weight_sync import SyncAccess, SyncTarget
 from shared.models.peft import read_config

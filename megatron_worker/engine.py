@@ -17,10 +17,10 @@ from typing import Literal, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from longshore.layout import Layout
+from longshore.training import Adam, Dtype, Full, Lora
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
-from shared.jobs.job import Adam, Dtype, Full, Lora
-from shared.jobs.layout import Layout
 
 
 @dataclass(frozen=True)

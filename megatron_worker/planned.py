@@ -6,6 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from longshore.fields import Artifact
 from megatron_worker.dispatch import BINS_A_PASS
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
@@ -17,7 +18,6 @@ from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import WarmState, slots_of
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
 from shared.jobs.job import JobPlan, PackedData

@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import CommandProblem, ForwardBackwardOptions, ForwardOptions
+from longshore.commands import (
+    CommandProblem,
+    CommandResult,
+    ForwardBackwardOptions,
+    ForwardOptions,
+    OptimStep,
+    SaveState,
+)
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -29,11 +36,8 @@ from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
 from shared.jobs import events
 from shared.jobs.commands import (
-    CommandResult,
     Gap,
     LoadStored,
-    OptimStep,
-    SaveState,
     Skip,
     StoredCommand,
     check_data,

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from longshore.training import LINEARS
+from longshore.training import LINEARS, Full, Lora
 from megatron_worker.process.faults import Fault, JobFailed
-from shared.jobs.job import Full, Lora
 
 PASSES_SHARE = 10
 """By default a tenth of a CUDA device's memory is left to passes; the base and slots have the rest."""

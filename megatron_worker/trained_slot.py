@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+from longshore.training import Adam
 from megatron_worker.dispatch import Dispatcher, TargetScores
 from megatron_worker.engine import LossFunction
 from megatron_worker.process.background import Awaited
@@ -21,7 +22,7 @@ from megatron_worker.training.checkpoint import CheckpointState, Written, save_c
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import WarmState
 from shared.jobs.events import Saved, Step
-from shared.jobs.job import Adam, Job
+from shared.jobs.job import Job
 
 T = TypeVar("T")
 

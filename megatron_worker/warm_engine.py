@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from longshore.fields import Artifact
+from longshore.layout import EngineName, Layout
+from longshore.training import Dtype, Full, Lora
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Engine
 from megatron_worker.forwards.engine import ForwardEngine
@@ -16,10 +19,8 @@ from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders
 from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
-from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.job import Dtype, Full, Job, Lora, WorkerPlan
-from shared.jobs.layout import EngineName, Layout
+from shared.jobs.job import Job, WorkerPlan
 from shared.jobs.leases import WorkerKey
 from shared.jobs.losses import reference_of
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from longshore.fields import Frozen
 from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.faults import Fault
@@ -17,7 +18,6 @@ from megatron_worker.runner import run_job
 from megatron_worker.trained_slot import Outcome, Passes
 from megatron_worker.training.checkpoint import RandomState, random_state, set_random_state
 from megatron_worker.warm_engine import BuildEngine, WarmEngine, collect_garbage, fits_beside
-from shared.contract import Frozen
 from shared.jobs.events import Cancelled, Failed, Offloaded, Succeeded
 from shared.jobs.job import Job
 from shared.storage.files import write_atomically

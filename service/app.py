@@ -39,6 +39,7 @@ from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
 from service.apis.openai import responses as openai_responses
 from service.apis.openai.fine_tuning import jobs as openai_jobs
+from service.apis.openai.fine_tuning.jobs import prune_sent_requests
 from service.apis.page import pages
 from service.apis.tinker import downloads as tinker_downloads
 from service.apis.tinker import rest as tinker_rest
@@ -86,13 +87,7 @@ TINKER_ROUTERS = (
     tinker_rest.router,
     tinker_downloads.router,
 )
-NATIVE_ROUTERS = (
-    data_api.router,
-    models_api.router,
-    sessions_api.router,
-    run_files_api.router,
-    automation_api.router,
-)
+NATIVE_ROUTERS = (data_api.router, models_api.router, sessions_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
 
 
@@ -207,7 +202,11 @@ def _chores(
         ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
-        ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
+        (
+            "sent requests are remembered",
+            _PRUNE_EVERY_S,
+            partial(asyncio.to_thread, prune_sent_requests, backend.store),
+        ),
         ("results of sessions are left", _PRUNE_EVERY_S, backend.sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
         ("samples are remembered", _PRUNE_EVERY_S, samples.prune),
@@ -272,7 +271,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     private_folder(settings.root_path)
-    decoding.prepare()
+    decoding.prepare_children()
     served = config(app, settings, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=3)
     server = uvicorn.Server(served)
     with suppress(KeyboardInterrupt):

@@ -33,7 +33,7 @@ from service.runs.runs import Runs
 from service.runs.sessions import Sessions
 from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
-from service.runs.views import Histories, RunReader
+from service.runs.views.history import Histories, RunReader
 from service.temporal import Temporal
 from shared.settings import Settings
 from shared.storage.store import ObjectStore

@@ -72,11 +72,7 @@ class Decoding:
         return await _while_connected(request.receive, work)
 
     async def call_for(
-        self,
-        tenant: str,
-        function: Callable[[*Arguments], AnswerT],
-        *arguments: *Arguments,
-        is_large: bool = False,
+        self, tenant: str, function: Callable[[*Arguments], AnswerT], *arguments: *Arguments, is_large: bool = False
     ) -> AnswerT:
         """Call a module-level function in a child, in a tenant's share. Raises as `call` does."""
         limits = ConfinedSettings(
@@ -175,7 +171,7 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-def prepare() -> None:
+def prepare_children() -> None:
     """Have the process that children are forked from started soon, for which the first large body would else wait."""
     timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True

@@ -44,7 +44,7 @@ from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
-from service.temporal import connect
+from service.temporal import connect_temporal
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
 from shared.storage.files import private_folder
@@ -283,7 +283,7 @@ def _worker(
     )
 
 
-async def serve(
+async def serve_host(
     role: Role,
     settings: Settings,
     stopped: asyncio.Event,
@@ -299,7 +299,7 @@ async def serve(
     host = HostContext(settings)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
-        client = await connect(settings, interceptors=[record])
+        client = await connect_temporal(settings, interceptors=[record])
         await record.report_lost(client)
         match role:
             case "control":
@@ -368,7 +368,7 @@ async def _main(role: Role, settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    await serve(role, settings, stopped)
+    await serve_host(role, settings, stopped)
 
 
 def _share_free_memory() -> None:

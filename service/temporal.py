@@ -175,7 +175,7 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
     return found
 
 
-async def connect(
+async def connect_temporal(
     settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
 ) -> Client:
     """Connect to the Temporal server, as soon as it answers.

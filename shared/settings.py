@@ -57,9 +57,7 @@ class ConfinedSettings(BaseModel):
     silence_s: float = Field(default=1800.0, gt=0, description="from one batch of rows to the next")
     file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="of one file that it writes")
     at_once: int | None = Field(
-        default=None,
-        ge=2,
-        description="such processes of one host; as many as its memory holds if absent",
+        default=None, ge=2, description="such processes of one host; as many as its memory holds if absent"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.storage.paths import query_record
 from shared.storage.store import ObjectStore

@@ -30,10 +30,7 @@ _KINDS = {
     "SamplerUnavailable": "sampler_unavailable",
     "SamplerMismatch": "sampler_mismatch",
 }
-_TIMEOUTS = {
-    TimeoutType.HEARTBEAT: "its host went silent",
-    TimeoutType.SCHEDULE_TO_START: "its host did not take it",
-}
+_TIMEOUTS = {TimeoutType.HEARTBEAT: "its host went silent", TimeoutType.SCHEDULE_TO_START: "its host did not take it"}
 
 
 _SKIPPED = "skipped: nothing in them was to be learned from, and they changed no weight"
@@ -64,12 +61,12 @@ def ended_early(status: RunStatus, error: BaseException, is_pausing: bool) -> Ru
     if isinstance(error, RunCancelled) or is_cancelled_exception(error):
         is_cancelled = workflow.cancellation_reason() is not None or not is_pausing
         return status.model_copy(update={"state": "cancelled" if is_cancelled else "paused"})
-    problem = problem_of(error)
+    problem = problem_of_error(error)
     workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
     return status.model_copy(update={"state": "failed", "problem": problem})
 
 
-def close(status: RunStatus) -> RunStatus:
+def result_or_raise(status: RunStatus) -> RunStatus:
     """Return a run's status as its workflow's result, or raise what makes the workflow cancelled or failed."""
     match status.state:
         case "cancelled":
@@ -80,7 +77,7 @@ def close(status: RunStatus) -> RunStatus:
     return status
 
 
-def problem_of(error: BaseException) -> Problem:
+def problem_of_error(error: BaseException) -> Problem:
     """Describe an error in words for the run's user, without a stack trace."""
     match error:
         case RunFailed():

@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.start import RLStart
     from shared.runs.status import Policy, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies
-    from workflows.outcomes import RunFailed, problem_of, with_skipped
+    from workflows.outcomes import RunFailed, problem_of_error, with_skipped
     from workflows.rollouts import rollouts
     from workflows.rollouts.requests import is_at_target
     from workflows.rollouts.rollouts import RolloutSource
@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
     from workflows.training.steps import StepQueue
-    from workflows.training.train_step import publish, state_after, train_and_publish, unchanged
+    from workflows.training.train_step import publish_policy, state_after, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
@@ -87,7 +87,7 @@ class RLWorkflow(ClientDrivenHandlers):
         data = None
         if run.rollouts is not None:
             self._run.show(phase="tokenizing")
-            data = await rollouts.prepare(start, resolved.model, resolved.shape)
+            data = await rollouts.prepare_rollouts(start, resolved.model, resolved.shape)
             self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
         state = RLState(
             model=resolved.model,
@@ -146,7 +146,7 @@ class RLWorkflow(ClientDrivenHandlers):
             if source is not None:
                 done = await source.end_step(self._run, done, self._steps.is_finishing)
         except (RunFailed, ActivityError) as error:
-            problem = problem_of(error)
+            problem = problem_of_error(error)
             if source is not None or problem.kind not in policies.STEP_KINDS:
                 raise
             done = unchanged(self._state, step.model_copy(update={"state": "failed", "problem": problem}))
@@ -165,7 +165,7 @@ class RLWorkflow(ClientDrivenHandlers):
         if (step := self._state.unpublished) is None:
             return
         self._run.show(phase="publishing")
-        done = await publish(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
+        done = await publish_policy(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
         self._state = state_after(self._run, self._state, done)
         self._steps.keep(done)

@@ -11,14 +11,9 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.commands import (
-        CommandRecordRequest,
-        CommandRecords,
-        FillGapRequest,
-        FindCommandsRequest,
-    )
-    from shared.contract import Artifact
-    from shared.jobs.commands import CommandResult
+    from activities.records.commands import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
+    from longshore.commands import CommandResult
+    from longshore.fields import Artifact
     from shared.jobs.job import SessionPlan
     from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import dtype_of
@@ -27,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
     from workflows.leases.leasing import on_leased_host
-    from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
+    from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of_error, was_cancelled
     from workflows.training import models
     from workflows.training.job_plan import ONLY_JOB
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
@@ -205,7 +200,7 @@ class SessionWorkflow(ClientDrivenHandlers):
                 if was_cancelled(error):
                     raise
                 if is_final(error):
-                    raise RunFailed(problem_of(error)) from error
+                    raise RunFailed(problem_of_error(error)) from error
                 lost_epoch = grant.fence.epoch
                 try:  # wait for the session's job to notice the loss, and lease anew
                     is_known = partial(self._is_leased_after, lost_epoch)
@@ -261,7 +256,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
         """Publish the state that a command saved, and record the command's result."""
         assert self._state is not None
-        published = await models.publish(
+        published = await models.publish_weights(
             self._start, self._state.model, checkpoint, None, self._training.metrics, number
         )
         self._run.show(

@@ -8,9 +8,9 @@ with workflow.unsafe.imports_passed_through():
     from activities.packing.pack import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
-    from shared.contract import Artifact
+    from longshore.fields import Artifact
+    from longshore.losses import Reference
     from shared.jobs.job import PackedData
-    from shared.jobs.losses import Reference
     from shared.models.shape import ModelShape
     from shared.runs.requests import DPORun
     from shared.runs.sources import DatasetSource
@@ -68,7 +68,7 @@ class SFTWorkflow(RunHandlers):
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")
-        published = await models.publish(start, model, result.checkpoint, units.report_uri, result.metrics)
+        published = await models.publish_weights(start, model, result.checkpoint, units.report_uri, result.metrics)
         self._run.show(
             state="succeeded",
             phase="done",

@@ -101,11 +101,8 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
     for field, messages in whole.items():
         for i, turn in enumerate(messages[shared:], shared):
             if turn["role"] not in ("assistant", "tool"):
-                raise InvalidInput(
-                    f"{field}[{i}] is the {turn['role']}'s, behind what both conversations begin with: "
-                    "the prompts of a pair must be the same",
-                    row.place,
-                )
+                rule = "behind what both conversations begin with: the prompts of a pair must be the same"
+                raise InvalidInput(f"{field}[{i}] is the {turn['role']}'s, {rule}", row.place)
     if text is not None and not any(message.get("content") == text for message in prompt):
         raise InvalidInput("prompt is none of the messages that chosen and rejected begin with", row.place)
     return _pair(row, None, prompt, {name: messages[shared:] for name, messages in whole.items()}, tools_of(row))

@@ -17,15 +17,7 @@ from activities.formats.columns import GUARDED, MASKS, PROMPT, is_given, with_co
 from activities.formats.examples import MASKED_LABEL, Chat, Example, PromptCompletion, Question, Text, TokenIds
 from activities.formats.messages import message_of, messages_of, tools_of
 from activities.formats.preferences import openai_preference, preference
-from activities.formats.rows import (
-    JSON,
-    Row,
-    list_of_objects,
-    refuse_missing,
-    text_of,
-    type_name,
-    weight_of,
-)
+from activities.formats.rows import JSON, Row, list_of_objects, refuse_missing, text_of, type_name, weight_of
 from shared.errors import InvalidInput
 from shared.runs.sources import PAIR_FORMATS, Format
 
@@ -276,17 +268,9 @@ def _said(row: Row, field: str, role: str) -> list[dict[str, Any]]:
 
 
 FORMATS = (
+    FormatSpec("chat", ("messages",), _chat, lambda row: _asked(row, "messages", messages_of(row, "messages"))),
     FormatSpec(
-        "chat",
-        ("messages",),
-        _chat,
-        lambda row: _asked(row, "messages", messages_of(row, "messages")),
-    ),
-    FormatSpec(
-        "sharegpt",
-        ("conversations",),
-        _sharegpt,
-        lambda row: _asked(row, "conversations", _sharegpt_messages(row)),
+        "sharegpt", ("conversations",), _sharegpt, lambda row: _asked(row, "conversations", _sharegpt_messages(row))
     ),
     FormatSpec(
         "alpaca",

@@ -16,7 +16,7 @@ from activities.confined.fork_server import sign
 from activities.formats.rows import rows_of
 from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
 from activities.host_context import HostContext, Parts
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade

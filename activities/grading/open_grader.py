@@ -9,7 +9,7 @@ from activities.grading.outcome import NotGraded, attempt
 from activities.grading.python_sandbox import PythonSandbox
 from activities.grading.score_model import ScoreModel
 from activities.grading.text_similarity import string_check, text_similarity
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 from shared.grading.expressions import Expression, ExpressionError, parse_expression
 from shared.grading.graders import (

@@ -112,7 +112,7 @@ class PythonSandbox:
             program = (*_PROGRAM, self._limits(in_bubblewrap=True))
             try:
                 try:
-                    self._launch(bubblewrap.command(bwrap, program, start, namespaces), {}, [tells])
+                    self._launch(bubblewrap.isolated_command(bwrap, program, start, namespaces), {}, [tells])
                 finally:
                     os.close(tells)
                 if "ready" in self._receive(_START_S):

@@ -9,7 +9,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from activities.grading.outcome import NotGraded, attempt
-from activities.sources.http import checked, requested, shown
+from activities.sources.http import parse_http_uri, requested, shown_uri
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.grading.graders import SampledItem, SampleGrade, ScoreModelGrader
 from shared.grading.templates import TemplateError, render
@@ -31,7 +31,7 @@ class ScoreModel:
         if url is None:
             raise InvalidInput("name the server as base_url, or set grading.score_model_url", "grader.base_url")
         is_own = settings.score_model_url is not None and url.rstrip("/") == settings.score_model_url.rstrip("/")
-        checked(url)
+        parse_http_uri(url)
         self._grader = grader
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._key = settings.score_model_key if is_own else None
@@ -69,7 +69,7 @@ class ScoreModel:
         try:
             return self._ask_once(data)
         except _Busy as busy:
-            raise StoreUnavailable(f"{shown(self._url)}: {busy}") from busy
+            raise StoreUnavailable(f"{shown_uri(self._url)}: {busy}") from busy
 
     def _ask_once(self, body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
@@ -87,7 +87,7 @@ class ScoreModel:
             text = response.getheader("Retry-After", "")
             raise _Busy(said, float(text) if text.isascii() and text.isdigit() else None)
         if response.status != 200:
-            raise InvalidInput(f"{said}: {data[:300].decode(errors='replace')}", shown(self._url))
+            raise InvalidInput(f"{said}: {data[:300].decode(errors='replace')}", shown_uri(self._url))
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:

@@ -12,9 +12,10 @@ from activities.hosts.progress import Signals
 from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess, last_words, tail
-from shared.contract import Fence, Frozen
+from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
+from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId
@@ -145,10 +146,7 @@ class ProcessLease:
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(
-            fence=mark.fence,
-            host_queue=self._host_queue,
-            worker_id=worker.worker_id,
-            joined=joined,
+            fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined
         ).model_copy(update=reached)
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):
@@ -287,6 +285,6 @@ def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
 
 def _loss(worker: WorkerProcess) -> LongshoreError:
     if isinstance(worker.key, SamplerKey) and worker.exit_code == _UNUSABLE_MODEL:
-        said = last_words(tail(worker.paths.output))
+        said = last_words(log_tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
     return WorkerLost(worker.death_report())

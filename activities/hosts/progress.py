@@ -15,7 +15,8 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
 from shared.jobs.job import AnyPlan
 from shared.jobs.losses import Loss, is_policy_loss

@@ -18,8 +18,9 @@ from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, saved_by_job
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
 from shared.errors import HostLeft, WorkerLost
+from shared.fence import Fence
 from shared.jobs.events import (
     Applied,
     Cancelled,

@@ -13,11 +13,12 @@ from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import newest_first
-from longshore.commands import CommandProblem
-from shared.contract import Artifact, Fence, Frozen
+from longshore.commands import CommandProblem, CommandResult
+from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
+from shared.fence import Fence
 from shared.field_rules import first_error
-from shared.jobs.commands import CommandHead, CommandResult, Skip
+from shared.jobs.commands import CommandHead, Skip
 from shared.jobs.events import Started, parse_event
 from shared.jobs.leases import LeaseMark
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.commands import CommandHead
 from shared.jobs.job import Job, artifacts_of

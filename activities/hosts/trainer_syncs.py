@@ -13,10 +13,11 @@ from pathlib import Path
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
-from shared.jobs.job import AnyPlan, Lora
+from longshore.training import Lora
+from shared.jobs.job import AnyPlan
 from shared.jobs.leases import LeaseGrant
 from shared.jobs.weight_sync import SyncAccess, SyncTarget, WeightSync, secret_of_run
-from shared.runs.serving import sampler_of_questions, serving_id
+from shared.serving import sampler_of_questions, serving_id
 from shared.settings import Settings
 from shared.storage.files import write_privately
 from shared.storage.paths import HostPaths

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_backend(
-    backend: SyncBackend,
-    host: str,
-    allowed: Sequence[str] = (),
-    problems: Mapping[str, str] | None = None,
+    backend: SyncBackend, host: str, allowed: Sequence[str] = (), problems: Mapping[str, str] | None = None
 ) -> None:
     """Refuse a weight sync that this host cannot take part in. What chooses for itself is never refused.
 

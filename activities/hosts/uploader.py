@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Self
 
 from activities.hosts.session import carry_results
-from activities.hosts.worker_process import tail
-from activities.records.checkpoints import prune
+from activities.hosts.worker_process import log_tail
+from activities.records.checkpoints import prune_checkpoints
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
 from shared.jobs.events import Event, Kept, Saved, parse_event
 from shared.jobs.job import Job
 from shared.runs.requests import FIRST_TENANT
 from shared.runs.session_results import SessionResults
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import upload
+from shared.storage.artifacts import upload_artifact
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
@@ -165,12 +165,12 @@ class Uploader:
         if self._job.commands_dir is not None:
             results = SessionResults(self._store, self._job.tenant or FIRST_TENANT, self._job.plan.run_id)
             carry_results(results, Path(self._job.commands_dir), saved.step)
-        artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
+        artifact = upload_artifact(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
         self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
         shutil.rmtree(folder, ignore_errors=True)
-        prune(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
+        prune_checkpoints(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
         return True
 
     def _whole_log(self, output: Path | None) -> None:
@@ -182,7 +182,7 @@ class Uploader:
             for key in self._parts:
                 self._store.delete(key)
         if output is not None:
-            self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
+            self._store.put_bytes(self._keys.output(job_id, fence), log_tail(output).encode())
 
     def _with_retries(self, step: Callable[[], bool | None]) -> None:
         """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from activities.confined.calls import machine_bytes
-from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
+from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftover_workers, launch
 from longshore.layout import MAX_WORLD_SIZE
 from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
@@ -69,7 +69,7 @@ class WorkerPool:
         # With the bytes of host memory that each holds. The one that was leased last is last.
         self._idle: dict[str, tuple[WorkerProcess, int]] = {}
         self._released_at = time.monotonic()
-        for key in end_leftovers(paths)[:1]:  # the device has room for one
+        for key in end_leftover_workers(paths)[:1]:  # the device has room for one
             self._start_again(key)
 
     def _start_again(self, key: ProcessKey) -> None:

@@ -141,7 +141,7 @@ class WorkerProcess:
         """Describe how the process ended, and the last line that it printed."""
         code = self.exit_code
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = last_words(tail(self.paths.output))
+        said = last_words(log_tail(self.paths.output))
         return f"the worker process {how}" + (f"; it said last: {said}" if said else "")
 
     def end(self, polite: bool = False) -> None:
@@ -199,12 +199,7 @@ def launch(
     private_folder(worker.root)
     host = psutil.Process()
     record = WorkerRecord(
-        worker_id=worker_id,
-        pid=0,
-        started_at=0.0,
-        host_pid=host.pid,
-        host_started_at=host.create_time(),
-        key=key,
+        worker_id=worker_id, pid=0, started_at=0.0, host_pid=host.pid, host_started_at=host.create_time(), key=key
     )
     write_atomically(worker.record, record.model_dump_json().encode())
     temporary = worker.root / "tmp"  # deleted with the worker's folder
@@ -231,7 +226,7 @@ def launch(
     return started
 
 
-def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
+def end_leftover_workers(paths: HostPaths) -> list[ProcessKey]:
     """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone.
 
     Returns the keys of those that were serving a lease.
@@ -289,7 +284,7 @@ def _grace_s(key: ProcessKey) -> float:
     return _VLLM_TERM_GRACE_S if isinstance(key, SamplerKey) and key.sampler == "vllm" else _TERM_GRACE_S
 
 
-def tail(path: Path) -> str:
+def log_tail(path: Path) -> str:
     """The last lines of a text file, or nothing."""
     if not path.exists():
         return ""

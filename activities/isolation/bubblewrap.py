@@ -14,9 +14,9 @@ from pathlib import Path
 
 from activities.isolation.namespaces import (
     CLONE_NEWNS,
-    checked,
     cover,
     libc,
+    libc_result,
     library_folders,
     mount_tmp,
     package_folders,
@@ -51,7 +51,9 @@ class BubblewrapStart:
     options: Sequence[str] = ()
 
 
-def command(bwrap: str, program: Sequence[str], start: BubblewrapStart, namespaces: Sequence[str]) -> list[str]:
+def isolated_command(
+    bwrap: str, program: Sequence[str], start: BubblewrapStart, namespaces: Sequence[str]
+) -> list[str]:
     """The command that starts `python -S PROGRAM` in bubblewrap. The program ends with the thread that starts it.
 
     Args:
@@ -108,7 +110,7 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 def enter_bubblewrap() -> None:
     """Hide the packages, and mount a /tmp of bounded size, which bubblewrap cannot do. Raises IsolationRefused."""
-    checked(libc.unshare(CLONE_NEWNS), "unshare of mounts")  # bubblewrap's own mounts cannot be changed from here
+    libc_result(libc.unshare(CLONE_NEWNS), "unshare of mounts")  # bubblewrap's own mounts cannot be changed from here
     cover(_PACKAGES)
     mount_tmp()
 

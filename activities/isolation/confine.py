@@ -9,11 +9,11 @@ from activities.isolation.namespaces import (
     PR_SET_NO_NEW_PRIVS,
     TMP_BYTES,
     IsolationRefused,
-    checked,
     die_with_parent,
     end_as,
     enter_namespaces,
     libc,
+    libc_result,
 )
 from activities.isolation.syscall_filter import DENIED, FILES, filter_calls
 
@@ -49,7 +49,7 @@ def lose_rights(memory_bytes: int, cpu_s: int) -> None:
         resource.setrlimit(kind, (bound, bound))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     _drop_capabilities()
-    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    libc_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 def _become_nobody() -> None:
@@ -64,7 +64,7 @@ def _become_nobody() -> None:
 
 def _drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    libc_result(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def confine(folder: str, memory_bytes: int) -> None:

@@ -34,7 +34,7 @@ class IsolationRefused(Exception):
     """The system refuses a call that isolation needs."""
 
 
-def checked(result: int, what: str) -> int:
+def libc_result(result: int, what: str) -> int:
     """Return the result of a libc call. Raises IsolationRefused, with the call's error, if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
@@ -51,7 +51,7 @@ def die_with_parent(expected_pid: int | None = None) -> None:
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
     result = libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
-    checked(result, f"mount of {kind or source or target} at {target}")
+    libc_result(result, f"mount of {kind or source or target} at {target}")
 
 
 def cover(folder: str) -> None:
@@ -104,7 +104,7 @@ def enter_namespaces(folder: str) -> None:
     sources = library_folders()
     flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
     # Root needs no user namespace to build a sandbox; its children become nobody, to whom limits on processes apply.
-    checked(libc.unshare(flags if is_root else flags | CLONE_NEWUSER), "unshare of namespaces")
+    libc_result(libc.unshare(flags if is_root else flags | CLONE_NEWUSER), "unshare of namespaces")
     if not is_root:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"0 {uid} 1")
@@ -173,8 +173,8 @@ def _build_root(folder: str, sources: list[str]) -> None:
         mount(device, folder + device, None, MS_BIND)
     Path(folder, "tmp").mkdir(exist_ok=True)
     os.chdir(folder)
-    checked(libc.pivot_root(b".", b"."), "pivot_root")
-    checked(libc.umount2(b".", MNT_DETACH), "umount of the host's root")
+    libc_result(libc.pivot_root(b".", b"."), "pivot_root")
+    libc_result(libc.umount2(b".", MNT_DETACH), "umount of the host's root")
     os.chdir("/")
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     libc.sethostname(b"sandbox", 7)

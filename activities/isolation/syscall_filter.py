@@ -10,7 +10,7 @@ import errno
 import platform
 import struct
 
-from activities.isolation.namespaces import PR_SET_SECCOMP, IsolationRefused, checked, libc
+from activities.isolation.namespaces import PR_SET_SECCOMP, IsolationRefused, libc, libc_result
 
 _X86_64, _AARCH64 = 0xC000003E, 0xC00000B7
 _Numbers = dict[str, tuple[int | None, int | None]]  # on x86_64 and on aarch64
@@ -112,4 +112,4 @@ class _Program(ctypes.Structure):
 def filter_calls(denied: _Numbers) -> None:
     instructions = filter_program(denied)
     program = _Program(len(instructions) // 8, instructions)
-    checked(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
+    libc_result(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")

@@ -70,7 +70,7 @@ class TensorEntry(BaseModel):
 _entries: TypeAdapter[dict[str, TensorEntry]] = TypeAdapter(dict[str, TensorEntry])
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, TensorEntry]:
+def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, TensorEntry]:
     """The tensors of a file by name, from its first bytes alone.
 
     Args:
@@ -289,7 +289,7 @@ def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], embedd
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs
         for mine, theirs in zip(
-            *(blocks_of(location, file_of[name], tensors[name]) for name in (_OUTPUT, embedded)), strict=True
+            *(tensor_bytes(location, file_of[name], tensors[name]) for name in (_OUTPUT, embedded)), strict=True
         )
     )
     if not is_same:
@@ -297,7 +297,7 @@ def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], embedd
         raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
 
 
-def blocks_of(location: Location, file: str, tensor: TensorEntry) -> Iterator[bytes]:
+def tensor_bytes(location: Location, file: str, tensor: TensorEntry) -> Iterator[bytes]:
     """Yield a tensor's bytes, a few megabytes at a time."""
     begin = 8 + int.from_bytes(location.store.read_range(file, 0, 8), "little")
     start, end = (begin + offset for offset in tensor.data_offsets)
@@ -309,7 +309,7 @@ def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
     def read(start: int, length: int) -> bytes:
         return location.store.read_range(name, start, length)
 
-    return read_header(read, location.files[name].size, location.place(name))
+    return read_tensor_entries(read, location.files[name].size, location.place(name))
 
 
 def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:

@@ -15,30 +15,29 @@ from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
     TensorEntry,
-    blocks_of,
     check_chat_template,
     check_dtypes,
     check_tokenizer,
     check_weights,
     read_shape,
     read_tensors,
+    tensor_bytes,
     weight_files,
 )
 from activities.sources.models import Location, locate
-from longshore.training import Linear
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
-from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
     FileEntry,
     Manifest,
-    files_of,
-    find,
+    find_artifact,
+    open_artifact,
     read_record,
     refer,
     remember_checked,
@@ -151,7 +150,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
     for name, tensor in tensors.items():
-        for block in blocks_of(location, WEIGHTS, tensor):
+        for block in tensor_bytes(location, WEIGHTS, tensor):
             if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
 
@@ -186,7 +185,7 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
         return location.artifact
     store = host.store
     key = model_import(content_key(location.store.uri, *(_state(location, name) for name in sorted(names))))
-    found = find(store, key)
+    found = find_artifact(store, key)
     if found is not None:
         return found
     manifest = _hash(location, sorted(names))
@@ -229,16 +228,15 @@ def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, hos
         CorruptArtifact: the record is damaged.
     """
     key = RunKeys(run_id).began_with(what)
-    _, now = files_of(found, host.settings.s3)
+    _, now = open_artifact(found, host.settings.s3)
     if host.store.put_if_absent(key, now.encoded()):
         return
     if names := _different(read_record(host.store, key, Manifest), now):
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        raise InvalidInput(
-            f"this {what.replace('_', ' ')} is not the one that the run began with: {', '.join(names[:_MOST_NAMES])}"
-            f"{more} changed since; put the former files back and resume, or start a new run",
-            place,
-        )
+        changed = f"{', '.join(names[:_MOST_NAMES])}{more} changed since"
+        advice = "put the former files back and resume, or start a new run"
+        kind = what.replace("_", " ")
+        raise InvalidInput(f"this {kind} is not the one that the run began with: {changed}; {advice}", place)
 
 
 def _different(before: Manifest, now: Manifest) -> list[str]:

@@ -8,7 +8,7 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.host_context import HostContext
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.jobs.bins import Indices
@@ -81,7 +81,7 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
     capacity = _capacity(longest, request)
     writer = PlanWriter(folder, capacity)
     for step in _steps(tokens_U, request):
-        bins = packing.pack(tokens_U[step].tolist(), capacity)
+        bins = packing.pack_bins(tokens_U[step].tolist(), capacity)
         writer.append_step([step[each] for each in bins])
     return writer.close(tokens_U)
 

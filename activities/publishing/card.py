@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from activities.sources.http import shown
-from longshore.training import SessionRun
-from shared.jobs.job import Full, Lora
+from activities.sources.http import shown_uri
+from longshore.training import Full, Lora, SessionRun
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
@@ -20,7 +19,7 @@ _SENT = {"rl": "trajectories that a client sent", "session": "commands that a cl
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{shown(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
+    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -66,7 +65,7 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
             own = {
                 "beta": f"{run.beta:g}",
                 "label smoothing": f"{run.label_smoothing:g}",
-                "reference": "the base model" if reference == "base" else f"`{shown(reference)}`",
+                "reference": "the base model" if reference == "base" else f"`{shown_uri(reference)}`",
             }
     return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",

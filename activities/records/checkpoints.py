@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, NotFound
+from shared.fence import Fence
 from shared.jobs.job import WorkerPlan
 from shared.runs.requests import RunId
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import Manifest, find, read_manifest, read_record, sha256_object
+from shared.storage.artifacts import Manifest, find_artifact, read_manifest, read_record, sha256_object
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, uri_of
 
@@ -34,7 +35,7 @@ def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint
 def newest_first(store: ObjectStore, run_id: str) -> Iterator[CheckpointRef]:
     """Yield the checkpoints that are in the store."""
     for stored in reversed(stored_checkpoints(store, run_id)):
-        artifact = find(store, stored.key)
+        artifact = find_artifact(store, stored.key)
         if artifact is not None:  # else it was pruned since it was listed
             yield CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
 
@@ -95,7 +96,7 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
     return max((Fence.from_label(label).epoch for label in labels), default=0)
 
 
-def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence, keep_states: int = 0) -> None:
+def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, keep_states: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`. Manifests go first, so that no incomplete one seems complete.
 
     Of a session also the newest `keep_states` that its client asked for stay.

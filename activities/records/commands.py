@@ -5,9 +5,9 @@ from itertools import count
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from longshore.commands import CommandProblem
-from shared.contract import Frozen
-from shared.jobs.commands import CommandResult, Gap
+from longshore.commands import CommandProblem, CommandResult
+from longshore.fields import Frozen
+from shared.jobs.commands import Gap
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore

@@ -15,9 +15,9 @@ from temporalio.exceptions import ApplicationError
 
 from activities.host_context import HostContext, beating
 from activities.sources.http import requested
-from shared.contract import Frozen
+from longshore.fields import Frozen
+from shared.automation.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
 from shared.settings import DownloadSettings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import delivery_record, webhook_record

@@ -7,7 +7,7 @@ from temporalio import activity
 
 from activities.host_context import HostContext, beating
 from activities.records.checkpoints import discard_after
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunId
 from shared.runs.start import result_sha256

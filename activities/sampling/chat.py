@@ -17,6 +17,7 @@ from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, check_characters, check_loading, tokenizer_files
 from activities.tokenizing.tool_calls import NO_CALLS, forced_calls, told_calls
+from longshore.fields import Artifact
 from shared.chat.answer_records import AnswerRecord, DrawnChoice
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse
 from shared.chat.messages import (
@@ -29,7 +30,6 @@ from shared.chat.messages import (
     TopLogprob,
 )
 from shared.chat.structured_outputs import ResponseFormat
-from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerUnavailable
 
 _MAX_OPEN = 4  # models whose tokenizers stay loaded

@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from activities.confined import calls as confined
-from activities.sampling.streamed import StreamedAnswer, Tell, bounded, error_of, lines
-from shared.chat.completions import (
-    Choice,
-    CompletionRequest,
-    CompletionResponse,
-    DrawnBy,
-    ModelCard,
-    ModelList,
-    SamplerMemory,
-    Sampling,
-)
+from activities.sampling.streamed import StreamedAnswer, Tell, bounded_pieces, error_of, lines
+from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, DrawnBy, Sampling
+from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
@@ -351,7 +343,7 @@ class Sampler:
                 )
             if take is not None and response.status_code == 200:
                 return response.status_code, take(response)
-            return response.status_code, b"".join(bounded(response, max_bytes, place))
+            return response.status_code, b"".join(bounded_pieces(response, max_bytes, place))
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
         """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""

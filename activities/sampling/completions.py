@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
+from longshore.fields import Frozen
 from shared.chat.completions import DrawnBy
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampledItem
 from shared.jobs import bins as packing
@@ -117,15 +117,11 @@ def sample_of(completion: Completion, place: str, policy_version: int) -> Sample
 def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
     """The samples as graders see them."""
     for sample in group.samples:
-        told = {
-            "output_text": sample.text,
-            "finish_reason": sample.finish_reason,
-            "num_tokens": len(sample.token_ids),
-        }
+        told = {"output_text": sample.text, "finish_reason": sample.finish_reason, "num_tokens": len(sample.token_ids)}
         yield SampledItem(sample=told, item=prompt.item)
 
 
-def read_groups(folder: Path) -> Iterator[SampledGroup]:
+def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:
     """The groups of a folder of completions, one at a time."""
     with (folder / COMPLETIONS).open("rb") as file:
         for line in file:

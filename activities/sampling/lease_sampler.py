@@ -18,8 +18,8 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
 from activities.tokenizing.end_tokens import end_ids_of
-from shared.chat.completions import SamplerReady
-from shared.contract import Frozen
+from longshore.fields import Frozen
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend

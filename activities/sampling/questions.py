@@ -19,7 +19,7 @@ from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
-from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.serving import CompleteRequest, ServedSampler
 
 logger = logging.getLogger("longshore.questions")
 

@@ -25,13 +25,14 @@ from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
-from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
+from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling
+from shared.chat.sampler_control import SamplerMemory
 from shared.errors import InvalidInput, SamplerMismatch
-from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
-from shared.storage.artifacts import find, read_record
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore
 
@@ -302,11 +303,11 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
         prompt_ids=prompt.token_ids,
         policy_version=how.policy_version,
         samples=tuple(sample_of(completion, prompt.place, how.policy_version) for completion in drawn),
-        drawn_by=weights_of(drawn, how.policy_version),
+        drawn_by=drawn_weights(drawn, how.policy_version),
     )
 
 
-def weights_of(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
+def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
     """Return the weights that drew completions. Those that the sampler knows no version of were asked for as one."""
     found = (each for completion in drawn for each in completion.drawn_by)
     return tuple(
@@ -339,7 +340,7 @@ def write_samples(
 
 def _result(store: ObjectStore, key: str) -> Sampled | None:
     """Read the result from the store; None unless all of it is there."""
-    drawn, shown = find(store, completions(key)), find(store, samples(key))
+    drawn, shown = find_artifact(store, completions(key)), find_artifact(store, samples(key))
     if drawn is None or shown is None:
         return None
     summary = read_record(store, f"{completions(key)}/{SUMMARY}", SampledSummary)

@@ -19,16 +19,16 @@ from activities.host_context import HostContext
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
-from activities.sources.http import checked, resolve, shown
-from shared.chat.completions import SamplerMemory, SamplerReady
-from shared.contract import Artifact, Frozen, Sha256
+from activities.sources.http import parse_http_uri, resolve, shown_uri
+from longshore.fields import Artifact, Frozen, Sha256
+from shared.chat.sampler_control import SamplerMemory, SamplerReady
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.jobs.weight_sync import newest_name
 from shared.models import peft
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
-from shared.storage.artifacts import files_of
+from shared.storage.artifacts import open_artifact
 
 _DIGITS = 16
 _WEIGHTS = "weights"  # the folder of a checkpoint that an adapter, or a whole model's weights, lie in
@@ -214,7 +214,7 @@ class Samplers:
         with Sampler(reached, key, confinement=self._settings.confined) as client:
             model = next((name for name, card in client.models().items() if card.parent is None), None)
             if model is None:
-                raise InvalidInput("the sampler serves no model", shown(url))
+                raise InvalidInput("the sampler serves no model", shown_uri(url))
             yield OpenSampler(client, model)
 
 
@@ -244,13 +244,13 @@ def _public(url: str, allow_private_addresses: bool) -> str:
         InvalidInput: it is no plain http(s) URL, or leads into a private network.
         SamplerUnavailable: its host name does not resolve.
     """
-    parts = checked(url)
+    parts = parse_http_uri(url)
     assert parts.hostname is not None
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         addresses = resolve(parts.hostname, port, allow_private_addresses)
     except OSError as error:
-        raise SamplerUnavailable(f"{shown(url)}: no address is known for this host ({error.strerror})") from error
+        raise SamplerUnavailable(f"{shown_uri(url)}: no address is known for this host ({error.strerror})") from error
     if parts.scheme == "https":
         return url
     address = str(addresses[0][0])
@@ -371,7 +371,9 @@ class ServingAdapters:
 
         Only the adapter's configuration is staged.
         """
-        [weights] = [each for each in files_of(adapter, self._host.settings.s3)[1].files if each.path == peft.WEIGHTS]
+        [weights] = [
+            each for each in open_artifact(adapter, self._host.settings.s3)[1].files if each.path == peft.WEIGHTS
+        ]
         content = peft.content_sha256(peft.read_config(self._host.stage(adapter, (peft.CONFIG,))), weights.sha256)
         with self._lock:
             self._make_room(opened, name)

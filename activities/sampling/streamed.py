@@ -84,11 +84,7 @@ class StreamedAnswer:
         if self._head is None or self._usage is None or any(choice.finish_reason is None for choice in choices):
             raise SamplerUnavailable(f"{self._place}: the stream ended before the answer")
         return CompletionResponse(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=choices,
-            usage=self._usage,
+            id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=self._usage
         )
 
 
@@ -129,7 +125,7 @@ def _reported(data: str) -> ErrorDetail | None:
         return None
 
 
-def bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:
+def bounded_pieces(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[bytes]:
     """Yield an answer's bytes as they come. Raises InvalidInput if there are more than `max_bytes`."""
     num_bytes = 0
     for piece in response.iter_raw():
@@ -142,7 +138,7 @@ def bounded(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[
 def lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[str]:
     """Yield an answer's lines as they come. Raises InvalidInput if they, or one of them, are too long."""
     rest = b""
-    for piece in bounded(response, max_bytes, place):
+    for piece in bounded_pieces(response, max_bytes, place):
         *whole, rest = (rest + piece).split(b"\n")
         if len(rest) > MAX_EVENT_BYTES:
             raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)

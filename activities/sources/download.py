@@ -18,14 +18,14 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
-from activities.sources.http import HttpSource, checked
+from activities.sources.http import HttpSource, parse_http_uri
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
-from shared.storage.artifacts import files_of, find
+from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.paths import MANIFEST, RunKeys, content_key, tenant_folder
 from shared.storage.places import OpenPlaces, path_of
 from shared.storage.store import (
@@ -129,7 +129,7 @@ def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]
     match urlsplit(uri).scheme:
         case "http" | "https":
             uri = with_query(open_store(settings.store, settings.s3), uri)
-            parts = checked(uri)
+            parts = parse_http_uri(uri)
             return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
         case "file":
             return _named(_local_sources(uri, tenant, settings), uri)
@@ -253,8 +253,8 @@ class Download:
         key = RunKeys(request.run_id).dataset(request.split)
         room = Room(store, request.tenant, self._host.settings.quotas)
         with beating():
-            dataset = find(store, key) or self._bring(request, store, key, room)
-            _, manifest = files_of(dataset, self._host.settings.s3)
+            dataset = find_artifact(store, key) or self._bring(request, store, key, room)
+            _, manifest = open_artifact(dataset, self._host.settings.s3)
             if not room.ledger.has_brought(request.run_id, request.split):  # an attempt was killed in between
                 room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
         return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)

@@ -34,7 +34,7 @@ class HttpSource:
 
     @property
     def place(self) -> str:
-        return shown(self.uri)
+        return shown_uri(self.uri)
 
     @contextmanager
     def open(self, start: int, validator: str | None) -> Iterator[Piece]:
@@ -51,13 +51,13 @@ class HttpSource:
         raise InvalidInput(f"more than {_MAX_REDIRECTS} redirects", self.place)
 
 
-def shown(uri: str) -> str:
+def shown_uri(uri: str) -> str:
     """Return a URI for messages: without its query, which may hold signatures, and without a password."""
     parts = urlsplit(uri)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def checked(uri: str) -> SplitResult:
+def parse_http_uri(uri: str) -> SplitResult:
     """Parse an http(s) URI. Raises InvalidInput for any other, and for one with a user or password."""
     try:
         parts = urlsplit(uri)
@@ -65,9 +65,9 @@ def checked(uri: str) -> SplitResult:
     except ValueError as error:
         raise InvalidInput(f"not a URI: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidInput("only http://host/path and https://host/path are followed", shown(uri))
+        raise InvalidInput("only http://host/path and https://host/path are followed", shown_uri(uri))
     if parts.username is not None or parts.password is not None:
-        raise InvalidInput("a URI may not carry a user or password: use a presigned URI, or S3", shown(uri))
+        raise InvalidInput("a URI may not carry a user or password: use a presigned URI, or S3", shown_uri(uri))
     return parts
 
 
@@ -80,11 +80,11 @@ def _headers(start: int, validator: str | None) -> dict[str, str]:
 
 def _next_hop(uri: str, location: str | None) -> str:
     if not location:
-        raise InvalidInput("a redirect that names no place", shown(uri))
+        raise InvalidInput("a redirect that names no place", shown_uri(uri))
     target = urljoin(uri, location)
     if urlsplit(uri).scheme == "https" and urlsplit(target).scheme == "http":
-        raise InvalidInput("a redirect from https to http is not followed", shown(uri))
-    checked(target)
+        raise InvalidInput("a redirect from https to http is not followed", shown_uri(uri))
+    parse_http_uri(target)
     return target
 
 
@@ -96,9 +96,9 @@ def _answered(uri: str, settings: DownloadSettings, headers: dict[str, str]) -> 
             response = stack.enter_context(requested("GET", uri, settings, headers))
         except ssl.SSLCertVerificationError as error:
             rule = f"the server's certificate is not trusted: {error.verify_message}"
-            raise InvalidInput(rule, shown(uri)) from error
+            raise InvalidInput(rule, shown_uri(uri)) from error
         except (OSError, HTTPException) as error:
-            raise Broken(f"{shown(uri)}: {_words(error)}") from error
+            raise Broken(f"{shown_uri(uri)}: {_words(error)}") from error
         yield response
 
 
@@ -129,8 +129,8 @@ def _piece(response: HTTPResponse, uri: str, start: int) -> Piece:
 def _refusal(status: int, reason: str, uri: str) -> Broken | InvalidInput:
     answer = f"the server answered {status} {reason}".rstrip()
     if status >= 500 or status in _WORTH_RETRYING:
-        return Broken(f"{shown(uri)}: {answer}")
-    return InvalidInput(answer, shown(uri))
+        return Broken(f"{shown_uri(uri)}: {answer}")
+    return InvalidInput(answer, shown_uri(uri))
 
 
 def _validator(response: HTTPResponse) -> str | None:
@@ -148,7 +148,7 @@ def _content_range(text: str, uri: str) -> tuple[int, int | None]:
     span, _, total = text.removeprefix("bytes ").partition("/")
     first = _number(span.partition("-")[0])
     if first is None:
-        raise Broken(f"{shown(uri)}: the server's Content-Range makes no sense")
+        raise Broken(f"{shown_uri(uri)}: the server's Content-Range makes no sense")
     return first, _number(total)
 
 
@@ -157,7 +157,7 @@ def _body(response: HTTPResponse, uri: str) -> Iterator[bytes]:
         while data := response.read1(_READ_BYTES):
             yield data
     except (OSError, HTTPException, ValueError) as error:
-        raise Broken(f"{shown(uri)}: {_words(error)}") from error
+        raise Broken(f"{shown_uri(uri)}: {_words(error)}") from error
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def requested(
         InvalidInput: the URI is no plain http(s) URI, or leads into a private network.
         OSError, HTTPException: the connection failed.
     """
-    parts = checked(uri)
+    parts = parse_http_uri(uri)
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
     query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
     with closing(_CheckedConnection(parts, settings, opened_by)) as connection:

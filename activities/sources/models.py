@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.settings import Settings
-from shared.storage.artifacts import files_of, find
+from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.places import OpenPlaces, UserFolder
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
@@ -270,10 +270,12 @@ def _in_store(
         if not files:
             raise InvalidInput("there is no such folder, or it is empty", store.uri)
         return Location(store, files)
-    artifact = find(open_store(settings.store, settings.s3), key) if places.holds_artifact(tenant, key) else None
+    artifact = (
+        find_artifact(open_store(settings.store, settings.s3), key) if places.holds_artifact(tenant, key) else None
+    )
     if artifact is None:
         raise InvalidInput("this is in Longshore's own store, but nothing was completed there", store.uri)
-    files_at, manifest = files_of(artifact, settings.s3)
+    files_at, manifest = open_artifact(artifact, settings.s3)
     places.check_root(tenant, key, manifest, store.uri)
     return Location(files_at, _listed(files_at, [entry.path for entry in manifest.files]), artifact)
 

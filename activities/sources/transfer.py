@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal, Protocol, cast
 
 from pydantic import ValidationError
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import DownloadSettings
 

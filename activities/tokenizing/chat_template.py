@@ -33,7 +33,7 @@ _PROBE_CALL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WeightedSpan:
     """Characters [start, end) of a rendered text, and the loss weight of the tokens in it."""
 
     start: int
@@ -50,7 +50,7 @@ class Rendered:
     """
 
     text: str
-    spans: list[Span]
+    spans: list[WeightedSpan]
     prompt: str | None = None
     hidden_thoughts: int = 0
     refusal: str | None = None
@@ -298,7 +298,7 @@ class ChatTemplate:
         placed = [i for i, message in enumerate(messages) if marks.any.search(message.get("content") or "")]
         return _Marked("".join(pieces), ends, blocks, {i: ends.get(i, -1) for i in placed})
 
-    def _turn_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
+    def _turn_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[WeightedSpan]:
         cursor = 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -307,7 +307,7 @@ class ChatTemplate:
             start = self._start(marked, message, i, cursor)
             content_end = max(start, marked.ends.get(i, start))
             cursor = self._end(marked, messages, i, content_end)
-            yield Span(start, cursor, weights[i])
+            yield WeightedSpan(start, cursor, weights[i])
 
     def _start(self, marked: _Marked, message: Message, i: int, cursor: int) -> int:
         """Find the end of the turn's header."""
@@ -348,7 +348,7 @@ class ChatTemplate:
             f"messages[{i}]: no end-of-turn token ({', '.join(self._turns.terminators)}) follows the answer"
         )
 
-    def _block_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
+    def _block_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[WeightedSpan]:
         """The template's own `{% generation %}` blocks, each with the terminator if that follows at once."""
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for k, (start, end) in enumerate(marked.blocks):
@@ -362,7 +362,9 @@ class ChatTemplate:
             else:
                 raise Unrendered("the template's generation blocks cannot be matched with the messages' weights")
             after = self._control.match(marked.text, end)
-            yield Span(start, after.end() if after and after.group() in self._turns.terminators else end, weight)
+            yield WeightedSpan(
+                start, after.end() if after and after.group() in self._turns.terminators else end, weight
+            )
 
 
 def _next_end(marked: _Marked, i: int) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 
 from activities.confined.fork_server import sign
 from activities.formats.examples import MASKED_LABEL, Chat, Example, PreferencePair, PromptCompletion, Text, TokenIds
-from activities.tokenizing.chat_template import Rendered, Span
+from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
 from activities.tokenizing.units import TokenBlock
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 
 NUM_PROMPTS = 16
@@ -230,7 +230,7 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
     where a text does not have them already.
     """
     begin, end = tokenizer.decode(tokenizer.prefix_ids), tokenizer.eos
-    texts, spans = list[str](), list[list[Span]]()
+    texts, spans = list[str](), list[list[WeightedSpan]]()
     for example in batch:
         match example:
             case Text(_, body, weight):
@@ -243,7 +243,7 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
             case _:
                 raise AssertionError(example)
         texts.append(text)
-        spans.append([Span(start, len(text), weight)])
+        spans.append([WeightedSpan(start, len(text), weight)])
     places = [example.place for example in batch]
     sign_longest(texts, places)
     block = _block(places, tokenizer.encode(texts, spans), tokenizer.prefix_ids)

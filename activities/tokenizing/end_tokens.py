@@ -10,11 +10,11 @@ from typing import TypeVar
 from activities.host_context import HostContext
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
+from longshore.fields import Artifact
 from shared.chat.completions import CompletionRequest, Sampling
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.models.end_tokens import GENERATION, read_end_ids
-from shared.runs.serving import SamplerPlace, ServedSampler
+from shared.serving import SamplerPlace, ServedSampler
 
 AskedT = TypeVar("AskedT", Sampling, CompletionRequest)
 _KEPT = 256  # models whose end tokens a host remembers

@@ -24,8 +24,8 @@ from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, toke
 from activities.tokenizing.units import KeptPairs, KeptRows, Pair, Tally, TokenBlock, keep_pairs, keep_rows
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut, RunLength, check_epochs, length_of, length_of_draws
+from shared.runs.models import ModelRequest
 from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
-from shared.runs.start import ModelRequest
 from shared.storage.paths import RunKeys, content_key
 from shared.storage.stored_bytes import Ledger
 

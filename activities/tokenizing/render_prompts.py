@@ -19,12 +19,12 @@ from temporalio import activity
 from activities.formats.dataset import Dataset, open_prompts
 from activities.formats.examples import Question
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Rendered, Span
+from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
 from shared.runs.sources import DatasetSource, Format
@@ -198,7 +198,7 @@ def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[
     """
     alone = tokenizer.encode(texts, [[] for _ in texts])
     followed = tokenizer.encode(
-        [text + _STAND_IN for text in texts], [[Span(len(text), len(text) + 1, 1.0)] for text in texts]
+        [text + _STAND_IN for text in texts], [[WeightedSpan(len(text), len(text) + 1, 1.0)] for text in texts]
     )
     rows = zip(
         _split(alone.id_T, alone), _split(followed.id_T, followed), _split(followed.weight_T, followed), strict=True
@@ -286,21 +286,15 @@ class PromptTally:
         if not self.num_rows:
             raise InvalidInput("the dataset is empty: no file holds a row", place)
         if self.num_too_long == self.num_rows:
-            raise InvalidInput(
-                f"all {self.num_rows} prompts are too long: the shortest has {self.shortest} tokens, and "
-                f"{self.max_tokens} leave room for an answer",
-                place,
-            )
+            why = f"the shortest has {self.shortest} tokens, and {self.max_tokens} leave room for an answer"
+            raise InvalidInput(f"all {self.num_rows} prompts are too long: {why}", place)
         num_lost = self.num_too_long + self.num_refused
         if num_lost == self.num_rows or num_lost > max_lost_fraction * self.num_rows:
             first = "; ".join(f"{row.place} ({row.reason})" for row in self.lost[:_MAX_NAMED])
             reasons = {"too long to be answered": self.num_too_long, "refused by the chat template": self.num_refused}
             why = " or ".join(reason for reason, num in reasons.items() if num)
-            raise InvalidInput(
-                f"{num_lost} of {self.num_rows} prompts are {why}, more than "
-                f"max_lost_fraction {max_lost_fraction:g}; first: {first}",
-                place,
-            )
+            rule = f"more than max_lost_fraction {max_lost_fraction:g}; first: {first}"
+            raise InvalidInput(f"{num_lost} of {self.num_rows} prompts are {why}, {rule}", place)
 
 
 def _probe_of(token_ids: list[int]) -> tuple[int, ...]:

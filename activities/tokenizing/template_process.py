@@ -23,8 +23,8 @@ import markupsafe
 from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
 from activities.isolation.frames import FramedProcess, frames_of, write_frame
-from activities.tokenizing.chat_template import ChatTemplate, Rendered, Span, Unrendered, one_of
-from activities.tokenizing.template_environment import Raised, load_everything
+from activities.tokenizing.chat_template import ChatTemplate, Rendered, WeightedSpan, one_of
+from activities.tokenizing.template_environment import Raised, Unrendered, load_everything
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
@@ -61,11 +61,7 @@ class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
 
     def __init__(
-        self,
-        template: TemplateSource,
-        place: str,
-        row_limit_s: float = 10.0,
-        bwrap: str | None = bubblewrap.INSTALLED,
+        self, template: TemplateSource, place: str, row_limit_s: float = 10.0, bwrap: str | None = bubblewrap.INSTALLED
     ) -> None:
         """`place` names the template in errors. `bwrap`: the path of bubblewrap, which is preferred."""
         self._place = place
@@ -85,7 +81,7 @@ class TemplateProcess:
         environment = child_environment("template")
         for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
             assert bwrap is not None
-            command = bubblewrap.command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
+            command = bubblewrap.isolated_command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
             child = FramedProcess(command, {}, _SOURCES)
             with suppress(EOFError, TimeoutError):
                 child.receive(_START_S, len(_READY))
@@ -173,7 +169,7 @@ class TemplateProcess:
 
 def _with_spans(answer: list[Any]) -> Rendered:
     text, spans, *others = answer
-    return Rendered(text, [Span(*span) for span in spans], *others)
+    return Rendered(text, [WeightedSpan(*span) for span in spans], *others)
 
 
 def _without_spans(answer: list[Any]) -> Rendered:

@@ -14,7 +14,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, Tally, keep_pairs, keep_rows
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report
 from shared.runs.sources import DatasetSource

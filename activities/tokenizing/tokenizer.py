@@ -14,9 +14,9 @@ from pydantic import Field
 
 from activities.confined.fork_server import sign
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Span
+from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.template_process import TemplateSource
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ModelTokenizer:
     def tokens_of(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode(self, texts: list[str], spans: list[list[Span]]) -> Encoded:
+    def encode(self, texts: list[str], spans: list[list[WeightedSpan]]) -> Encoded:
         """Encode whole texts on all cores. A token gets the weight of the span that it shares a character with.
 
         A token that straddles the beginning or end of a span is trained: the model has to write its trained part.
@@ -113,7 +113,9 @@ class ModelTokenizer:
                 return fast
         return self._by_offsets(spans, self._tokenizer.encode_batch(texts, add_special_tokens=False), texts)
 
-    def _by_bytes(self, texts: list[str], spans: list[list[Span]], encodings: "list[Encoding]") -> Encoded | None:
+    def _by_bytes(
+        self, texts: list[str], spans: list[list[WeightedSpan]], encodings: "list[Encoding]"
+    ) -> Encoded | None:
         """Weigh tokens of a byte-level vocabulary, whose positions follow from their lengths in bytes.
 
         Returns None if the tokens do not add up to the text (a normalizer, or a token that swallows space).
@@ -134,7 +136,7 @@ class ModelTokenizer:
     def _is_normal(self, text: str) -> bool:
         return self._normalizer is None or text.isascii() or unicodedata.is_normalized("NFC", text)
 
-    def _by_offsets(self, spans: list[list[Span]], encodings: "list[Encoding]", texts: list[str]) -> Encoded:
+    def _by_offsets(self, spans: list[list[WeightedSpan]], encodings: "list[Encoding]", texts: list[str]) -> Encoded:
         """Weigh tokens by the tokenizer's character offsets: slower, but right for every kind of tokenizer."""
         num_tokens_R = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
         id_T = np.array([i for encoding in encodings for i in encoding.ids], dtype=np.uint32)
@@ -146,7 +148,7 @@ class ModelTokenizer:
 
 
 def _weights(
-    spans: list[list[Span]], start_R: NDArray[np.int64], begin_T: NDArray[np.int64], end_T: NDArray[np.int64]
+    spans: list[list[WeightedSpan]], start_R: NDArray[np.int64], begin_T: NDArray[np.int64], end_T: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Return each token's weight: that of the span which overlaps its characters [begin, end), or 0."""
     weight_T = np.zeros(len(begin_T), dtype=np.float32)
@@ -158,11 +160,11 @@ def _weights(
     return weight_T
 
 
-def _in_bytes(span: Span, text: str) -> Span:
+def _in_bytes(span: WeightedSpan, text: str) -> WeightedSpan:
     if text.isascii():
         return span
     start = len(text[: span.start].encode())
-    return Span(start, start + len(text[span.start : span.end].encode()), span.weight)
+    return WeightedSpan(start, start + len(text[span.start : span.end].encode()), span.weight)
 
 
 class TokenizerFiles(Frozen):

@@ -133,11 +133,8 @@ class Tally:
         if not report.num_rows:
             raise InvalidInput("the dataset is empty: no file holds a row", place)
         if report.num_too_long == report.num_rows:
-            raise InvalidInput(
-                f"all {report.num_rows} rows are too long: the shortest has {self._shortest} tokens, "
-                f"max_tokens is {self._max_tokens}",
-                place,
-            )
+            why = f"the shortest has {self._shortest} tokens, max_tokens is {self._max_tokens}"
+            raise InvalidInput(f"all {report.num_rows} rows are too long: {why}", place)
         if report.num_fully_masked == report.num_rows:
             raise InvalidInput(f"none of the {report.num_rows} rows has a token to train on{_first(report)}", place)
         if report.num_refused == report.num_rows:
@@ -145,11 +142,8 @@ class Tally:
         if not report.num_kept:
             raise InvalidInput(f"no row is left to train on: {_losses(report)}", place)
         if report.num_lost > max_lost_fraction * report.num_rows:
-            raise InvalidInput(
-                f"{report.num_lost} of {report.num_rows} rows would be lost, more than max_lost_fraction "
-                f"{max_lost_fraction:g}: {_losses(report)}",
-                place,
-            )
+            lost = f"{report.num_lost} of {report.num_rows} rows would be lost"
+            raise InvalidInput(f"{lost}, more than max_lost_fraction {max_lost_fraction:g}: {_losses(report)}", place)
 
 
 def _losses(report: Report) -> str:
@@ -219,10 +213,7 @@ class KeptRows:
         block, cut_R = self.block, self.too_long_R & self.truncate
         tally.add_rows(block.num_tokens_R)
         tally.add_kept(
-            int(self.kept_R.sum()),
-            int(self.kept_T.sum()),
-            int(self.target_T.sum()),
-            int((self.kept_R & cut_R).sum()),
+            int(self.kept_R.sum()), int(self.kept_T.sum()), int(self.target_T.sum()), int((self.kept_R & cut_R).sum())
         )
         for row in np.flatnonzero(~self.kept_R):
             if self.too_long_R[row] and not self.truncate:

@@ -23,7 +23,7 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 from activities.host_context import HOST_LEAVES, HostContext
 from activities.tracking.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
 from activities.tracking.wandb_writer import Done, History, Line, TrainStep, WriterStart
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import NotFound
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.requests import Run, RunRecord, WandbRun

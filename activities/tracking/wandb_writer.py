@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Step
 from shared.log_lines import escape_output
 from shared.runs.status import StepStatus
@@ -152,7 +152,7 @@ class Answer(Frozen):
 _request: TypeAdapter[Request] = TypeAdapter(Request)
 
 
-def serve(requests: Iterable[bytes], answers: BinaryIO) -> None:
+def serve_requests(requests: Iterable[bytes], answers: BinaryIO) -> None:
     """Carry out requests until the input ends."""
     threads: dict[int, ThreadPoolExecutor] = {}
     runs: dict[int, Any] = {}
@@ -248,7 +248,7 @@ if __name__ == "__main__":
     escape_output()
     own_answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # W&B's own output must not mix with the answers
-    serve(sys.stdin.buffer, own_answers)
+    serve_requests(sys.stdin.buffer, own_answers)
     # The host has gone. Runs that are still open will be written again from their beginning.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

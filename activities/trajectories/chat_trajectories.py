@@ -20,6 +20,7 @@ from activities.formats.rows import Row
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers, is_same_message
+from longshore.fields import Artifact
 from shared.chat.answer_records import AnswerRecord
 from shared.chat.trajectories import (
     ChatHistory,
@@ -29,7 +30,6 @@ from shared.chat.trajectories import (
     SentTrajectory,
     Trajectory,
 )
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 

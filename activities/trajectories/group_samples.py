@@ -8,13 +8,13 @@ from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.host_context import HostContext
-from activities.sampling.completions import Sample, SampledGroup, read_groups
+from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
+from longshore.fields import Artifact, Frozen
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade
 from shared.jobs import bins as packing
-from shared.storage.artifacts import find, read_record
+from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import content_key, grouped, grouped_report, is_grouped
 from shared.storage.store import ObjectStore, uri_of
 
@@ -91,7 +91,7 @@ def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, 
     """
     num_groups = num_trajectories = num_ungraded = 0
     with (folder / GROUPS).open("wb") as file:
-        for drawn, graded in _graded(read_groups(completions), _read_grades(grades)):
+        for drawn, graded in _graded(read_sampled_groups(completions), _read_grades(grades)):
             num_ungraded += len(drawn.samples) - len(graded)
             if graded:
                 num_groups += 1
@@ -164,4 +164,4 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
     """Return the artifact of groups that this activity made, by the URI of their file; None for any other URI."""
     key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
     is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
-    return find(store, key) if is_ours else None
+    return find_artifact(store, key) if is_ours else None

@@ -30,9 +30,9 @@ from activities.trajectories.read_groups import (
     sequences_of,
 )
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
+from longshore.fields import Artifact, Frozen
 from shared.chat.answer_records import AnswerLookup, look_up
 from shared.chat.trajectories import Trajectory
-from shared.contract import Artifact, Frozen
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
@@ -40,7 +40,7 @@ from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.requests import RLRun, RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
-from shared.storage.artifacts import files_of, find, read_record
+from shared.storage.artifacts import find_artifact, open_artifact, read_record
 from shared.storage.files import write_atomically
 from shared.storage.paths import content_key, packed, tokenized
 from shared.storage.store import ObjectStore, uri_of
@@ -109,7 +109,7 @@ class PackTrajectories:
             groups = made_here or self._bring(request)
             # The key contains the tenant, since messages are converted by the records of its own answers.
             key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
-            if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
+            if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
                 self._pack(request, groups, key)
             return _result(store, key)
 
@@ -130,23 +130,19 @@ class PackTrajectories:
             return _RECORDS.dump_json(look_up(host.store, request.tenant, wanted))
 
         with host.scratch("pack") as folder:
-            _, manifest = files_of(groups, host.settings.s3)
+            _, manifest = open_artifact(groups, host.settings.s3)
             names = tuple(entry.path for entry in manifest.files)
             tokenizer = None if request.model is None else tokenizer_files(host, request.model)
             asked = request, host.stage(groups), names, tokenizer, folder
-            report = host.confined(write_groups, *asked, kind="dataset", answer=answer)
+            report = host.confined(pack_groups, *asked, kind="dataset", answer=answer)
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
             host.keep(tokenized(key), folder / "units")
             host.keep(packed(key), folder / "plan")
 
 
-def write_groups(
-    request: GroupsRequest,
-    groups: Path,
-    names: tuple[str, ...],
-    tokenizer: TokenizerFiles | None,
-    folder: Path,
+def pack_groups(
+    request: GroupsRequest, groups: Path, names: tuple[str, ...], tokenizer: TokenizerFiles | None, folder: Path
 ) -> GroupsReport:
     """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
 
@@ -167,7 +163,7 @@ def write_groups(
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
     """Write units, plan and report of a step's groups into two folders. They are not sealed."""
     run, bin_tokens = request.run, request.run.bin_tokens or request.run.max_tokens
-    rows = rows_of(read.groups, run)
+    rows = sequence_rows(read.groups, run)
     steps = mini_batches(len(rows), run, request.policy_version)
     sets = sharing_sets(steps, len(rows))
     trees = [split_tree([row for group in each for row in rows[group]], bin_tokens) for each in sets]
@@ -185,7 +181,7 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
     return report
 
 
-def rows_of(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
+def sequence_rows(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
     """Return the sequences of every group, with advantages that are computed from the rewards of all these groups.
 
     The rewards of broken trajectories count, too: they were sampled from the policy like the others.
@@ -262,7 +258,7 @@ def plan_steps(
     units_of = {each[0]: range(end - num, end) for each, end, num in zip(sets, ends, num_units, strict=True)}
     for groups in steps:
         units = [unit for group in groups for unit in units_of.get(group, ())]
-        bins = packing.pack(tokens_U[units].tolist(), bin_tokens)
+        bins = packing.pack_bins(tokens_U[units].tolist(), bin_tokens)
         yield [[units[place] for place in each] for each in bins]
 
 
@@ -317,7 +313,7 @@ def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
 def _result(store: ObjectStore, key: str) -> PackedGroups:
     report = read_record(store, f"{tokenized(key)}/{_REPORT}", StepReport)
     header = read_record(store, f"{packed(key)}/plan.json", PlanHeader)
-    units, plan = find(store, tokenized(key)), find(store, packed(key))
+    units, plan = find_artifact(store, tokenized(key)), find_artifact(store, packed(key))
     assert units is not None and plan is not None
     return PackedGroups(
         data=PackedData(units=units, plan=plan) if header.num_steps else None,

@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError
 
 from activities.formats.rows import lines_of
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from longshore.fields import Frozen
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.runs.requests import RLRun

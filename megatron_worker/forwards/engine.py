@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from longshore.training import Adam
 from megatron_worker.engine import Batch, Engine, Norms
 from megatron_worker.head.logprobs import VocabShard
-from shared.jobs.job import Adam
 
 
 class ForwardEngine(Engine, Protocol):

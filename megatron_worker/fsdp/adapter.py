@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from megatron_worker.tensors.flat_buffer import Flat
-from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore.layout import broken_rule
+from longshore.layout import Layout, broken_rule
+from longshore.training import Dtype, Lora
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -26,8 +27,6 @@ from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
-from shared.jobs.job import Dtype, Lora
-from shared.jobs.layout import Layout
 
 
 class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from longshore.training import Adam
 from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks
@@ -16,7 +17,6 @@ from megatron_worker.tensors.adamw import sum_of_squares, update
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
-from shared.jobs.job import Adam
 
 
 class FsdpOptimizer:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longshore.layout import Layout
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
-from shared.jobs.layout import Layout
 
 
 @dataclass(frozen=True)

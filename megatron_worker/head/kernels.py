@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_worker.head.top_k import greatest, pack
+from megatron_worker.head.top_k import greatest, pack_keys
 from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
 from megatron_worker.head.workspace import WORKSPACE_BYTES, Blocks, blocks_for, chunk_targets, padded, scan_target_bytes
 
@@ -83,7 +83,7 @@ def scan(
                 BLOCK_L=64,
             )
         if top_NK is not None:
-            keys_LCK = pack(space.top_LCK[:, :length], space.id_LCK[:, :length])
+            keys_LCK = pack_keys(space.top_LCK[:, :length], space.id_LCK[:, :length])
             top_NK[chunk] = greatest(keys_LCK.transpose(0, 1).flatten(1), top_k)
         if space.exps_CV is not None and rows_NH is not None:
             _rescale_chunk(space, result_4N, chunk, blocks)

@@ -116,7 +116,7 @@ class _Head(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
         ctx.shard, ctx.tile = shard, tile
-        top_logit_NK, top_id_NK = top_k.unpack(top_k.over_shards(local.top_NK, shard.group))
+        top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, shard.group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
         return target_N - lse_N, entropy_N, top_logprob_NK, top_id_NK

@@ -15,7 +15,7 @@ NONE = torch.iinfo(torch.int64).min  # stands for no logit; less than every key
 _LAST_ID = (1 << 31) - 1
 
 
-def pack(logit: Tensor, id: Tensor) -> Tensor:
+def pack_keys(logit: Tensor, id: Tensor) -> Tensor:
     """Pack logits and ids into keys, int64. A logit of -inf becomes `NONE`.
 
     Args:
@@ -27,7 +27,7 @@ def pack(logit: Tensor, id: Tensor) -> Tensor:
     return (keys | (_LAST_ID - id.long())).masked_fill_(logit == -torch.inf, NONE)
 
 
-def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack keys into logits, float32, and ids, int64; `NONE` into -inf and -1."""
     none, ascending = keys == NONE, keys >> 32
     bits = torch.where(ascending < 0, ascending ^ _LAST_ID, ascending).int()
@@ -43,7 +43,7 @@ def greatest(keys: Tensor, k: int) -> Tensor:
 
 def of_logits(logit_CV: Tensor, k: int) -> Tensor:
     """Return keys of each row's k greatest logits, [C, K]; their ids are the columns."""
-    return greatest(pack(logit_CV, torch.arange(logit_CV.shape[1], device=logit_CV.device)), k)
+    return greatest(pack_keys(logit_CV, torch.arange(logit_CV.shape[1], device=logit_CV.device)), k)
 
 
 def shifted(keys: Tensor, first: int) -> Tensor:

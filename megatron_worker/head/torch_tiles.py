@@ -52,13 +52,7 @@ class LocalSums:
 
 
 def scan(
-    local: LocalSums,
-    hidden_NH: Tensor,
-    real_VH: Tensor,
-    label_N: Tensor,
-    outputs: Outputs,
-    first: int,
-    tile: TileSize,
+    local: LocalSums, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, first: int, tile: TileSize
 ) -> None:
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile):
         _add_target(local.target_N[chunk], logit_CT, label_N[chunk], first + columns.start)

@@ -1,10 +1,11 @@
 """Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
+from longshore.losses import CrossEntropy
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
-from shared.jobs.losses import DPO, CrossEntropy, Loss
+from shared.jobs.losses import DPO, Loss
 from shared.jobs.packed import Units
 
 

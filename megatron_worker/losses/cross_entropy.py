@@ -3,7 +3,7 @@
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 
 
-def sums(scores: Scores, batch: Batch) -> LossSums:
+def cross_entropy_sums(scores: Scores, batch: Batch) -> LossSums:
     """Sums over a bin. Labels of weight 0 count for nothing, even where their log-probability is -inf."""
     assert scores.logprob_N is not None
     loss_N = (-batch.weight_N * scores.logprob_N).masked_fill(batch.weight_N == 0, 0.0)
@@ -12,4 +12,4 @@ def sums(scores: Scores, batch: Batch) -> LossSums:
 
 def cross_entropy_loss(temperature: float) -> LossFunction:
     """`temperature`: what logits are divided by."""
-    return LossFunction(Outputs(temperature=temperature), sums)
+    return LossFunction(Outputs(temperature=temperature), cross_entropy_sums)

@@ -20,10 +20,10 @@ from shared.jobs.packed import Units
 
 
 def dpo_loss(dpo: DPO) -> LossFunction:
-    return LossFunction(outputs=Outputs(), sums=lambda scores, batch: sums(dpo, scores, batch))
+    return LossFunction(outputs=Outputs(), sums=lambda scores, batch: _sums(dpo, scores, batch))
 
 
-def sums(dpo: DPO, scores: Scores, batch: Batch) -> LossSums:
+def _sums(dpo: DPO, scores: Scores, batch: Batch) -> LossSums:
     """Sums over a bin's pairs; the normaliser counts them."""
     assert scores.logprob_N is not None
     live_N = batch.weight_N > 0

@@ -6,18 +6,18 @@ Shape suffixes: N live targets of a bin, S its sequences.
 import torch
 from torch import Tensor
 
+from longshore.losses import PolicyLoss
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.divergence import bounded, divergence
 from megatron_worker.losses.surrogates import Surrogate, surrogate_of
 from megatron_worker.losses.targets import Targets, live_targets, shaped_advantages, sums_of_sequences
-from shared.jobs.losses import PolicyLoss
 from shared.jobs.packed import Units
 
 
 def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
     outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0, temperature=temperature)
-    return LossFunction(outputs=outputs, sums=lambda scores, batch: sums(loss, scores, batch))
+    return LossFunction(outputs=outputs, sums=lambda scores, batch: _sums(loss, scores, batch))
 
 
 def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
@@ -29,7 +29,7 @@ def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
         check_finite(units, "old_logprob", "old = sampler needs the sampler's log-probabilities")
 
 
-def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
+def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     """Return sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
     surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.losses import DRO
+from longshore.losses import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 from megatron_worker.losses.divergence import bounded
 from megatron_worker.losses.targets import Targets, sums_of_sequences
-from shared.jobs.losses import CISPO, GSPO, PPO, PolicyLoss, Reinforce
 
 
 @dataclass(frozen=True)

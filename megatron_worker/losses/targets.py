@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longshore.losses import PolicyLoss
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses.divergence import bounded, divergence
-from shared.jobs.losses import PolicyLoss
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longshore.layout import Layout
+from longshore.training import Dtype, Lora
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -32,8 +34,6 @@ from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
-from shared.jobs.job import Dtype, Lora
-from shared.jobs.layout import Layout
 from shared.models.shape import DeltaNetShape, ModelShape, check_layout
 
 

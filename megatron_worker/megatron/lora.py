@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from longshore.training import Lora
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
@@ -32,7 +33,6 @@ from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
-from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 
 

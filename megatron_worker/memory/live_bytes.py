@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _PLAIN = (int, float, type(None), torch.dtype, torch.device)  # common types of arguments that hold no tensors
 _SHARE = {"cpu": 0.5, "cuda": 0.9}  # of all memory, the budget if none is given

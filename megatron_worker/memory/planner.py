@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longshore.training import Lora
 from megatron_worker.engine import Engine, Facts, LossFunction
 from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, HeadCall, Ints
@@ -22,7 +23,6 @@ from megatron_worker.forwards.packing import PackSize
 from megatron_worker.memory.pass_costs import PassBytes, PassCost
 from megatron_worker.memory.probes import mask_bytes, measure_backbone, measure_head, measure_step
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.jobs.packed import Units
 from shared.jobs.prefix_forest import tables
 

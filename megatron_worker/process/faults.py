@@ -3,7 +3,7 @@
 import errno
 from typing import Literal
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, LongshoreError
 
 Kind = Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "crowded", "error"]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from longshore.layout import Layout
 from megatron_worker.process.launcher import RENDEZVOUS_VARIABLE
-from shared.jobs.layout import Layout
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _PATIENCE = timedelta(minutes=30)
@@ -24,7 +24,7 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
+def start_group(backend: str) -> Store:
     """Join the other ranks of our launcher, or of torchrun; without either, be a group of one.
 
     Returns:
@@ -35,7 +35,7 @@ def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
     if world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         _stay_on_this_machine()
     store = _meeting_place(world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_PATIENCE)
     return store
 
 

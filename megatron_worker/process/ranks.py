@@ -133,7 +133,7 @@ def _told(error: Exception) -> Fault:
     return fault_of(error)
 
 
-def connect() -> WorkerRanks:
+def connect_ranks() -> WorkerRanks:
     """Join the ranks that were started with this one; alone, be a group of one."""
     rank, local_rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if torch.cuda.is_available():

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from longshore.fields import Artifact
 from megatron_worker.process.background import Awaited, Check, in_background
 from megatron_worker.process.faults import Fault, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
-from shared.contract import Artifact
 from shared.jobs.job import Job, artifacts_of
 from shared.settings import S3Settings
 from shared.storage.artifacts import Manifest, stage, staged

@@ -17,11 +17,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
+from longshore.training import Dtype
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.watchdog import on_signals, start_watchdog
-from shared.chat.completions import LogprobsMode, SamplerReady
+from shared.chat.completions import LogprobsMode
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput
-from shared.jobs.job import Dtype
 from shared.log_lines import escape_output
 from shared.models.end_tokens import read_end_ids
 from shared.storage.files import reachable, write_atomically

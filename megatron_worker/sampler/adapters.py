@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longshore.fields import Sha256
+from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 from megatron_worker.tensors.safetensors_files import check_names, single_file
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
-from shared.contract import Sha256
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from pydantic import ValidationError
 
+from longshore.fields import Sha256
+from longshore.training import Lora
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
@@ -20,20 +22,17 @@ from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256, weights
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Announcement, SyncReply
 from megatron_worker.weight_sync.synced_adapters import SyncedAdapters
-from shared.chat.completions import (
-    DrawnBy,
+from shared.chat.completions import DrawnBy, SamplerRequest
+from shared.chat.sampler_control import (
     LoadAdapterRequest,
     LoadWeightsRequest,
     ModelCard,
     ModelList,
     NameWeightsRequest,
-    SamplerRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
-from shared.contract import Sha256
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 R = TypeVar("R", bound=SamplerRequest)

@@ -18,7 +18,7 @@ from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.tensors.offload import HostCopy
-from shared.chat.completions import PartMemory, SamplerMemory, SleepRequest
+from shared.chat.sampler_control import PartMemory, SamplerMemory, SleepRequest
 from shared.errors import InvalidInput
 
 

@@ -25,10 +25,11 @@ import httpx
 import psutil
 from pydantic import ValidationError
 
+from longshore.training import Dtype
 from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
-from shared.chat.completions import ErrorResponse, SamplerReady
+from shared.chat.completions import ErrorResponse
+from shared.chat.sampler_control import SamplerReady
 from shared.child_environment import child_environment
-from shared.jobs.job import Dtype
 from shared.log_lines import escape_output
 from shared.models.end_tokens import GENERATION
 from shared.storage.files import reachable, write_atomically

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from shared.jobs.job import Adam
+from longshore.training import Adam
 
 _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are updated
 

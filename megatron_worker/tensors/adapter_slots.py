@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
@@ -29,7 +30,6 @@ from megatron_worker.tensors.state_files import (
     write_optimizer,
 )
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full, Lora
 from shared.models import peft as peft_format
 
 

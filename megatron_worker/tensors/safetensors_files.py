@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longshore.fields import Sha256
 from megatron_worker.families.tensor_slices import TensorSlice, joined
-from shared.contract import Sha256
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"

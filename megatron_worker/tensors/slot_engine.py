@@ -7,9 +7,9 @@ from typing import Generic, Unpack
 
 from torch import Tensor
 
+from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Memory, Norms, Outgoing, Part, PartPlaces, Where
 from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
-from shared.jobs.job import Adam, Full, Lora
 
 
 class SlottedEngine(Generic[AdapterT, OptimizerT]):

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
@@ -28,7 +29,6 @@ from megatron_worker.tensors.safetensors_files import (
     write_model,
     write_safetensors,
 )
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
@@ -152,11 +152,7 @@ def read_adapter(
 
 
 def write_adapter(
-    folder: Path | None,
-    lora: Lora,
-    slices: Sequence[TensorSlice],
-    parameters: Mapping[str, Tensor],
-    ranks: StateRanks,
+    folder: Path | None, lora: Lora, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
     """Write PEFT's folder, in float32 whatever the engine computes in."""
     tensors = _whole(slices, parameters, ranks, torch.float32)

@@ -19,6 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from longshore.training import Adam, Full, Lora
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.forwards.engine import ForwardEngine
@@ -41,7 +42,6 @@ from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
 from megatron_worker.trainer_rank.snapshot import Snapshot
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full, Lora
 from shared.models import peft as peft_format
 
 

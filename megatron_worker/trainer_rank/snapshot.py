@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from longshore.training import Lora
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
-from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 

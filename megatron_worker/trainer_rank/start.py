@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from longshore.layout import EngineName, Layout
+from longshore.training import Dtype
 from megatron_worker.process.process_group import backend, start_group
 from megatron_worker.trainer_rank.rank import TrainerRank
 from megatron_worker.warm_engine import new_engine
-from shared.jobs.job import Dtype
-from shared.jobs.layout import EngineName, Layout
 
 
 def start(

@@ -14,11 +14,12 @@ import torch
 from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
+from longshore.fields import Frozen, Sha256
+from longshore.training import Lora
 from megatron_worker.process.ranks import WorkerRanks
-from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
-from shared.jobs.job import Job, Lora, WorkerPlan
+from shared.jobs.job import Job, WorkerPlan
 from shared.models import peft as peft_format
 from shared.storage.artifacts import seal
 from shared.storage.files import fsync_folder, write_atomically

@@ -45,7 +45,7 @@ def pack_data(data: Units, max_tokens: int, share_prefixes: bool, score_all: boo
         trees = split_tree([_row(units, number) for number in range(len(targets_of))], max_tokens)
         units, targets_of = units_of(joined([tree.columns() for tree in trees])), _places(trees, len(targets_of))
     sizes = np.diff(units.token_offsets).tolist()
-    bins = [np.array(each, dtype=np.int64) for each in packing.pack(sizes, max_tokens)]
+    bins = [np.array(each, dtype=np.int64) for each in packing.pack_bins(sizes, max_tokens)]
     return CommandData(PackedBatches(units, OneStep(bins)), targets_of)
 
 

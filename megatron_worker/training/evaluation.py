@@ -12,16 +12,17 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from longshore.fields import Frozen
+from longshore.losses import CrossEntropy
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import loss_function
 from megatron_worker.sums import SUM, reported
 from megatron_worker.training.batches import PackedBatches
-from shared.contract import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 from shared.jobs.events import EvaluationSample
 from shared.jobs.job import Evaluation
-from shared.jobs.losses import DPO, CrossEntropy, Loss
+from shared.jobs.losses import DPO, Loss
 from shared.models.end_tokens import read_end_ids
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from longshore.fields import Frozen, Sha256
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.weight_sync import changes
-from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,7 +130,7 @@ Piece = tuple[TensorBlock, BucketPart]
 """A part, and the block that it is some rows of."""
 
 
-def cut(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
+def cut_buckets(outgoing: Outgoing, bucket_bytes: int) -> Iterator[list[Piece]]:
     """Divide blocks into buckets' parts, which `check_divisible` has found to be possible."""
     dtype, end = outgoing.dtype, 0
     pieces: list[Piece] = []
@@ -183,12 +183,13 @@ def view_of(buffer: Tensor, part: BucketPart) -> Tensor:
     return buffer[part.start : part.start + part.num_bytes].view(DTYPES[part.dtype]).view(part.rows_shape)
 
 
-def checksum(tensors: Iterable[Tensor], found: int = 0) -> int:
+def checksum(tensors: Iterable[Tensor]) -> int:
     """Return a sum of the tensors' bits that notices changed, missing and exchanged elements; for faults, not attacks.
 
     Of 8-byte words x_i in chunks: h ← 1099511628211 h + Σ (2 i + 1) x_i modulo 2^64, then the same for the bytes that
-    are left. The same on every device. `found`: h of the tensors before.
+    are left. The same on every device.
     """
+    found = 0
     for tensor in tensors:
         for chunk in tensor.detach().view(-1).view(torch.uint8).split(_CHUNK):
             whole = len(chunk) // 8 * 8

@@ -17,7 +17,7 @@ def num_bytes(num_changes: int) -> int:
     return num_changes + num_changes % 2 + 2 * num_changes
 
 
-def find(new: Tensor, old: Tensor, out: Tensor) -> int | None:
+def find_changes(new: Tensor, old: Tensor, out: Tensor) -> int | None:
     """Write the changes from `old` to `new` into `out`, uint8. None where they take more bytes than `out` has.
 
     Args:
@@ -59,7 +59,7 @@ def _move(source: Tensor, target: Tensor) -> None:
 
 
 def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
-    """Make changes, uint8 as `find` wrote them, to a contiguous tensor in place.
+    """Make changes, uint8 as `find_changes` wrote them, to a contiguous tensor in place.
 
     Raises:
         ValueError: a change lies behind the tensor's end. Nothing has been changed then.

@@ -25,9 +25,10 @@ from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
+from longshore.fields import Frozen, Sha256
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken
-from shared.contract import Frozen, Sha256
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 from shared.jobs.weight_sync import secret_of_run
 from shared.storage.files import listen_privately, reachable
 
@@ -92,7 +93,7 @@ class SyncConnection:
         if not hmac.compare_digest(seal, self._seal(self._names[1], self._num_read, data)):
             raise SyncBroken("a message is not the other end's: its seal is wrong")
         self._num_read += 1
-        return parsed(kind, data)
+        return parse_message(kind, data)
 
     def _seal(self, writer: bytes, number: int, data: bytes) -> bytes:
         if self.key is None:
@@ -133,7 +134,7 @@ def connect_locally(path: str) -> SyncConnection:
     return SyncConnection(own, is_trainer=True)
 
 
-def connect(address: str, run_id: str, secret: bytes) -> SyncConnection:
+def connect_sampler(address: str, run_id: str, secret: bytes) -> SyncConnection:
     """Connect to a sampler at `host:port`, and agree on a key. Raises SyncBroken.
 
     The sampler has proved that it knows the secret once a reply of it was read.
@@ -283,11 +284,9 @@ def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> b
     return bytes(data)
 
 
-def parsed(kind: type[M], data: bytes) -> M:
+def parse_message(kind: type[M], data: bytes) -> M:
     """Raises SyncBroken naming the field and the rule."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise SyncBroken(f"no message of this schema: {place}: {first['msg']}") from error
+        raise SyncBroken(f"no message of this schema: {first_rule(error)}") from error

@@ -12,12 +12,21 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from longshore.fields import Sha256
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.background import BackgroundCall
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
-from megatron_worker.weight_sync.buckets import DTYPES, Bucket, BucketPart, Piece, aligned, checksum, cut, joined
-from shared.contract import Sha256
+from megatron_worker.weight_sync.buckets import (
+    DTYPES,
+    Bucket,
+    BucketPart,
+    Piece,
+    aligned,
+    checksum,
+    cut_buckets,
+    joined,
+)
 
 _STOP, _ROWS, _CHANGES = 0, 1, 2  # orders
 _WHOLE, _FAILED = -1, -2  # in the place of a number of changes
@@ -67,7 +76,7 @@ class OwnBlocks:
         if self._sent is None:
             return None
         copy = self._sent.rows(*piece)
-        num = None if out is None else changes.find(rows.cpu(), copy, out)
+        num = None if out is None else changes.find_changes(rows.cpu(), copy, out)
         copy.copy_(rows)
         return num
 
@@ -147,7 +156,9 @@ class Giving:
 @torch.inference_mode()
 def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
-    for pieces in chain(cut(outgoing, bucket_bytes), [[]]):  # after the last bucket, too, comes an order to stop
+    for pieces in chain(
+        cut_buckets(outgoing, bucket_bytes), [[]]
+    ):  # after the last bucket, too, comes an order to stop
         outgoing.ranks.receive(order, 0)
         if order == _STOP:
             return

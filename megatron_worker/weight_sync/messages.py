@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from longshore.fields import Frozen, Sha256
+from longshore.training import Lora
 from megatron_worker.weight_sync.buckets import MAX_BUCKET_BYTES, Bucket
-from shared.contract import Frozen, Sha256
-from shared.jobs.job import Lora
 from shared.jobs.weight_sync import Transport
 
 NUM_BUFFERS = 2

@@ -4,7 +4,7 @@ import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_worker.weight_sync.connections import PATIENCE_S, SyncConnection, connect, connect_locally
+from megatron_worker.weight_sync.connections import PATIENCE_S, SyncConnection, connect_locally, connect_sampler
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken, SyncMessage, SyncReply
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncPlace, Transport
 
@@ -126,4 +126,4 @@ def _connected(place: SyncPlace, announcement: Announcement, secret: bytes | Non
         raise SyncBroken("the sampler's host has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)")
     if secret is None:
         raise SyncBroken("this host has no key by which samplers of other machines would know it")
-    return connect(place.address, announcement.run_id, secret)
+    return connect_sampler(place.address, announcement.run_id, secret)

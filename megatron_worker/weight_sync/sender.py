@@ -7,7 +7,7 @@ import torch
 
 from megatron_worker.engine import Outgoing
 from megatron_worker.process.background import BackgroundCall
-from megatron_worker.weight_sync.buckets import Bucket, Digest, all_bytes, check_divisible, cut, shapes_sha256
+from megatron_worker.weight_sync.buckets import Bucket, Digest, all_bytes, check_divisible, cut_buckets, shapes_sha256
 from megatron_worker.weight_sync.gathering import Gathering, Giving, LastSent
 from megatron_worker.weight_sync.messages import Announcement, Commit, SyncMessage
 from megatron_worker.weight_sync.profile import Phases, SyncProfile
@@ -175,7 +175,7 @@ class Sending:
     def _buckets(self, outbound: Outbound, is_all: bool) -> Iterator[Bucket]:
         """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
         buffers, only_changes = outbound.buffers, self._sent is not None and not is_all
-        for number, pieces in enumerate(cut(self._outgoing, self._announcement.buffer_bytes)):
+        for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
             with self._phases(f"settle {number}"):
                 outbound.settle(len(buffers) - 1)
             if not self._receivers.living:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shared.contract import Sha256
+from longshore.fields import Sha256
 
 _MOST = 8
 A = TypeVar("A")
 
 
 @dataclass
-class _Kept(Generic[A]):
+class _SyncedAdapter(Generic[A]):
     adapter: A
     run_id: str
     content: Sha256 | None = None
@@ -24,7 +24,7 @@ class SyncedAdapters(Generic[A]):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Sha256, _Kept[A]] = {}
+        self._kept: dict[Sha256, _SyncedAdapter[A]] = {}
 
     def __iter__(self) -> Iterator[A]:
         return iter([each.adapter for each in self._kept.values()])
@@ -32,7 +32,7 @@ class SyncedAdapters(Generic[A]):
     def keep(self, digest: Sha256, run_id: str, adapter: A) -> None:
         """Keep an adapter in the place of the one before of its run."""
         others = [(key, each) for key, each in self._kept.items() if each.run_id != run_id]
-        self._kept = dict([*others[1 - _MOST :], (digest, _Kept(adapter, run_id))])
+        self._kept = dict([*others[1 - _MOST :], (digest, _SyncedAdapter(adapter, run_id))])
 
     def tell_content(self, digest: Sha256, content: Sha256) -> None:
         if digest in self._kept:

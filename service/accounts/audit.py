@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
+from longshore.fields import Frozen
 from service.accounts.limits import RateLimit
 from service.database.engine import Database
 from service.database.tables import AuditRow
 from service.errors import DatabaseUnavailable
-from shared.contract import Frozen
 
 logger = logging.getLogger("longshore.service")
 
@@ -36,7 +36,7 @@ def touched(target: str) -> None:
         targets.append(target)
 
 
-def begin() -> list[str]:
+def collect_touched() -> list[str]:
     """Start a new list for `touched` to fill during one request, and return it."""
     targets: list[str] = []
     _touched.set(targets)

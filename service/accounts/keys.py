@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.principals import ALL_SCOPES, Principal, Scope
 from service.database.engine import Database
 from service.database.tables import KeyRow, SignInRow
 from service.errors import Conflict, DatabaseUnavailable
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import Settings

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TypeGuard, get_args
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
+from longshore.fields import Frozen
 from service.errors import Forbidden
-from shared.contract import Frozen
 from shared.runs.requests import FIRST_TENANT, Tenant
 
 Scope = Literal["read", "write", "inference", "admin"]

@@ -13,12 +13,12 @@ from typing import TypeVar
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database
 from service.database.locks import KeyedLocks
 from service.database.tables import RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import PriceSettings, QuotaSettings

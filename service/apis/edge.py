@@ -103,7 +103,7 @@ class Edge:
                 raise
             task.uncancel()
             text = "the service is leaving, or starting anew: ask again"
-            answer = problems.answer(503, text, headers={"retry-after": "2"}, path=scope["path"])
+            answer = problems.error_response(503, text, headers={"retry-after": "2"}, path=scope["path"])
             await answer(scope, receive, exchange.send)
         except _NoLongerKnown:
             await self._end(exchange, scope, receive)
@@ -111,7 +111,7 @@ class Edge:
             logger.error("%s failed", exchange, exc_info=error)
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
-                await problems.answer(500, text, path=scope["path"])(scope, receive, exchange.send)
+                await problems.error_response(500, text, path=scope["path"])(scope, receive, exchange.send)
         finally:
             self._in_hand.discard(exchange)
 
@@ -138,7 +138,7 @@ class Edge:
         logger.info("%s: its key or session ended under it", exchange)
         if not exchange.begun:
             text = "the key or session that asked has ended meanwhile"
-            refusal = problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
+            refusal = problems.error_response(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
             await refusal(scope, receive, exchange.send)
 
     async def _principal(self, path: str, headers: Headers) -> Principal | None:
@@ -151,31 +151,31 @@ class Edge:
         """Return the answer that refuses a request; None lets it pass, with its principal in the request's state."""
         path, host = scope["path"], _host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
-            return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
+            return problems.error_response(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
             token = _sign_in_token(path, headers)
             if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
-                return problems.answer(403, text, path=path)
+                return problems.error_response(403, text, path=path)
             try:
                 principal = await self._principal(path, headers)
             except DatabaseUnavailable as error:
-                return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
+                return problems.error_response(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
                 is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
                 if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
                 text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
                 text = _SESSION_OVER if token else text
-                return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
+                return problems.error_response(401, text, headers={"www-authenticate": "Bearer"}, path=path)
             scope["state"] |= {"principal": principal, "is_from_page": bool(token)}
             if wait_s := self._rate_limit.wait_s(principal.key_id):
                 text = f"this key asks too often: at most {self._rate_limit} here"
-                return problems.answer(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
+                return problems.error_response(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit(scope):
             text = f"the body has {length} bytes; at most {self._limit(scope)} are taken here"
-            return problems.answer(413, text, path=path)
+            return problems.error_response(413, text, path=path)
         return None
 
     def _limit(self, scope: Scope) -> int:
@@ -193,7 +193,7 @@ class _Exchange:
         self._scope = scope
         self._start = time.monotonic()
         self._audit = audit_log
-        self._touched = audit.begin()
+        self._touched = audit.collect_touched()
         self.begun = False
         self.is_event_stream = False
 

@@ -12,9 +12,9 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from longshore.fields import Frozen
 from service.apis.tinker.addresses import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
-from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
 from shared.field_rules import rule_in_words
 
@@ -83,7 +83,7 @@ _BY_STATUS = {
 }
 
 
-def answer(
+def error_response(
     status: int,
     message: str,
     place: str | None = None,
@@ -147,7 +147,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(OSError, _os)
 
 
-def describe(errors: Sequence[Any]) -> ApiProblem:
+def validation_problem(errors: Sequence[Any]) -> ApiProblem:
     """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
 
     Args:
@@ -175,32 +175,32 @@ async def _validation(request: Request, error: Exception) -> JSONResponse:
     path = request.url.path
     for each in error.errors():
         if each["loc"][0] == "path" and (thing := _IN_PATHS.get(str(each["loc"][-1]))):
-            return answer(404, f"there is no {thing} {each['input']}", path=path)
-    problem = describe(error.errors())
-    return answer(422, problem.message, problem.place, path=path)
+            return error_response(404, f"there is no {thing} {each['input']}", path=path)
+    problem = validation_problem(error.errors())
+    return error_response(422, problem.message, problem.place, path=path)
 
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
     path, text = request.url.path, str(error)
     match error:
         case InvalidInput(message=message, place=place):
-            return answer(422, message, place, path=path)
+            return error_response(422, message, place, path=path)
         case Forbidden():
-            return answer(403, text, path=path)
+            return error_response(403, text, path=path)
         case NotFound():
-            return answer(404, text, path=path)
+            return error_response(404, text, path=path)
         case QueueFull() if is_tinker(path):
-            return answer(429, text, headers={"retry-after": "1"}, path=path)
+            return error_response(429, text, headers={"retry-after": "1"}, path=path)
         case Conflict():
-            return answer(409, text, headers=_NO_RETRY, path=path)
+            return error_response(409, text, headers=_NO_RETRY, path=path)
         case QuotaExceeded():
-            return answer(429, text, headers=_NO_RETRY, path=path, kind="quota_exceeded")
+            return error_response(429, text, headers=_NO_RETRY, path=path, kind="quota_exceeded")
         case Busy():
-            return answer(429, text, headers={"retry-after": "5"}, path=path)
+            return error_response(429, text, headers={"retry-after": "5"}, path=path)
         case DiskFull():
-            return answer(507, text, path=path)
+            return error_response(507, text, path=path)
         case StoreUnavailable() | TemporalUnavailable() | DatabaseUnavailable() | SamplerUnavailable():
-            return answer(503, text, headers={"retry-after": "2"}, path=path)
+            return error_response(503, text, headers={"retry-after": "2"}, path=path)
         case _:
             raise error
 
@@ -211,7 +211,7 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
         return await _ours(request, error.__cause__)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
-        return answer(422, "the body is no JSON that can be read here", path=request.url.path)
+        return error_response(422, "the body is no JSON that can be read here", path=request.url.path)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405 and (methods := _methods(request)):
         headers["allow"] = ", ".join(methods)
@@ -220,7 +220,7 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is nothing at {request.method} {request.url.path[:200]}"
         if is_foreign(request.url.path):
             message += ": of OpenAI's operations some are served here (docs/openai_api.md), and this is none of them"
-    return answer(error.status_code, message, headers=headers, path=request.url.path)
+    return error_response(error.status_code, message, headers=headers, path=request.url.path)
 
 
 def _methods(request: Request) -> list[str]:
@@ -234,5 +234,5 @@ def _methods(request: Request) -> list[str]:
 
 async def _os(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return answer(507, "the disk of the service is full", path=request.url.path)
+        return error_response(507, "the disk of the service is full", path=request.url.path)
     raise error

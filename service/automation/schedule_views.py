@@ -4,9 +4,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
+from shared.automation.schedules import Action, Overlap, ScheduledRun
 from shared.errors import InvalidInput
-from shared.runs.schedules import Action, Overlap, ScheduledRun
 
 _MOST_BACKFILLED_S = 31 * 86_400
 _MOST_BACKFILLED = 200

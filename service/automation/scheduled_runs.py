@@ -17,9 +17,9 @@ from service.inference.published_models import PublishedModels
 from service.runs.runs import Runs
 from service.runs.states import RunStates
 from service.temporal import Temporal
+from shared.automation.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, Source
-from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, content_key, last_scheduled
 from shared.storage.store import ObjectStore

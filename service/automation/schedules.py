@@ -35,8 +35,7 @@ from service.automation.schedule_views import ActionView, Backfill, ScheduleView
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
-from shared.errors import InvalidInput, NotFound
-from shared.runs.schedules import (
+from shared.automation.schedules import (
     ACTION_MEMO,
     Action,
     Overlap,
@@ -45,7 +44,8 @@ from shared.runs.schedules import (
     ScheduleRecord,
     schedule_id,
 )
-from shared.runs.start import check_startable
+from shared.errors import InvalidInput, NotFound
+from shared.runs.acceptance import check_startable
 from shared.settings import Settings
 from shared.storage.paths import last_scheduled, schedule_record
 from shared.storage.store import ObjectStore

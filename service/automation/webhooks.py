@@ -15,6 +15,7 @@ from sqlalchemy import delete, select
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.engine import Database
@@ -23,9 +24,7 @@ from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
-from shared.contract import Frozen
-from shared.errors import InvalidInput, NotFound
-from shared.runs.webhooks import (
+from shared.automation.webhooks import (
     Delivery,
     Notice,
     NoticeId,
@@ -37,6 +36,7 @@ from shared.runs.webhooks import (
     new_notice_id,
     new_secret,
 )
+from shared.errors import InvalidInput, NotFound
 from shared.settings import Settings
 from shared.storage.paths import delivery_record, webhook_record
 from shared.storage.store import ObjectStore

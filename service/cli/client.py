@@ -11,7 +11,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, ServiceRefused, Stop, Unreachable
-from service.runs.views import EventPage, RunPage, RunView, StepPage
+from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
 from shared.runs.events import RunEvent
 from shared.runs.requests import Run
 from shared.runs.status import StepStatus

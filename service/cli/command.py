@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from service.cli.connection import Globals, Json, connect
+from service.cli.connection import Globals, Json, cli_client
 from service.cli.output.render import print_json
 
 Command = Callable[..., "CommandAnswer | None"]
@@ -64,7 +64,7 @@ def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]
         own: dict[str, Any] = {"context": context, "as_json": as_json}
         with ExitStack() as stack:
             if "client" in wanted:
-                own["client"] = stack.enter_context(connect(context, patience_s))
+                own["client"] = stack.enter_context(cli_client(context, patience_s))
             answer = function(**values, **{name: value for name, value in own.items() if name in wanted})
             if answer is None:
                 return

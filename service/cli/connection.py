@@ -52,7 +52,7 @@ class _Place:
     is_bound: bool = False
 
 
-def connect(context: typer.Context, patience_s: float = 2.0) -> "CliClient":
+def cli_client(context: typer.Context, patience_s: float = 2.0) -> "CliClient":
     """Return a client of the service that this command talks to. `patience_s`: as for Client."""
     from service.cli.client import CliClient
 

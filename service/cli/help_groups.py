@@ -12,13 +12,7 @@ from typer.core import TyperGroup
 
 # Heading: {command: module of service.cli.commands}.
 HEADINGS = {
-    "Before a run": {
-        "validate": "data",
-        "preview": "data",
-        "estimate": "data",
-        "grader": "graders",
-        "files": "files",
-    },
+    "Before a run": {"validate": "data", "preview": "data", "estimate": "data", "grader": "graders", "files": "files"},
     "Start runs": {
         "submit": "submit",
         **dict.fromkeys(("step", "finish"), "runs"),

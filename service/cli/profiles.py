@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from longshore.fields import Frozen
 from service.cli.exits import USAGE, Stop
-from shared.contract import Frozen
 from shared.settings import user_config_path
 from shared.storage.files import write_atomically
 

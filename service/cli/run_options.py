@@ -140,7 +140,7 @@ def run_model(kind: str) -> "type[BaseModel]":
 
     Its validators are built when a request is checked, and not on import: they are a third of the time of `--help`.
     """
-    from shared.contract import Frozen
+    from longshore.fields import Frozen
 
     # This changes the config of all models imported from here on, in the process of the command line only. In hosts
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
@@ -172,7 +172,7 @@ def given(context: typer.Context) -> dict[str, Any]:
     return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-def fields_of(
+def request_fields(
     options: Sequence[RunOption], values: Mapping[str, Any], uri_of: Callable[[str, str], str] = lambda uri, flag: uri
 ) -> dict[str, Any]:
     """Return the request of the options that were given, not checked.
@@ -223,7 +223,7 @@ def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_requi
 
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
-    from shared.jobs.layout import Layout
+    from longshore.layout import Layout
     from shared.runs.sources import DatasetSource
 
     type_ = _plain_type(field.annotation)

@@ -17,12 +17,12 @@ from typing import ParamSpec, Self, TypeVar
 from sqlalchemy import delete, exists, select, tuple_
 from sqlalchemy.orm import Session
 
+from longshore.fields import Artifact, Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas, WriteReservation
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.errors import Conflict
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
 from shared.runs.status import RunStatus

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict
 from service.files.files import FileRecord, Files, transferred
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
 from shared.storage import paths

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from activities.sampling.questions import OpenQuestion
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
-from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
+from shared.serving import AnswerLine, CompleteRequest, QuestionFailure
 from shared.storage.host_states import BEAT_S, HostAddress, announce
 from shared.storage.store import ObjectStore
 

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 
 from temporalio.common import WorkflowIDConflictPolicy
 
-from longshore.fields import Name, pattern
+from longshore.fields import Artifact, Frozen, Name, pattern
+from longshore.training import Dtype
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
@@ -28,11 +29,10 @@ from service.inference.published_models import PublishedModel, PublishedModels, 
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.jobs.job import Dtype
+from shared.runs.acceptance import precision_of
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import Tenant
-from shared.runs.start import ModelRequest, ResolvedModel, precision_of
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage import paths
@@ -258,8 +258,10 @@ class ArtModels:
             owner = self._published.owner(model.tenant, _published(model, step))
             keys = paths.RunKeys(owner.run_id)
             if owner.step is not None:
-                return finite(StepStatus.model_validate_json(self._store.get_bytes(keys.step(owner.step))).metrics)
-            return finite(RunStatus.model_validate_json(self._store.get_bytes(keys.result)).metrics)
+                return finite_metrics(
+                    StepStatus.model_validate_json(self._store.get_bytes(keys.step(owner.step))).metrics
+                )
+            return finite_metrics(RunStatus.model_validate_json(self._store.get_bytes(keys.result)).metrics)
         return {}
 
     async def newest(self, model: ArtModel) -> str | None:
@@ -321,7 +323,7 @@ def new_model(
     )
 
 
-def finite(metrics: dict[str, float]) -> dict[str, float]:
+def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Drop values that JSON has no number for."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 

@@ -14,7 +14,7 @@ from service.accounts.limits import FairShare
 from service.host_http.clients import HostClients, HostUnreachable
 from shared.chat.answer_records import new_answer_id
 from shared.errors import InvalidInput
-from shared.runs.serving import AnswerLine, CompleteRequest, QuestionFailure
+from shared.serving import AnswerLine, CompleteRequest, QuestionFailure
 from shared.storage.host_states import HostAddress
 
 T = TypeVar("T", bound=BaseModel)

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from longshore.training import SessionRun
+from longshore.fields import Frozen
+from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.storage.checkpoints import CheckpointName, is_name

@@ -9,12 +9,13 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
 from shared.chat.messages import ServedModel
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.job import Dtype, Job
+from shared.jobs.job import Job
 from shared.runs.requests import RunRecord
-from shared.storage.artifacts import Manifest, find, read_manifest, refer
+from shared.storage.artifacts import Manifest, find_artifact, read_manifest, refer
 from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
 from shared.storage.store import ObjectStore, uri_of
@@ -88,7 +89,7 @@ class Target:
     version: int | None = None
 
 
-def adapter_of(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
+def adapter_of_step(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
     """Return the adapter in the newest checkpoint of a step. A manifest of its own refers to the checkpoint's files.
 
     Raises:
@@ -199,7 +200,7 @@ class PublishedModels:
             raise NotFound(f"there is no published model {name}") from None
         if record.tenant != tenant:
             raise NotFound(f"there is no published model {name}")
-        adapter_of(self._store, record, name.step)
+        adapter_of_step(self._store, record, name.step)
         return found
 
     def _exact(self, tenant: str, name: str, version: int) -> PublishedModel | None:
@@ -258,8 +259,8 @@ class PublishedModels:
     def artifact(self, tenant: str, found: PublishedModel) -> Artifact:
         """Return the files of an adapter or a model. Raises NotFound when they were deleted."""
         if found.kind == "checkpoints":
-            return adapter_of(self._store, self.record(tenant, found), found.version)
-        artifact = find(self._store, published_version(tenant, found.kind, found.name, found.version))
+            return adapter_of_step(self._store, self.record(tenant, found), found.version)
+        artifact = find_artifact(self._store, published_version(tenant, found.kind, found.name, found.version))
         if artifact is None:
             raise NotFound(f"{found.id} is no longer in the store")
         return artifact

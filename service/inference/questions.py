@@ -29,7 +29,8 @@ from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.runs.serving import (
+from shared.runs.start import timing_of
+from shared.serving import (
     CompleteRequest,
     LeasedSampler,
     SamplerPlace,
@@ -39,7 +40,6 @@ from shared.runs.serving import (
     sampler_of_questions,
     serving_id,
 )
-from shared.runs.start import timing_of
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress, announced
 from shared.storage.store import ObjectStore
@@ -219,7 +219,7 @@ class Inference:
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""
         serving = self._settings.serving
-        prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
+        prune = partial(answer_records.prune_answers, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
     async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None) -> bytes:

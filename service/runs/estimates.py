@@ -11,11 +11,12 @@ from typing import Protocol
 
 from pydantic import Field
 
+from longshore.fields import Frozen
 from longshore.training import SessionRun
 from service.runs.checks import Checks
 from service.runs.rows import IndexedRun, RunRows
-from service.runs.views import Histories, RunHistory, devices_of
-from shared.contract import Frozen
+from service.runs.views.history import Histories, RunHistory
+from service.runs.views.run_view import devices_of
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
 from shared.runs.previews import Preview, PreviewRequest
@@ -111,11 +112,7 @@ class Estimates:
             max_rows=_ALL_ROWS,
         )
         cut = Cut(
-            seed=run.seed,
-            epochs=run.epochs,
-            steps=run.steps,
-            batch_size=run.batch_size,
-            batch_tokens=run.batch_tokens,
+            seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens
         )
         found = _counts(await self._checks.preview(tenant, request, cut))
         pace = await self._pace(tenant, run, _tokens_per_s)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from longshore.fields import Artifact, Frozen
 from service.errors import Conflict
 from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
-from shared.contract import Artifact, Fence, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.fence import Fence
 from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import RunStatus, StepStatus
@@ -144,7 +145,7 @@ class RunFiles:
         from tokenizers import Tokenizer
 
         try:
-            store, _ = artifacts.files_of(model, self._s3)
+            store, _ = artifacts.open_artifact(model, self._s3)
             return Tokenizer.from_buffer(store.get_bytes("tokenizer.json"))
         except (NotFound, StoreUnavailable, InvalidInput, ValueError):  # without the tokenizer, ids are shown
             return None

@@ -7,12 +7,13 @@ from typing import Literal
 
 from sqlalchemy import func, select
 
+from longshore.fields import Frozen
 from service.database.engine import Database
 from service.database.tables import KeyRow, RunRow
 from service.runs.rows import IndexedRun
 from service.runs.states import SHARED_S
-from service.runs.views import IN_QUEUE, Histories
-from shared.contract import Frozen
+from service.runs.views.history import Histories
+from service.runs.views.run_view import IN_QUEUE
 from shared.runs.requests import RunId
 from shared.runs.status import State, StepStatus
 from shared.storage.paths import RunKeys

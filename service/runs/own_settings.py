@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from longshore.training import Linear
-from shared.contract import Frozen
-from shared.jobs.job import Dtype
-from shared.jobs.layout import EngineName, Layout
+from longshore.fields import Frozen
+from longshore.layout import EngineName, Layout
+from longshore.training import Dtype, Linear
 
 
 class OwnSettings(Frozen):

@@ -13,10 +13,10 @@ from service.accounts.tenants import Quotas
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow
 from service.errors import QuotaExceeded
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
+from shared.automation.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
-from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 from shared.settings import QuotaSettings
 
 _KEPT = 1024
@@ -140,11 +140,7 @@ class RunRows:
         return await self._database.reading(lambda session: session.scalars(query).one())
 
     async def page(
-        self,
-        tenant: str,
-        limit: int,
-        after: str | None = None,
-        **wanted: Unpack[RunFilter],
+        self, tenant: str, limit: int, after: str | None = None, **wanted: Unpack[RunFilter]
     ) -> tuple[IndexedRun, ...]:
         """List a tenant's runs, newest first: those behind the run `after`."""
         query = select(RunRow).where(RunRow.tenant == tenant)

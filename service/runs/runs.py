@@ -21,6 +21,7 @@ from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.principals import Principal
@@ -29,19 +30,12 @@ from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
-from service.runs.views import RunPage, RunView, with_cost
+from service.runs.views.run_view import RunPage, RunView, with_cost
 from service.temporal import PATIENCE, Temporal, unless_unknown
-from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.runs.acceptance import check_startable, precision_of
 from shared.runs.requests import Run, RunRecord, Source
-from shared.runs.start import (
-    AnyStart,
-    check_startable,
-    precision_of,
-    result_sha256,
-    threads_per_rank,
-    workflow_of,
-)
+from shared.runs.start import AnyStart, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
@@ -224,14 +218,7 @@ class Runs:
         run = await self._row(tenant, run_id)
         return await self._states.current(run) if run.is_open else run
 
-    async def page(
-        self,
-        tenant: str,
-        *,
-        limit: int,
-        after: str | None = None,
-        **wanted: Unpack[RunFilter],
-    ) -> RunPage:
+    async def page(self, tenant: str, *, limit: int, after: str | None = None, **wanted: Unpack[RunFilter]) -> RunPage:
         """A tenant's runs, newest first, as the index has them: a second old at most.
 
         Args:

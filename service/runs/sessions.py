@@ -6,19 +6,25 @@ from contextlib import suppress
 
 from pydantic import Field, ValidationError
 
-from longshore.commands import Asked
+from longshore.commands import Asked, CommandResult, LoadState
+from longshore.fields import Artifact, Frozen
+from longshore.training import Full, Lora
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull
 from service.host_http.session_bells import SessionBells
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from service.temporal import Temporal
-from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandHead, CommandResult, LoadState, LoadStored, Skip, packed_form, stored_form
-from shared.jobs.job import Full, Lora
+from shared.jobs.commands import (
+    CommandHead,
+    LoadStored,
+    Skip,
+    packed_form,
+    stored_form,
+)
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults

@@ -10,11 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from temporalio.client import (
-    WorkflowExecutionDescription,
-    WorkflowExecutionStatus,
-    WorkflowHandle,
-)
+from temporalio.client import WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.errors import TemporalUnavailable

@@ -8,7 +8,7 @@ from typing import Any
 from service.errors import Conflict
 from service.runs.runs import Runs
 from service.runs.updates import update_run
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from service.temporal import Temporal, query, unless_unknown
 from shared.errors import NotFound
 from shared.runs.requests import RunRecord

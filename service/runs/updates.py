@@ -8,11 +8,11 @@ from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeou
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.runs import Runs
 from service.temporal import LOST_UPDATES, Temporal, causes_of
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.runs.requests import RunRecord
 

@@ -15,8 +15,8 @@ from itertools import islice
 
 from pydantic import Field, ValidationError, model_validator
 
+from longshore.fields import Frozen, Sha256
 from shared.chat.messages import ToolCall
-from shared.contract import Frozen, Sha256
 from shared.errors import NotFound
 from shared.storage import paths
 from shared.storage.store import ObjectStore
@@ -74,15 +74,10 @@ def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
         store.put_bytes(_alike(tenant, digest) + record.answer_id, b"")
 
 
-def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
-    """Read a tenant's answer. Returns None if the id is malformed or another tenant's, or the record was deleted."""
-    return parse_record(_read(store, tenant, answer_id))
-
-
 def look_up(store: ObjectStore, tenant: str, wanted: AnswerLookup) -> list[str | None]:
     """Read a tenant's records, of ids in their order, as JSON: a stranger has a part in what they hold.
 
-    Raises StoreUnavailable.
+    None stands for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
     """
     ids: Sequence[str] = wanted.ids
     if wanted.alike is not None:
@@ -113,7 +108,7 @@ def content_digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
+def prune_answers(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
     """Delete answers older than `kept_s` seconds, and each tenant's oldest ones beyond `max_bytes` in total."""
     sizes: dict[str, int] = {}
     for tenant, answer_id, key, size in sorted(_all(store), key=lambda found: found[1], reverse=True):

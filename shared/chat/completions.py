@@ -1,6 +1,5 @@
-"""The part of vLLM's OpenAI-compatible protocol that samplers and their clients speak here.
+"""Completions in the part of vLLM's OpenAI-compatible protocol that samplers and their clients speak here.
 
-`POST /v1/completions`, `GET /v1/models`, `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter`, `GET /health`.
 Requests are strict: what a sampler would ignore is refused, unless its value is the one that changes nothing.
 Answers are read leniently, because other servers say more than we need.
 """
@@ -9,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from longshore.fields import Frozen, Sha256
 from shared.chat.structured_outputs import StructuredOutputs
-from shared.contract import Frozen, Sha256
 from shared.field_rules import only
 
 MAX_SAMPLES = 1024
@@ -127,58 +126,6 @@ class CompletionRequest(SamplerRequest):
         return value
 
 
-class LoadAdapterRequest(SamplerRequest):
-    """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
-
-    lora_name: str = Field(min_length=1, max_length=512)
-    lora_path: str = Field(min_length=1)
-
-
-class UnloadAdapterRequest(SamplerRequest):
-    lora_name: str = Field(min_length=1)
-
-
-class LoadWeightsRequest(SamplerRequest):
-    """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
-
-    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
-    them, take it.
-    """
-
-    name: str = Field(min_length=1, max_length=512)
-    path: str = Field(min_length=1)
-    again: bool = False
-
-
-class NameWeightsRequest(SamplerRequest):
-    """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
-
-    `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
-    """
-
-    name: str = Field(min_length=1, max_length=512)
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class UpdateWeightsRequest(SamplerRequest):
-    """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
-
-    `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
-    than what the name stands for changes nothing. Only our own sampler takes it.
-    """
-
-    name: str = Field(min_length=1, max_length=512)
-    version: int = Field(ge=0)
-    lora: bool
-    path: str | None = Field(default=None, min_length=1)
-
-
-class SleepRequest(SamplerRequest):
-    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
-
-    level: Literal[1, 2] = 1
-
-
 class SamplerAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -264,51 +211,6 @@ class CompletionChunk(SamplerAnswer):
     usage: Usage | None = None
 
 
-class ModelCard(SamplerAnswer):
-    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
-
-    Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
-    """
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int = 0
-    owned_by: str = "longshore"
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-    policy_version: int | None = None
-    weights_sha256: Sha256 | None = None
-
-
-class ModelList(SamplerAnswer):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class PartMemory(SamplerAnswer):
-    """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
-
-    device: int = 0
-    host: int = 0
-
-
-class SamplerMemory(SamplerAnswer):
-    """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
-
-    `caches`: keys and values of the sequences that are under way.
-    """
-
-    asleep: Literal[0, 1, 2]
-    weights: PartMemory
-    adapters: PartMemory
-    caches: PartMemory
-
-    @property
-    def device_bytes(self) -> int:
-        return self.weights.device + self.adapters.device + self.caches.device
-
-
 class ErrorDetail(SamplerAnswer):
     message: str
     type: str = "server_error"
@@ -318,18 +220,3 @@ class ErrorDetail(SamplerAnswer):
 
 class ErrorResponse(SamplerAnswer):
     error: ErrorDetail
-
-
-class SamplerReady(Frozen):
-    """The ready file: written, for the owner's eyes alone, when the sampler answers.
-
-    `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
-    `weights_address`: `host:port`, where it takes weights from trainers of other machines.
-    """
-
-    url: str
-    socket: str | None = None
-    api_key: str
-    pid: int
-    model: str
-    weights_address: str | None = None

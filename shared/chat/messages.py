@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
+from longshore.fields import Frozen
 from shared.chat.completions import (
     MAX_TOP_LOGPROBS,
     LogitBias,
@@ -21,7 +22,6 @@ from shared.chat.completions import (
     Usage,
 )
 from shared.chat.structured_outputs import MAX_SCHEMA_CHARACTERS, ResponseFormat
-from shared.contract import Frozen
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

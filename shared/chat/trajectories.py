@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 
+from longshore.fields import Frozen
 from shared.chat.completions import SamplerAnswer
-from shared.contract import Frozen
 
 
 class Trajectory(Frozen):
@@ -103,8 +103,7 @@ class ChatTrajectory(Frozen):
         default=(), description="further conversations, which have its reward: a sub-agent's, or after a summary"
     )
     own_answers: bool = Field(
-        default=False,
-        description="train remembered answers of the run's own policy alone; others are context",
+        default=False, description="train remembered answers of the run's own policy alone; others are context"
     )
     reward: float
     advantage: float | None = Field(default=None, description="with advantages `given` alone")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.grading.expressions import FUNCTIONS, MAX_EXPRESSION_CHARS, parse_expression
@@ -111,7 +111,7 @@ class Message(Frozen):
         return self.content if isinstance(self.content, str) else self.content.text
 
 
-class SamplingParams(Frozen):
+class ScoreModelSampling(Frozen):
     """Sampling parameters, chosen by the scoring server where not set. `max_completions_tokens` is OpenAI's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -133,7 +133,7 @@ class ScoreModelGrader(Frozen):
     model: str = Field(min_length=1, max_length=500)
     input: tuple[Message, ...] = Field(min_length=1, max_length=_MAX_MESSAGES)
     range: tuple[float, float] = (0.0, 1.0)
-    sampling_params: SamplingParams | None = None
+    sampling_params: ScoreModelSampling | None = None
     base_url: str | None = Field(default=None, max_length=2048)
 
     @field_validator("range")
@@ -176,7 +176,7 @@ GRADER_TYPES = tuple(get_args(kind.model_fields["type"].annotation)[0] for kind 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 
 
-def parse_grader(fields: JsonValue, place: str = "grader") -> Grader:
+def parse_grader(fields: JsonValue) -> Grader:
     """A grader from what a user sent.
 
     Raises:
@@ -186,7 +186,7 @@ def parse_grader(fields: JsonValue, place: str = "grader") -> Grader:
         grader: Grader = _ADAPTER.validate_python(fields)
     except ValidationError as error:
         field, rule = first_error(error, GRADER_TYPES)
-        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from error
+        raise InvalidInput(rule, f"grader.{field}".rstrip(".")) from error
     return grader
 
 

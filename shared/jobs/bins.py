@@ -143,7 +143,7 @@ def best_fit_decreasing(tokens: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack(tokens: list[int], capacity: int) -> list[list[int]]:
+def pack_bins(tokens: list[int], capacity: int) -> list[list[int]]:
     """Pack a step's units into bins by best fit decreasing, or by another method if that needs fewer bins.
 
     The others are next fit, which does well on steps that were cut by tokens, as their parts are even; and refilling a

@@ -29,7 +29,7 @@ from longshore.commands import (
     OptimStep,
     SaveState,
 )
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_error
 from shared.jobs.packed import OFFSETS, TARGET_COLUMNS, TOKEN_COLUMNS, Units, as_stored

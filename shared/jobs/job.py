@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from longshore.layout import engine_takes_the_layout
+from longshore.fields import Artifact, Frozen
+from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.losses import CrossEntropy
 from longshore.training import Adam, Dtype, Trainable
-from longshore.training import Full as Full
-from longshore.training import Lora as Lora
-from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.layout import EngineName, Layout, pipelines_have_bins
-from shared.jobs.losses import CrossEntropy, Loss, is_policy_loss, reference_of, scores_old
+from shared.fence import Fence
+from shared.jobs.layout import pipelines_have_bins
+from shared.jobs.losses import Loss, is_policy_loss, reference_of, scores_old
 from shared.jobs.weight_sync import SyncTarget
 
 

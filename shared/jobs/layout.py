@@ -5,7 +5,6 @@ from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from longshore.layout import EngineName as EngineName
 from longshore.layout import Layout
 from shared.errors import InvalidInput
 from shared.field_rules import first_error

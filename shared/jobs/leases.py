@@ -4,10 +4,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from shared.contract import Artifact, Fence, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.layout import EngineName, Layout
+from longshore.training import Dtype
+from shared.fence import Fence
 from shared.field_rules import only
-from shared.jobs.job import Dtype, WorkerPlan
-from shared.jobs.layout import EngineName, Layout
+from shared.jobs.job import WorkerPlan
 
 
 class WorkerKey(Frozen):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, cast, get_arg
 
 from pydantic import Field
 
+from longshore.fields import Artifact, Frozen
 from longshore.losses import CISPO, GSPO, PPO, CrossEntropy, Kl, PolicyLoss, Reference, Reinforce
-from shared.contract import Artifact, Frozen
 
 
 class DPO(Frozen):

@@ -23,7 +23,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import CorruptArtifact
 from shared.storage.files import write_atomically
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.bins import Indices, epoch_order, steps_by_count, steps_by_tokens
 

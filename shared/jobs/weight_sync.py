@@ -8,8 +8,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from longshore.fields import pattern
-from shared.contract import Frozen, Sha256
+from longshore.fields import Frozen, Sha256, pattern
 
 Transport = Literal["shared_memory", "collective", "cuda_ipc", "nixl", "mooncake"]
 EXPERIMENTAL: tuple[Transport, ...] = ("nixl", "mooncake")

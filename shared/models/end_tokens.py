@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 

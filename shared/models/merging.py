@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models.peft import PREFIX
 
 _BLOCK_BYTES = 8 << 20

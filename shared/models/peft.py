@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from longshore.training import DELTA_NET, LINEARS, Linear
-from shared.contract import Sha256
+from longshore.fields import Sha256
+from longshore.training import DELTA_NET, LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
-from shared.jobs.job import Lora
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

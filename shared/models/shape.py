@@ -2,11 +2,10 @@
 
 from collections.abc import Container
 
-from longshore.layout import broken_rule
+from longshore.fields import Frozen
+from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, Linear
-from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.layout import EngineName, Layout
 from shared.models.config import FAMILIES
 
 _MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")

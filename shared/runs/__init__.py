@@ -1,1 +1,1 @@
-"""Runs as users request them, their status and events, schedules, webhooks, previews, questions to models."""
+"""Runs as users request them, what is accepted of that, their status and events, and previews of their data."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
 from shared.errors import InvalidInput, NotFound
+from shared.fence import Fence
 from shared.jobs.events import Event, parse_event
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore

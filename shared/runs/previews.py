@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
 from shared.runs.sources import Format, RowsSource

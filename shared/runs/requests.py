@@ -4,14 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from longshore.fields import Name, pattern
-from longshore.layout import engine_takes_the_layout
-from longshore.training import DTYPE_DESCRIPTION, DtypeChoice, SessionRun
-from shared.contract import Frozen
+from longshore.fields import Frozen, Name, pattern
+from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.losses import PPO, PolicyLoss
+from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, ModelUri, SessionRun, Trainable
 from shared.field_rules import NO_NUL
-from shared.jobs.job import Dtype, Lora, Trainable
-from shared.jobs.layout import EngineName, Layout, pipelines_have_bins
-from shared.jobs.losses import PPO, PRESETS, AdvantageKind, PolicyLoss, Preset, with_algorithm
+from shared.jobs.layout import pipelines_have_bins
+from shared.jobs.losses import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 
@@ -37,9 +36,7 @@ class _DatasetRun(Frozen):
     kind: str
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
+    model: ModelUri
     dataset: DatasetSource
     eval_dataset: DatasetSource | None = None
     trainable: Trainable = Lora()
@@ -123,7 +120,7 @@ class SFTRun(_DatasetRun):
 
 
 class DPORun(_DatasetRun):
-    """Direct preference optimisation (shared.jobs.job.DPO), as a user asks for it: an example is a pair.
+    """Direct preference optimisation (shared.jobs.losses.DPO), as a user asks for it: an example is a pair.
 
     A pair's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
     """
@@ -159,9 +156,7 @@ class RLRun(Frozen):
     kind: Literal["rl"] = "rl"
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
-    model: str = Field(
-        min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name"
-    )
+    model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
@@ -297,8 +292,7 @@ MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character",
 
 
 WandbName = Annotated[
-    str,
-    pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters"),
+    str, pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters")
 ]
 
 

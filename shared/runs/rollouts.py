@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.grading.graders import Grader
 from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync

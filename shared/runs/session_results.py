@@ -3,8 +3,8 @@
 from collections import deque
 from contextlib import suppress
 
+from longshore.commands import CommandResult
 from shared.errors import NotFound
-from shared.jobs.commands import CommandResult
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger
@@ -19,12 +19,7 @@ class SessionResults:
     """Stores the results of a session's commands. Results with scores count as stored bytes of the tenant. Blocking."""
 
     def __init__(
-        self,
-        store: ObjectStore,
-        tenant: str,
-        run_id: str,
-        most: int = MOST_SCORED,
-        most_bytes: int = MOST_SCORED_BYTES,
+        self, store: ObjectStore, tenant: str, run_id: str, most: int = MOST_SCORED, most_bytes: int = MOST_SCORED_BYTES
     ) -> None:
         """`most`, `most_bytes`: the newest results that keep their scores."""
         self._store = store

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.models.shape import ModelShape
 from shared.runs.status import RunStatus
 

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.contract import Artifact, Fence, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256
+from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from shared.contract import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256
 from shared.errors import CorruptArtifact, NotFound
 from shared.field_rules import first_rule
 from shared.settings import S3Settings
@@ -105,7 +105,7 @@ def seal(folder: Path) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
+def upload_artifact(store: ObjectStore, key: str, folder: Path) -> Artifact:
     """Copy a sealed folder into the store. Repeating it is harmless.
 
     Raises:
@@ -117,7 +117,7 @@ def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
 def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest) -> Artifact:
     """Copy the files that a manifest names into the store, and then the manifest, which need not be in the folder."""
     artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
-    if find(store, key) == artifact:
+    if find_artifact(store, key) == artifact:
         return artifact
 
     def put(entry: FileEntry) -> None:
@@ -143,7 +143,7 @@ def refer(store: ObjectStore, key: str, manifest: Manifest) -> Artifact:
     return Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
 
 
-def find(store: ObjectStore, key: str) -> Artifact | None:
+def find_artifact(store: ObjectStore, key: str) -> Artifact | None:
     """Return the artifact under a key, if its manifest is there."""
     try:
         data = store.get_bytes(f"{key}/{MANIFEST}")
@@ -185,7 +185,7 @@ def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
         raise CorruptArtifact(problem, uri_of(store, key)) from error
 
 
-def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:
+def open_artifact(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:
     """Return the store of an artifact's files, references followed, and its manifest: `entry.path` is a file's key."""
     store, key = open_uri(artifact.uri, s3)
     manifest = read_manifest(store, key, artifact.sha256)

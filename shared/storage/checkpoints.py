@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from longshore.commands import CHECKPOINT_NAME
-from shared.contract import Artifact
-from shared.storage.artifacts import find
+from longshore.fields import Artifact
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
@@ -44,5 +44,5 @@ def checkpoint_of_step(store: ObjectStore, name: CheckpointName) -> tuple[str, A
         for key in (item.key for item in store.list(f"{keys.checkpoints}/"))
         if (place := keys.checkpoint_of(key)) is not None and place[1] == name.step
     ]
-    artifact = find(store, max(found)) if found else None
+    artifact = find_artifact(store, max(found)) if found else None
     return None if artifact is None else (max(found), artifact)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state
 from shared.storage.store import ObjectStore
@@ -104,9 +104,9 @@ def delete_state(store: ObjectStore, state: HostState) -> None:
     store.delete(_key(state))
 
 
-def read_states(store: ObjectStore, shape: str, now: float | None = None) -> tuple[HostState, ...]:
+def read_states(store: ObjectStore, shape: str) -> tuple[HostState, ...]:
     """Read the states of the GPU and sampler hosts of a shape that are up. Those of hosts long gone are deleted."""
-    now, found = time.time() if now is None else now, list[HostState]()
+    now, found = time.time(), list[HostState]()
     for info in store.list(HOST_STATES):
         with suppress(NotFound, ValidationError):  # it has just left, or is of another version
             state = HostState.model_validate_json(store.get_bytes(info.key))

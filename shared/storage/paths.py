@@ -5,7 +5,8 @@ import json
 import re
 from pathlib import Path
 
-from shared.contract import Fence, Frozen
+from longshore.fields import Frozen
+from shared.fence import Fence
 
 MANIFEST = "manifest.json"
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.jobs.losses import PPO
+from longshore.losses import PPO
 from shared.runs.requests import RLRun
 
 

@@ -13,7 +13,7 @@ from activities.hosts.lease import Lease, LeaseRequest
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerCommand, processes_of
 from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.jobs.job import JobPlan
 from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend

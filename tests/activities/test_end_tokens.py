@@ -12,18 +12,20 @@ from activities.sampling.lease_sampler import SamplerCommand
 from activities.tokenizing.end_tokens import end_ids_of, stopping_at, stops_of
 from activities.tokenizing.tokenize import PROMPTS, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import TokenizerFiles
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy
+from longshore.training import Full
 from megatron_worker.training.evaluation import Evaluator, read_prompts
 from shared.chat.completions import CompletionRequest, Sampling
-from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
-from shared.jobs.job import Evaluation, Full
+from shared.fence import Fence
+from shared.jobs.job import Evaluation
 from shared.jobs.leases import SamplerKey
-from shared.jobs.losses import CrossEntropy
 from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
-from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.sources import DatasetSource
+from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from tests.activities.publishing.test_publish import request_for
 
 TEXT_END, TURN_END = 0, 2  # <|endoftext|> and <|im_end|> of the tiny tokenizer
@@ -50,7 +52,7 @@ def host(tmp_path: Path) -> HostContext:
 def base(tiny_model: Path, tmp_path: Path, host: HostContext) -> Artifact:
     folder = make_base(tiny_model, tmp_path / "base")
     seal(folder)
-    return upload(host.store, "base", folder)
+    return upload_artifact(host.store, "base", folder)
 
 
 def test_a_base_model_ends_where_its_template_ends_turns(base: Artifact, host: HostContext) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from longshore.layout import Layout
+from longshore.losses import PPO
+from longshore.training import Full, Lora
 from service.cli.client import CliClient
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
-from service.runs.views import RunView
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import PPO
+from service.runs.views.run_view import RunView
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups

@@ -13,11 +13,10 @@ import pytest
 from activities.sampling.client import Sampler
 from benchmarks.one_device import samplers
 from longshore.client import Client
-from longshore.training import SessionRun
+from longshore.commands import Datum, ForwardBackward, OptimStep
+from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
 from shared.errors import SamplerUnavailable
-from shared.jobs.commands import Datum, ForwardBackward, OptimStep
-from shared.jobs.job import Lora
 from tests.end_to_end.runs import Groups, train
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import kill, sampler

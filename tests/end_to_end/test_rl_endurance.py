@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from longshore.losses import Reinforce
+from longshore.training import Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.jobs.job import Lora
-from shared.jobs.losses import Reinforce
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 from tests.activities.groups import random_groups, write_groups

@@ -17,7 +17,7 @@ from activities.sampling.client import Sampler
 from activities.sampling.samplers import adapter_name
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.chat.completions import SamplerReady
+from shared.chat.sampler_control import SamplerReady
 from shared.jobs.weight_sync import newest_name
 from shared.runs.requests import RLRun
 from shared.storage.store import LocalStore

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from longshore.client import Client, Pending
-from longshore.training import SessionRun
+from longshore.commands import Datum
+from longshore.layout import Layout
+from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
-from shared.contract import Fence
-from shared.jobs.commands import Datum
-from shared.jobs.job import Job, Lora
-from shared.jobs.layout import Layout
+from shared.fence import Fence
+from shared.jobs.job import Job
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, open_store

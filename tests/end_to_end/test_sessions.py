@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from temporalio.api.enums.v1 import EventType
 
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
-from longshore.commands import Asked
-from longshore.training import SessionRun
+from longshore.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
+from longshore.layout import Layout
+from longshore.training import Full, Lora, SessionRun
 from service.dev.connection import Connection
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, Gap, LoadState, OptimStep, SaveState
-from shared.jobs.job import Full, Job, Lora
-from shared.jobs.layout import Layout
+from shared.jobs.commands import Gap
+from shared.jobs.job import Job
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore

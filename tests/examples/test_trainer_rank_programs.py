@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from examples import trainer_rank_distil, trainer_rank_grpo, trainer_rank_sft
+from longshore.training import Lora
 from megatron_worker.trainer_rank import Snapshot, start
-from shared.jobs.job import Lora
 from tests.megatron_worker.launch import fork_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
+from longshore.layout import Layout
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import HostCopy
-from shared.jobs.layout import Layout
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.rows import distinct_model
 

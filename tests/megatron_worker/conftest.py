@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from shared.jobs.layout import EngineName
+from longshore.layout import EngineName
 from tests.megatron_worker.rows import distinct_model
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from megatron_worker.process.agreement import everyone
 from megatron_worker.process.background import Check, in_background
 from megatron_worker.process.faults import CancelledEarly, JobFailed
-from megatron_worker.process.ranks import WorkerRanks, connect
+from megatron_worker.process.ranks import WorkerRanks, connect_ranks
 from shared.errors import InvalidInput
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def check_calls_in_the_background(control: WorkerRanks) -> None:
 
 
 def main() -> int:
-    with connect() as control:
+    with connect_ranks() as control:
         check_messages(control)
         check_everyone(control.rank)
         check_agreement(control)

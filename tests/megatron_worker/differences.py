@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shared.jobs.layout import Layout
+from longshore.layout import Layout
 
 GRADIENTS = "gradients.safetensors"
 

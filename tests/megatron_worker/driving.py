@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from longshore.losses import CrossEntropy
+from longshore.training import Adam
 from megatron_worker.engine import Engine
 from megatron_worker.losses import loss_function
-from shared.jobs.job import Adam
-from shared.jobs.losses import CrossEntropy
 from tests.megatron_worker.rows import Row, bin_of, empty_bin, total_weight
 
 LOSS = loss_function(CrossEntropy())

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from longshore.layout import EngineName, Layout
+from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Engine
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.job import Adam, Full, Lora
-from shared.jobs.layout import EngineName, Layout
 
 ENGINES: dict[EngineName, Callable[..., Engine]] = {
     "megatron": MegatronEngine,

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from activities.tokenizing.units import pair_unit
+from longshore.layout import Layout
+from longshore.losses import PPO, CrossEntropy, Kl, Reinforce
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.layout import Layout
-from shared.jobs.losses import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
+from shared.jobs.losses import DPO, Loss
 from shared.jobs.prefix_tree import TreeUnit
 from tests.megatron_worker.parallel_ranks import (
     KINDS,

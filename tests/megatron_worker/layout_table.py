@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from longshore.layout import Layout
 from megatron_worker.families import read_architecture
 from megatron_worker.megatron.engine import shape_of
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape, check_layout
 from tests.megatron_worker import layout_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of

@@ -17,6 +17,9 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Dtype, Full, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.tensor_slices import TensorSlice, joined
 from megatron_worker.losses import loss_function
@@ -26,9 +29,6 @@ from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Dtype, Full, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
 from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
 from tests.megatron_worker.trees import LOSS as TREE_LOSS

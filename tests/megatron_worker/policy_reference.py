@@ -6,10 +6,10 @@ import math
 import numpy as np
 import torch
 
-from longshore.losses import DRO
+from longshore.losses import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from shared.jobs.losses import CISPO, GSPO, PPO, Loss, PolicyLoss, Reinforce
+from shared.jobs.losses import Loss
 from tests.megatron_worker.training.test_batches import a_batch
 
 ROWS = dict[str, np.ndarray]

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longshore.layout import Layout
+from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.session_rank import AnyRank
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from longshore.layout import EngineName, Layout
+from longshore.training import Full, Lora
 from megatron_worker.engine import Engine, PartBytes
 from megatron_worker.process.process_group import start_group
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import EngineName, Layout
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, start
 from tests.megatron_worker.rows import random_rows

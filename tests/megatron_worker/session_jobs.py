@@ -3,20 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from longshore.commands import CommandResult, Datum, ForwardBackward, OptimStep
+from longshore.fields import Artifact
+from longshore.training import Lora
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.worker import Worker
-from shared.contract import Artifact
 from shared.jobs import bins as packing
-from shared.jobs.commands import (
-    Command,
-    CommandResult,
-    Datum,
-    ForwardBackward,
-    LoadStored,
-    OptimStep,
-    stored_form,
-)
-from shared.jobs.job import Job, Lora, PackedData, SessionPlan
+from shared.jobs.commands import Command, LoadStored, stored_form
+from shared.jobs.job import Job, PackedData, SessionPlan
 from shared.jobs.packed import Units
 from tests.megatron_worker.tiny_jobs import checkpoint, new_worker
 from tests.megatron_worker.workshop import FIRST, Workshop, sealed, write_plan
@@ -94,7 +88,7 @@ def packed_alike(workshop: Workshop) -> PackedData:
     with Units(workshop.root / "units") as units:
         sizes = [int(n) for n in units.token_offsets[1:] - units.token_offsets[:-1]]
     steps = [range(6 * step, 6 * step + 6) for step in range(workshop.num_steps)]
-    bins = [[[step[i] for i in b] for b in packing.pack([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
+    bins = [[[step[i] for i in b] for b in packing.pack_bins([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
     folder = workshop.root / "plan-alike"
     if not folder.exists():
         write_plan(folder, workshop.root / "units", bins, MAX_TOKENS)

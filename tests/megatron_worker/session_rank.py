@@ -32,6 +32,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.fields import Artifact
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Engine, Facts, Norms
 from megatron_worker.forwards.inputs import CheckedInput, check
 from megatron_worker.process.event_log import EventLog
@@ -40,22 +43,15 @@ from megatron_worker.process.staging import Staging
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs.commands import (
     Command,
-    CommandResult,
-    Datum,
-    Forward,
-    ForwardBackward,
     LoadStored,
-    OptimStep,
-    SaveState,
     Skip,
     stored_form,
 )
-from shared.jobs.job import Adam, Job, Lora, SessionPlan
+from shared.jobs.job import Job, SessionPlan
 from shared.models import peft as peft_format
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.settings import S3Settings
 
 _BUCKET = "slow"

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.losses import PPO, CrossEntropy, Reinforce
 from megatron_worker.engine import Scores
 from megatron_worker.losses import check_columns, loss_function
 from shared.errors import InvalidInput
-from shared.jobs.losses import DPO, PPO, CrossEntropy, Reinforce
+from shared.jobs.losses import DPO
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.training.test_batches import a_batch
 

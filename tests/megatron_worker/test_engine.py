@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 import torch
 
+from longshore.layout import EngineName
+from longshore.training import Adam, Full
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full
-from shared.jobs.layout import EngineName
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
 from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, furthest, gradient, moments, start
 from tests.megatron_worker.rows import (

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Lora
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows

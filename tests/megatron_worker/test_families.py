@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import Family
+from longshore.layout import Layout
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
@@ -18,7 +19,6 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
 NAMES = list(get_args(Family))

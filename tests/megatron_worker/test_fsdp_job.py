@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from longshore.layout import Layout
+from longshore.training import Full, Lora
 from shared.jobs.events import Evaluated, Offloaded, Probed, Started, Step, Succeeded
-from shared.jobs.job import Checkpointing, Full, Job, JobPlan, Lora, PackedData
-from shared.jobs.layout import Layout
+from shared.jobs.job import (
+    Checkpointing,
+    Job,
+    JobPlan,
+    PackedData,
+)
 from tests.megatron_worker.engines import furthest
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
+from longshore.layout import Layout
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from tests.megatron_worker import fsdp_ranks
 from tests.megatron_worker.engines import checkpoint_bytes, furthest, start
 from tests.megatron_worker.launch import fork_ranks

@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.forwards.packing import pack
 from megatron_worker.losses import loss_function
@@ -13,9 +16,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory.probes import measure_step
 from megatron_worker.training.batches import PackedBatches, cut
 from shared.jobs.events import Failed, Step
-from shared.jobs.job import Lora, PackedData
-from shared.jobs.layout import Layout
-from shared.jobs.losses import CrossEntropy
+from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model

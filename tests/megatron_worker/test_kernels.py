@@ -100,7 +100,7 @@ def check_scan(size, dtype, temperature, blocks, workspace_bytes, seed):
     close(rows_NH, exp_NV @ weight, rounded, exp_NV @ weight.abs())
     below_NV = exp_NV * (logit_NV - max_N[:, None])
     close(logit_rows_NH, below_NV @ weight, rounded, below_NV.abs() @ weight.abs())
-    value_NK, id_NK = top_k.unpack(found.top_NK)
+    value_NK, id_NK = top_k.unpack_keys(found.top_NK)
     close(value_NK, logit_NV.topk(k).values, exact)
     assert (logit_NV.gather(1, id_NK) - value_NK).abs().max() < 1e-4
     assert all(len(set(row)) == k for row in id_NK.tolist())

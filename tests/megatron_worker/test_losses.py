@@ -2,10 +2,10 @@
 
 import torch
 
+from longshore.losses import CrossEntropy
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import Sums
-from shared.jobs.losses import CrossEntropy
 from tests.megatron_worker.training.test_batches import a_batch
 
 LOSS = loss_function(CrossEntropy())

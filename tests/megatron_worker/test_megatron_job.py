@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from longshore.fields import Artifact
+from longshore.training import Full, Lora
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
-from shared.contract import Artifact
 from shared.jobs.events import Evaluated, Offloaded, Saved, Step, Succeeded
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    JobPlan,
+    Schedule,
+)
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids

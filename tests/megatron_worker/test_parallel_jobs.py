@@ -8,10 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
-from shared.contract import Artifact
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.training import Adam, Full, Lora
 from shared.jobs.events import Evaluated, Saved, Step, Succeeded
-from shared.jobs.job import Adam, Checkpointing, Evaluation, Full, Job, Lora, Schedule
-from shared.jobs.layout import Layout
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    Schedule,
+)
 from tests.megatron_worker.differences import furthest
 from tests.megatron_worker.launch import fork_ranks, launch_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 
+from longshore.layout import Layout
+from longshore.training import Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
 from shared.models.peft import config_of, lora_of, read_config
 from tests.megatron_worker.rows import bin_of, random_rows
 

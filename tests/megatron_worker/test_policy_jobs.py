@@ -9,13 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longshore.fields import Artifact
+from longshore.losses import PPO, Kl, Reinforce
+from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.frozen_logprobs import bins_to_score
-from shared.contract import Artifact
 from shared.jobs.events import Saved, Step, Succeeded
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.losses import DPO, PPO, Kl, Loss, Reinforce
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
+from shared.jobs.losses import DPO, Loss
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.losses import DRO
+from longshore.fields import Artifact
+from longshore.losses import CISPO, DRO, GSPO, PPO, Kl, PolicyLoss, Reinforce
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import Sums
-from shared.contract import Artifact
-from shared.jobs.losses import CISPO, GSPO, PPO, PRESETS, Kl, PolicyLoss, Reinforce, preset
+from shared.jobs.losses import PRESETS, preset
 from tests.megatron_worker.policy_reference import ROWS, as_batch, k, ours, reference, reference_gradient, rows
 
 TERMS = {

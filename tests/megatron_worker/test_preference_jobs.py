@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
+from longshore.fields import Artifact
+from longshore.losses import PPO, CrossEntropy
+from longshore.training import Full
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.evaluation import held_out_loss
-from shared.contract import Artifact
 from shared.jobs.events import Evaluated, Saved
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, PPO, CrossEntropy
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
+from shared.jobs.losses import DPO
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_policy_jobs import PlainLoop, metrics_of
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE

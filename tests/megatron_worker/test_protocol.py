@@ -11,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from longshore.fields import Artifact
+from longshore.layout import Layout
 from megatron_worker.process.watchdog import is_alive
-from shared.contract import Artifact, Fence
+from shared.fence import Fence
 from shared.jobs.events import Cancelled, Failed, Saved, Started, Step, Succeeded
 from shared.jobs.job import Job
-from shared.jobs.layout import Layout
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import write_atomically

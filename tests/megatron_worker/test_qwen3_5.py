@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.training import DELTA_NET, LINEARS
+from longshore.layout import Layout
+from longshore.training import DELTA_NET, LINEARS, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.megatron import attention
@@ -18,8 +19,6 @@ from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import forward
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
 from shared.models.shape import check_layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient, start

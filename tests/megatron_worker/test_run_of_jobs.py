@@ -7,8 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from longshore.training import Full
 from shared.jobs.events import Saved, Started, Step, Succeeded
-from shared.jobs.job import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
+from shared.jobs.job import (
+    Checkpointing,
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.packed import Plan
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan

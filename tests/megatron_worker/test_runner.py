@@ -10,11 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longshore.training import Full, Lora
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.training.evaluation import with_progress
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    JobPlan,
+    PackedData,
+)
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_runner_failures import Diverging
 from tests.megatron_worker.tiny_engine import TinyEngine

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, LossFunction
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Started, Step, Succeeded
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, Lora, PackedData, Schedule
-from shared.jobs.layout import Layout
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    Job,
+    PackedData,
+    Schedule,
+)
 from shared.storage.artifacts import seal
 from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker

@@ -13,6 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from activities.sampling.client import Sampler
+from longshore.layout import Layout
+from longshore.losses import Reinforce
 from longshore.training import LINEARS
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
@@ -21,8 +23,6 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.chat.completions import CompletionRequest, CompletionResponse, Sampling
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
-from shared.jobs.losses import Reinforce
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, http, post, running, write_adapter
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from longshore.layout import Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
@@ -18,7 +19,6 @@ from megatron_worker.sampler.generation import Generator, reliable_width, shapes
 from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from tests.megatron_worker.ranks import LORAS, reference_logits, write_adapters
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 

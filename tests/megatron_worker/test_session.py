@@ -10,21 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
+from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.losses import PPO, Kl
+from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, LossFunction
 from megatron_worker.process.event_log import EventLog
-from shared.jobs.commands import (
-    Command,
-    Datum,
-    Forward,
-    ForwardBackward,
-    Gap,
-    OptimStep,
-    SaveState,
-    Skip,
-)
+from shared.jobs.commands import Command, Gap, Skip
 from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
-from shared.jobs.job import Full, Lora, PackedData, Schedule
-from shared.jobs.losses import DPO, PPO, Kl
+from shared.jobs.job import PackedData, Schedule
+from shared.jobs.losses import DPO
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.session_jobs import (
     data_of,

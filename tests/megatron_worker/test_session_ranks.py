@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import make_tiny_model
-from shared.jobs.commands import Command, Forward, ForwardBackward, SaveState
+from longshore.commands import Forward, ForwardBackward, SaveState
+from longshore.layout import Layout
+from shared.jobs.commands import Command
 from shared.jobs.events import Applied
 from shared.jobs.job import Job
-from shared.jobs.layout import Layout
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.session_jobs import (
     data_of,

@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.commands import (
-    Datum,
-    Forward,
-    ForwardBackward,
-    OptimStep,
-    SaveState,
-    Skip,
-)
+from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.training import Lora
+from shared.jobs.commands import Skip
 from shared.jobs.events import Kept
-from shared.jobs.job import Lora
 from tests.megatron_worker.session_jobs import (
     data_of,
     do_all,

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.training import Full, Lora
 from megatron_worker.engine import LossFunction
 from megatron_worker.worker import FairTurns
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
-from shared.jobs.job import Checkpointing, Evaluation, Full, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import (
+    Checkpointing,
+    Evaluation,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts

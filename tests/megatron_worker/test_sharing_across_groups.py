@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from activities.trajectories.pack_trajectories import GroupsRequest, rows_of, sharing_sets, write_step
+from activities.trajectories.pack_trajectories import GroupsRequest, sequence_rows, sharing_sets, write_step
 from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
+from longshore.losses import CISPO, GSPO, PPO
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
-from shared.jobs.losses import CISPO, GSPO, PPO, Loss
+from shared.jobs.losses import Loss
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import split_tree
 from shared.runs.requests import RLRun
@@ -71,7 +72,7 @@ def test_a_step_of_shared_trees_is_the_step_of_groups_apart(model: Path, tmp_pat
         plan = Plan(tmp_path / "plan")
         bins = [to_batch(units.read_bin(each), torch.device("cpu")) for each in plan.bins(0)]
         shared_tokens = int(units.token_offsets[-1])
-    apart = [split_tree(rows, BIN_TOKENS) for rows in rows_of(groups, run)]
+    apart = [split_tree(rows, BIN_TOKENS) for rows in sequence_rows(groups, run)]
     apart_tokens = sum(unit.num_tokens for trees in apart for unit in trees)
     print(f"tokens packed: {shared_tokens} shared, {apart_tokens} apart")
     assert shared_tokens < apart_tokens - 2 * 48

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from longshore.training import Full
 from shared.jobs.events import Cancelled, Event, Failed, Started, Succeeded
-from shared.jobs.job import Full, Job, JobPlan, PackedData
+from shared.jobs.job import Job, JobPlan, PackedData
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.slow_store import SlowStore, slow_store

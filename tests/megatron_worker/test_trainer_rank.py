@@ -13,12 +13,12 @@ from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
 from examples.tiny_model import make_tiny_model
 from longshore.commands import MAX_TOP_K
+from longshore.layout import Layout
+from longshore.training import Adam
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam
-from shared.jobs.layout import Layout
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import (
     LORAS,

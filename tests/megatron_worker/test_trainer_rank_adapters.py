@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.layout import Layout
+from longshore.losses import PPO
+from longshore.training import Adam, Lora
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Lora
-from shared.jobs.layout import Layout
-from shared.jobs.losses import PPO
 from tests.megatron_worker.ranks import LORAS, gradient, load_adapters, reference_logits, write_adapters
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.session_rank import SessionRank

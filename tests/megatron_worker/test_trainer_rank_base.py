@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longshore.training import Adam
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, start
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam
 from tests.megatron_worker.engines import ENGINES, moments
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import LORAS, gradient, load_adapters, random_ids, some_loss

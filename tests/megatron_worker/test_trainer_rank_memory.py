@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.layout import Layout
+from longshore.training import Adam
 from megatron_worker.forwards.packing import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.tree_attention import plan_forest
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam
-from shared.jobs.layout import Layout
 from tests.depth import SEED
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (

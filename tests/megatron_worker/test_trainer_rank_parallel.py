@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.jobs.layout import Layout
+from longshore.layout import Layout
 from tests.depth import drawn
 from tests.megatron_worker import trainer_ranks
 from tests.megatron_worker.ranks import write_adapters

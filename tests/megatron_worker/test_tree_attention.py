@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longshore.layout import Layout
+from longshore.training import Full, Lora
 from megatron_worker import tree_attention
 from megatron_worker.engine import Outputs
 from megatron_worker.families.architecture import Rope
@@ -15,8 +17,6 @@ from megatron_worker.megatron.attention import LayerNeeds, attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tree_attention import Forest, block_mask, find_nodes, plan_calls
 from shared.errors import InvalidInput
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import Layout
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8

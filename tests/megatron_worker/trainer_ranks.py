@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longshore.fields import Frozen
+from longshore.layout import EngineName, Layout
+from longshore.training import Adam
 from megatron_worker.process.agreement import everyone
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.micro_batches import measured_slots
-from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam
-from shared.jobs.layout import EngineName, Layout
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
 from tests.megatron_worker.session_rank import AnyRank, SessionRank

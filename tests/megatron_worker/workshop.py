@@ -6,9 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from longshore.training import Lora
+from shared.fence import Fence
 from shared.jobs.events import Event, parse_event
-from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import (
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.packed import PlanWriter, Units, UnitsWriter
 from shared.storage.artifacts import seal
 from shared.storage.files import write_atomically

@@ -5,11 +5,18 @@ import math
 import random
 from pathlib import Path
 
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy
+from longshore.training import Adam, Lora
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.contract import Artifact, Fence
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
-from shared.jobs.job import Adam, Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.losses import CrossEntropy
+from shared.jobs.job import (
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
 from shared.storage import artifacts
@@ -62,8 +69,8 @@ def finish(store: ObjectStore, run_id: str, folder: Path, num_steps: int = NUM_S
     (folder / "README.md").write_text("a card")
     artifacts.seal(folder)
     places = [(Fence(epoch=1), num_steps // 3), (Fence(epoch=2), num_steps)]
-    saved = [artifacts.upload(store, keys.checkpoint(fence, step), folder) for fence, step in places]
-    adapter = artifacts.upload(store, f"tenants/default/adapters/{run_id}/v000003", folder)
+    saved = [artifacts.upload_artifact(store, keys.checkpoint(fence, step), folder) for fence, step in places]
+    adapter = artifacts.upload_artifact(store, f"tenants/default/adapters/{run_id}/v000003", folder)
     phases = (("queued", 9, 0), ("checking", 2, 0), ("downloading", 5, 0), ("tokenizing", 14, 0), ("packing", 6, 0))
     later = (("waiting_for_worker", 21, 0), ("training", 160, 1), ("waiting_for_worker", 12, 1), ("training", 110, 2))
     timeline = spans(*phases, *later, ("publishing", 4, 2), at=BEGAN - 60)

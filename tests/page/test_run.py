@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, Evaluating, Step
 from shared.settings import Settings
 from shared.storage.paths import RunKeys

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
 from tests.service.conftest import Service, sft
 from tests.service.stand_in import SUCCEEDS, WAITS
@@ -197,6 +197,6 @@ def _published(store: ObjectStore, tenant: str, folder: Path) -> str:
         path.parent.mkdir(parents=True)
         path.write_text(text)
     seal(folder / "model")
-    model = upload(store, f"tenants/{tenant}/models/tiny", folder / "model")
+    model = upload_artifact(store, f"tenants/{tenant}/models/tiny", folder / "model")
     publish(store, folder / "adapter", "harbour", model, tenant=tenant)
     return model.uri.replace("/models/tiny", "/adapters/harbour/v000001")

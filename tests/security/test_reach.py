@@ -18,10 +18,10 @@ from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.sampling.samplers import Samplers
 from service.automation.webhooks import WebhookChoice
+from shared.automation.webhooks import Notice
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.grading.graders import SampledItem, ScoreModelGrader
-from shared.runs.serving import ServedSampler
-from shared.runs.webhooks import Notice
+from shared.serving import ServedSampler
 from shared.settings import GradingSettings, Settings, WebhookSettings
 from tests.service.apis.native.webhook_stack import webhooks_of
 

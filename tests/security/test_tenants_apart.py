@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.storage.artifacts import Manifest
 from shared.storage.paths import MANIFEST, RunKeys
 from tests.security.belongings import (

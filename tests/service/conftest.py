@@ -29,11 +29,12 @@ from service.apis.listening import config
 from service.app import create_app
 from service.cli.main import main
 from service.database.engine import open_database
-from service.host import connect, control_workers
+from service.host import control_workers
 from service.rebuild import rebuild
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
+from service.temporal import connect_temporal
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version, version_claim
 from shared.storage.store import ObjectStore, open_store
 from tests import forks
@@ -124,7 +125,7 @@ def put_versions(
     for version in range(1, num_published + 1):
         (folder / "x").write_text(str(version))
         seal(folder)
-        upload(store, published_version(tenant, kind, name, version), folder)
+        upload_artifact(store, published_version(tenant, kind, name, version), folder)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
@@ -162,7 +163,7 @@ def polling(settings: Settings) -> Iterator[None]:
     stopped, ready = threading.Event(), threading.Event()
 
     async def work() -> None:
-        client = await connect(settings)
+        client = await connect_temporal(settings)
         record = RunRecords(HostContext(settings))
         deliver = Deliver(HostContext(settings))
         activities = [

@@ -14,15 +14,15 @@ import pytest
 from pydantic import RootModel
 
 from activities.sampling.questions import OpenQuestion
+from longshore.fields import Artifact
 from service.host_http.answers import answering
 from service.host_http.clients import HostClients
 from service.host_http.server import serving
 from service.host_http.trust import Trust
 from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost
 from shared.chat.completions import CompletionRequest
-from shared.contract import Artifact
 from shared.errors import InvalidInput, WorkerLost
-from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.serving import CompleteRequest, ServedSampler
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from longshore.losses import CISPO, GSPO, PPO
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
 from service.apis.art.job_events import JobStep
 from service.apis.art.job_request import rl_run, sft_run
@@ -13,7 +14,6 @@ from service.apis.art.sent_groups import split
 from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput
-from shared.jobs.losses import CISPO, GSPO, PPO
 from shared.runs.status import Problem, StepStatus
 from tests.service.art_bodies import group, model
 

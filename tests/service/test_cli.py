@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
@@ -162,7 +162,7 @@ def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     artifacts.seal(folder)
-    artifact = artifacts.upload(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
+    artifact = artifacts.upload_artifact(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     result = RunStatus.model_validate_json(service.store.get_bytes(RunKeys(run_id).result))
     result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
     service.store.put_bytes(RunKeys(run_id).result, result.model_dump_json().encode())

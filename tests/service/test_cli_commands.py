@@ -18,7 +18,7 @@ from service.cli.main import app
 from service.database.engine import open_database
 from service.runs.rows import run_row
 from service.runs.states import queued
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Cancelled, Evaluated, Event, Step
 from shared.runs.requests import RunRecord
 from shared.runs.status import StepStatus

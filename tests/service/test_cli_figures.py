@@ -10,8 +10,8 @@ from service.cli.exits import Stop
 from service.cli.output.follow import Bar, Lines
 from service.cli.output.render import seconds_of, span
 from service.cli.output.runs import phases, summary, took
-from service.runs.views import RunView, seconds_left
-from shared.contract import Fence
+from service.runs.views.run_view import RunView, seconds_left
+from shared.fence import Fence
 from shared.jobs.events import Saved, Step, Succeeded
 from shared.runs.events import RunEvent
 from shared.runs.requests import SFTRun

@@ -9,12 +9,12 @@ import pytest
 import typer
 from pydantic import Field
 
+from longshore.training import Lora
 from service.cli.commands.submit import checked_run
 from service.cli.exits import Stop
 from service.cli.main import app
-from service.cli.run_options import NAMES, fields_of, option_at, options_of, run_model
+from service.cli.run_options import NAMES, option_at, options_of, request_fields, run_model
 from service.cli.run_table import table
-from shared.jobs.job import Lora
 from shared.runs.requests import RLRun, SFTRun
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_a_new_field_is_an_option() -> None:
     found = {option.flag: option for option in options_of(Newer)}
     assert (found["sort-by"].default, found["sort-by"].help) == ("none", "order of a bin")
     assert found["lora-rank-of-experts"].bounds == "1 to 8"
-    fields = fields_of(tuple(found.values()), {"sort_by": "length", "lora_rank_of_experts": 2})
+    fields = request_fields(tuple(found.values()), {"sort_by": "length", "lora_rank_of_experts": 2})
     assert fields == {"sort_by": "length", "trainable": {"rank_of_experts": 2}}
 
 

@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
-from longshore.commands import TokenScores
+from longshore.commands import CommandResult, TokenScores
 from longshore.training import SessionRun
 from service.accounts.tenants import Quotas
 from service.backend import Backend
@@ -24,7 +24,6 @@ from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from shared.errors import InvalidInput
-from shared.jobs.commands import CommandResult
 from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.settings import QuotaSettings, Settings
 from shared.storage.paths import RunKeys

@@ -22,9 +22,10 @@ from temporalio.worker import Worker
 from activities.host_context import HostContext
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
-from service.host import activity_name, connect, control_activities, serve
+from longshore.layout import Layout
+from service.host import control_activities, serve_host
 from service.host_record import HostRecord
-from shared.jobs.layout import Layout
+from service.temporal import connect_temporal
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
@@ -35,6 +36,7 @@ from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import artifact
 from workflows import policies
+from workflows.policies import activity_name
 
 
 def spawn(role: str, address: str, root: Path, **given: str) -> subprocess.Popen:
@@ -100,7 +102,7 @@ async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
         def log_message(self, *_: object) -> None:
             pass
 
-    client: Client = await connect(Settings(root=tmp_path, temporal_address=temporal_address))
+    client: Client = await connect_temporal(Settings(root=tmp_path, temporal_address=temporal_address))
     with serving(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
         source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
         handle = await client.start_activity(
@@ -141,7 +143,7 @@ async def test_a_host_of_another_machine_is_not_taken_for_dead_on_a_root_whose_l
     monkeypatch.setattr("socket.gethostname", lambda: "one")
     settings = Settings(root=tmp_path, temporal_address=temporal_address)
     with HostRecord(tmp_path / "hosts", "gpu") as living:
-        client = await connect(settings, interceptors=[living])
+        client = await connect_temporal(settings, interceptors=[living])
         async with Worker(client, task_queue=queue, activities=[train]):
             handle = await client.start_activity(
                 train,
@@ -174,7 +176,7 @@ def test_a_host_starts_on_a_root_that_cannot_be_locked(
 async def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(SystemExit, match=f"no Temporal server at {address}"):
-        await connect(Settings(root=tmp_path, temporal_address=address), patience_s=0.5)
+        await connect_temporal(Settings(root=tmp_path, temporal_address=address), patience_s=0.5)
 
 
 async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
 async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path: Path) -> None:
     stopped = asyncio.Event()
     settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=uuid.uuid4().hex[:6])
-    serving = asyncio.create_task(serve("gpu", settings, stopped))
+    serving = asyncio.create_task(serve_host("gpu", settings, stopped))
     await asyncio.sleep(0.5)
     assert not serving.done()
     stopped.set()
@@ -217,7 +219,7 @@ async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_le
         raise OSError("no such model any more")
 
     stopped = asyncio.Event()
-    serving = asyncio.create_task(serve("gpu", settings, stopped, bring))
+    serving = asyncio.create_task(serve_host("gpu", settings, stopped, bring))
     assert await asyncio.to_thread(asked.wait, 60)
     arrived.set()
     stopped.set()

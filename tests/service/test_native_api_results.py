@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
@@ -117,7 +117,7 @@ def test_checkpoints_are_listed_with_their_hashes(api, service: Service, tmp_pat
     artifacts.seal(tmp_path)
     keys = RunKeys(run_id)
     expected = [
-        artifacts.upload(service.store, keys.checkpoint(Fence(epoch=epoch), step), tmp_path)
+        artifacts.upload_artifact(service.store, keys.checkpoint(Fence(epoch=epoch), step), tmp_path)
         for epoch, step in ((1, 2), (2, 4))
     ]
     service.store.put_bytes(keys.checkpoint(Fence(epoch=2), 6) + "/weights/unsealed", b"")
@@ -138,7 +138,7 @@ def published(service: Service, api, tmp_path: Path) -> str:
     (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 9000)
     (folder / "README.md").write_text("a card")
     artifacts.seal(folder)
-    artifact = artifacts.upload(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
+    artifact = artifacts.upload_artifact(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     status = status.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
     service.store.put_bytes(RunKeys(run_id).result, status.model_dump_json().encode())
     service.rebuild()

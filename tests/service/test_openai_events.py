@@ -5,8 +5,9 @@ from typing import Any
 
 from service.apis.openai.fine_tuning.results import metrics_csv
 from service.apis.openai.fine_tuning.views import JobEvent, job_events, status_of
-from service.runs.views import EvaluationMetrics, Histories, Metrics, RunReader, RunView, StepMetrics
-from shared.contract import Fence
+from service.runs.views.history import EvaluationMetrics, Histories, Metrics, RunReader, StepMetrics
+from service.runs.views.run_view import RunView
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.status import PhaseSpan, StepStatus

@@ -14,19 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from longshore.fields import Artifact
+from longshore.training import Lora
 from service.accounts.principals import Principal
 from service.accounts.tenants import Quotas
 from service.apis.openai.files import MAX_NAME, plain_name
 from service.apis.openai.fine_tuning import automatic, jobs
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
-from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
+from service.apis.openai.fine_tuning.runs import Examples, published_name, run_of_job
 from service.apis.openai.forms import FileForm
 from service.database import migrate
 from service.database.engine import Database
-from shared.contract import Artifact
+from service.inference.named_models import StartingPoint
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.settings import QuotaSettings, S3Settings
 from shared.storage import paths
@@ -46,7 +47,9 @@ BASE = StartingPoint("m")
 
 def made(count: int | None = 1000, start: StartingPoint = BASE, valid: bool = False, **fields: Any) -> Any:
     request = JobRequest.model_validate({"model": "m", "training_file": "file-1", **fields})
-    return run_of(request, start, Examples("file:///t.jsonl", count), Examples("file:///v.jsonl") if valid else None)
+    return run_of_job(
+        request, start, Examples("file:///t.jsonl", count), Examples("file:///v.jsonl") if valid else None
+    )
 
 
 def reinforcement(**hyperparameters: Any) -> dict[str, Any]:
@@ -304,10 +307,10 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
         return asyncio.run(jobs.idempotency_key(store, quotas, asking, request, retry_count))
 
     first = key(None)
-    jobs.prune(store)
+    jobs.prune_sent_requests(store)
     assert key("1") == first, "as long as a client may ask again, it is remembered"
     monkeypatch.setattr(jobs, "WINDOW_S", 0.0)
-    jobs.prune(store)
+    jobs.prune_sent_requests(store)
     assert not list(store.list(paths.SENT_REQUESTS))
     assert key("1") != first
 

@@ -25,7 +25,7 @@ from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
 from service.files.files import uploads_folder
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.errors import StoreUnavailable
 from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.settings import S3Settings, Settings

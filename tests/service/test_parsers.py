@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from longshore.fields import Name
+from longshore.fields import Frozen, Name
 from service.accounts.access import Access
 from service.accounts.keys import Keys, SignIns
 from service.accounts.tenants import Quotas
@@ -21,14 +21,14 @@ from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.files.files import FilePage, Files
 from service.runs.rows import RunRows
-from shared.contract import Fence, Frozen
+from shared.automation.schedules import ScheduledRun
+from shared.automation.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
 from shared.errors import InvalidInput, NotFound
+from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.requests import MetadataKey, MetadataValue, RunId, RunRecord, SFTRun, Source, Tenant
-from shared.runs.schedules import ScheduledRun
 from shared.runs.status import RunStatus
-from shared.runs.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
 from shared.settings import QuotaSettings, Settings
 from shared.storage.checkpoints import CheckpointName
 from shared.storage.paths import RunKeys

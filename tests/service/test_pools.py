@@ -27,15 +27,16 @@ from activities.records.run_records import StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
-from service.host import _AT_ONCE, connect, serve
-from shared.contract import Artifact, Frozen
-from shared.jobs.job import Lora
+from longshore.fields import Artifact, Frozen
+from longshore.training import Lora
+from service.host import _AT_ONCE, serve_host
+from service.temporal import connect_temporal
+from shared.automation.webhooks import Notice, Webhook
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
-from shared.runs.webhooks import Notice, Webhook
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys, webhook_record
 from shared.storage.store import LocalStore, open_store
@@ -141,8 +142,8 @@ async def host(temporal_address: str, tmp_path: Path, tiny_model: Path) -> Async
         download=DownloadSettings(allow_private_addresses=True, timeout_s=600, file_roots=(tiny_model,)),
         webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=600),
     )
-    client, stopped = await connect(settings), asyncio.Event()
-    serving = asyncio.create_task(serve("control", settings, stopped))
+    client, stopped = await connect_temporal(settings), asyncio.Event()
+    serving = asyncio.create_task(serve_host("control", settings, stopped))
     asks = Worker(
         client,
         task_queue=f"{settings.control_queue}-test",

@@ -21,11 +21,11 @@ from temporalio.worker import Worker
 
 from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerLeaseRequest
-from service.host import connect
-from shared.chat.completions import SamplerReady
+from service.temporal import connect_temporal
+from shared.chat.sampler_control import SamplerReady
 from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerRecord
 from shared.settings import Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from tests.ended import TELLS_WHERE_IT_STANDS, end
@@ -100,9 +100,11 @@ async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
     settings = Settings(root=tmp_path / "host", temporal_address=temporal_address, shape=name)
     shutil.copytree(tiny_model, tmp_path / "model")
     seal(tmp_path / "model")
-    key = SamplerKey(model=upload(open_store(settings.store, settings.s3), "model", tmp_path / "model"), slots=2)
+    key = SamplerKey(
+        model=upload_artifact(open_store(settings.store, settings.s3), "model", tmp_path / "model"), slots=2
+    )
     paths = HostPaths(settings.root_path)
-    client = await connect(settings)
+    client = await connect_temporal(settings)
 
     async def lease(epoch: int) -> WorkflowHandle:
         request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=150)

@@ -5,9 +5,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from longshore.commands import Datum, Forward, ForwardBackward, SaveState
 from service.apis.json_bodies import judged
 from service.apis.native import sessions
-from shared.jobs.commands import Datum, Forward, ForwardBackward, SaveState, stored_form
+from shared.jobs.commands import stored_form
 from shared.storage.paths import RunKeys
 from tests.service.conftest import Service
 

@@ -12,7 +12,7 @@ import pytest
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords, StepRecordRequest
 from service.cli.output.step_table import step_line
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.events import Event, Started, Step, Succeeded
 from shared.runs.status import Problem, StepStatus
 from shared.storage.paths import RunKeys

@@ -15,8 +15,8 @@ from service.database import migrate
 from service.database.engine import Database
 from service.database.tables import TenantRow
 from service.errors import QuotaExceeded
+from shared.automation.schedules import ScheduledRun
 from shared.errors import InvalidInput
-from shared.runs.schedules import ScheduledRun
 from shared.settings import QuotaSettings
 from shared.storage import paths, stored_bytes
 from shared.storage.store import LocalStore, ObjectInfo

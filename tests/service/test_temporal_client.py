@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service.host import connect
 from service.seals import seal_key
-from service.temporal import connect_once
+from service.temporal import connect_once, connect_temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
 
@@ -92,7 +91,7 @@ async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Aut
         temporal_tls_cert=certificate,
         temporal_tls_key=key,
     )
-    client = await connect(settings, patience_s=5)
+    client = await connect_temporal(settings, patience_s=5)
     assert await client.service_client.check_health()
     stranger = Authority(tmp_path / "another").issue("host")
     for changes in (

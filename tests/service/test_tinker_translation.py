@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from longshore.commands import ForwardBackwardOptions, ForwardOptions, TokenScores
-from longshore.losses import DRO
+from longshore.commands import (
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardOptions,
+    ForwardOptions,
+    TokenScores,
+)
+from longshore.losses import CISPO, DRO, GSPO, PPO, Reinforce
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
 from service.apis.tinker.addresses import error_body, tinker_key
@@ -31,15 +39,7 @@ from service.database.engine import Database
 from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import (
-    CommandResult,
-    Datum,
-    Forward,
-    ForwardBackward,
-    read_command,
-    stored_form,
-)
-from shared.jobs.losses import CISPO, GSPO, PPO, Reinforce
+from shared.jobs.commands import read_command, stored_form
 from shared.settings import QuotaSettings, Settings, TinkerSettings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (

@@ -5,14 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.losses import PPO, CrossEntropy
+from longshore.training import Lora
 from shared.chat.messages import ChatRequest
-from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
+from shared.fence import Fence
 from shared.field_rules import rule_in_words
 from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
-from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.layout import Layout, layout_of
-from shared.jobs.losses import DPO, PPO, CrossEntropy
+from shared.jobs.job import (
+    Job,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
+from shared.jobs.layout import layout_of
+from shared.jobs.losses import DPO
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.requests import SFTRun

@@ -20,13 +20,14 @@ from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import compare
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
-from shared.chat.completions import SamplerReady, Sampling
-from shared.contract import Artifact
+from longshore.fields import Artifact
+from shared.chat.completions import Sampling
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.runs.serving import LeasedSampler
+from shared.serving import LeasedSampler
 from shared.settings import Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.activities.sampling.injected import (
@@ -81,7 +82,7 @@ def adapters(settings: Settings, model: Artifact) -> list[Artifact]:
 
 def _uploaded(settings: Settings, key: str, folder: Path) -> Artifact:
     seal(folder)
-    return upload(open_store(settings.store, settings.s3), key, folder)
+    return upload_artifact(open_store(settings.store, settings.s3), key, folder)
 
 
 def place_of(grant: LeaseGrant) -> LeasedSampler:

@@ -4,11 +4,13 @@ import uuid
 from pathlib import Path
 
 from activities.publishing.publish import Claim, claim_version
-from shared.contract import Artifact, Fence
-from shared.jobs.job import Full, Job
+from longshore.fields import Artifact
+from longshore.training import Full
+from shared.fence import Fence
+from shared.jobs.job import Job
 from shared.runs.requests import RunRecord, SFTRun
 from shared.runs.sources import DatasetSource
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import ObjectStore
 from tests.workflows.stand_in import job_plan
@@ -31,5 +33,5 @@ def publish(
     store.put_bytes(keys.job("000001", fence), job.model_dump_json().encode())
     version = claim_version(store, tenant, kind, name, Claim(run_id=record.run_id))
     seal(folder)
-    upload(store, published_version(tenant, kind, name, version), folder)
+    upload_artifact(store, published_version(tenant, kind, name, version), folder)
     return version

@@ -28,18 +28,18 @@ from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client as SessionClient
 from longshore.client import CommandFailed
-from longshore.training import SessionRun
+from longshore.commands import Datum, SaveState
+from longshore.fields import Frozen
+from longshore.training import Lora, SessionRun
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
-from service.host import connect, serve
-from shared.contract import Frozen
+from service.host import serve_host
+from service.temporal import connect_temporal
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.jobs.commands import Datum, SaveState
-from shared.jobs.job import Lora
+from shared.runs.models import ModelRequest
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
-from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
@@ -174,8 +174,8 @@ async def record_short(address: str) -> None:
             "track": ("TrackWorkflow", TrackRequest(run_id="sft-1", run=run)),
         }
         stopped = asyncio.Event()
-        host = asyncio.create_task(serve("control", settings, stopped))
-        client = await connect(settings)
+        host = asyncio.create_task(serve_host("control", settings, stopped))
+        client = await connect_temporal(settings)
         for name, (workflow, request) in requests.items():
             await client.execute_workflow(workflow, request, id=name, task_queue=settings.control_queue)
             await _write(client, name, name)

@@ -29,11 +29,12 @@ from activities.hosts.worker_process import WorkerCommand
 from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
-from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.host import _end_idle_workers, control_workers, gpu_workers
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.lease_polling import polling
 from service.seals import seal_key
+from service.temporal import connect_temporal
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart, RunTiming, result_sha256
@@ -97,7 +98,7 @@ class Stack:
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
         queue = f"host-{uuid.uuid4().hex}"
         standing = standing_of("gpu", given, queue, check) if check is not None else None
-        client = self.client if standing is None else await connect(given)  # one polls a queue once
+        client = self.client if standing is None else await connect_temporal(given)  # one polls a queue once
         bells = Bells()
         at = self.exits.enter_context(serving(given, queue, bell_routes(bells)))
         workers = gpu_workers(client, given, threads, pool, queue, standing, bells, at)
@@ -173,7 +174,7 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
     settings = Settings(
         root=root, temporal_address=temporal_address, shape=name, control_queue=f"control-{name}", **changes
     )
-    client = await connect(settings)
+    client = await connect_temporal(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
     record = RunRecords(HostContext(settings))

@@ -8,12 +8,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from shared.contract import Artifact, Frozen
+from longshore.fields import Artifact, Frozen
+from longshore.training import Lora
 from shared.jobs.events import Event
-from shared.jobs.job import Checkpointing, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.job import (
+    Checkpointing,
+    JobPlan,
+    PackedData,
+    Schedule,
+)
 from shared.jobs.leases import WorkerKey
 from shared.runs.events import BEGINNING, EventCursor, read_run_events
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
 
 T = TypeVar("T")
@@ -55,7 +61,7 @@ def artifact(store: ObjectStore, folder: Path, key: str, **files: str) -> Artifa
     for name, text in files.items():
         (folder / name.replace("_json", ".json")).write_text(text)
     seal(folder)
-    return upload(store, key, folder)
+    return upload_artifact(store, key, folder)
 
 
 def job_plan(

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from service.host import serve
+from service.host import serve_host
 from shared.settings import Settings
 from tests.workflows.stand_in import StandInCommand
 
@@ -13,7 +13,7 @@ from tests.workflows.stand_in import StandInCommand
 async def _serve(step_s: float) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    await serve("gpu", Settings(), stopped, StandInCommand(step_s), tuple)
+    await serve_host("gpu", Settings(), stopped, StandInCommand(step_s), tuple)
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ from activities.trajectories.pack_trajectories import PackTrajectories
 from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
-from service.host import connect, control_workers
+from service.host import control_workers
 from service.inference.eviction import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
-from service.temporal import Temporal
+from service.temporal import Temporal, connect_temporal
 from shared.jobs.events import Started, Step
 from shared.runs.requests import RunRecord
 from shared.runs.start import RLStart, RunTiming
@@ -116,7 +116,7 @@ async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIte
         download=DownloadSettings(file_roots=(root / "data",)),
         **changes,
     )
-    client = await connect(settings)
+    client = await connect_temporal(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
     async with AsyncExitStack() as exits:

@@ -21,11 +21,12 @@ from activities.hosts.lease import LeaseRecord
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import RunJobRequest
 from activities.hosts.worker_process import processes_of
-from shared.contract import Fence
+from longshore.layout import Layout
+from shared.fence import Fence
 from shared.jobs.events import Step
-from shared.jobs.layout import Layout
+from shared.runs.models import ModelRequest
 from shared.runs.sources import DatasetSource
-from shared.runs.start import ModelRequest, RunTiming
+from shared.runs.start import RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.storage.paths import RunKeys
 from tests.depth import drawn

@@ -17,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.weight_sync import SyncBackend
     from shared.runs.start import RunTiming
     from workflows import policies
-    from workflows.outcomes import RunFailed, is_final, problem_of, was_cancelled
+    from workflows.outcomes import RunFailed, is_final, problem_of_error, was_cancelled
 
 
 RequestT = TypeVar("RequestT")
@@ -137,12 +137,7 @@ class Leasing:
         """Ask for a sampler. The one that was held before is given back."""
         patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(
-            run_id=run_id,
-            epoch=epoch,
-            key=key,
-            ready_timeout_s=patience_s,
-            sync_backend=sync_backend,
-            avoid=self.avoid,
+            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend, avoid=self.avoid
         )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
@@ -229,13 +224,13 @@ def lost(error: ActivityError) -> Lost:
     if was_cancelled(error):
         raise error
     if is_final(error):
-        raise RunFailed(problem_of(error)) from error
+        raise RunFailed(problem_of_error(error)) from error
     return _loss(error)
 
 
 def _loss(error: BaseException) -> Lost:
     cause = error.cause if isinstance(error, ActivityError) else None
     if not isinstance(cause, ApplicationError):
-        return Lost(problem_of(error).message)
+        return Lost(problem_of_error(error).message)
     host = cause.details[0] if cause.details and isinstance(cause.details[0], str) else None
-    return Lost(problem_of(error).message, cause.type, host)
+    return Lost(problem_of_error(error).message, cause.type, host)

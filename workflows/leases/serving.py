@@ -10,8 +10,8 @@ from temporalio.exceptions import ActivityError, ApplicationError
 with workflow.unsafe.imports_passed_through():
     from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
-    from shared.runs.serving import ServeRequest, ServingStart
     from shared.runs.status import Problem
+    from shared.serving import ServeRequest, ServingStart
     from workflows import policies
     from workflows.leases.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunFailed

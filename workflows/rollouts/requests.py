@@ -9,18 +9,18 @@ from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sample
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
+from longshore.fields import Artifact
+from longshore.training import Dtype, Full, Lora
 from shared.chat.completions import Sampling
-from shared.contract import Artifact
-from shared.jobs.job import Dtype, Full, Lora
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun, dtype_of
 from shared.runs.rollouts import Rollouts
-from shared.runs.serving import SamplerPlace
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData, StepStatus
+from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
 from workflows import policies as limits
 

@@ -22,14 +22,14 @@ with workflow.unsafe.imports_passed_through():
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
-    from shared.contract import Artifact
+    from longshore.fields import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.weight_sync import SyncTarget
     from shared.models.shape import ModelShape
-    from shared.runs.serving import LeasedSampler, SamplerPlace
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, Problem, RLState, RolloutData, StepStatus
+    from shared.serving import LeasedSampler, SamplerPlace
     from workflows import control
     from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests
@@ -49,7 +49,7 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
+async def prepare_rollouts(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:

@@ -12,15 +12,15 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
-    from shared.contract import Artifact
+    from longshore.fields import Artifact
     from shared.errors import AVOIDED
     from shared.jobs.leases import LeaseGrant
-    from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
     from shared.runs.start import RLStart
     from shared.runs.status import Problem
+    from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
-    from workflows.outcomes import RunFailed, is_mismatch, problem_of
+    from workflows.outcomes import RunFailed, is_mismatch, problem_of_error
     from workflows.rollouts.requests import rollouts_of, sampler_key
 
 RequestT = TypeVar("RequestT")
@@ -215,7 +215,7 @@ class LeasedSamplers:
             return False
         self.num_mismatched += 1
         self._mismatches.update(number for number, one in enumerate(self.leasings) if one.grant is grant)
-        problem = problem_of(error)
+        problem = problem_of_error(error)
         if not self._places:
             message = f"no sampler is left: {self.num_mismatched} were given up; of the last one: {problem.message}"
             raise RunFailed(problem.model_copy(update={"message": message})) from error

@@ -9,10 +9,10 @@ from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedErro
 
 with workflow.unsafe.imports_passed_through():
     from activities.sources.download import Download, DownloadRequest
-    from shared.runs.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
+    from shared.automation.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
     from shared.runs.status import RunStatus
     from workflows import control, policies
-    from workflows.outcomes import problem_of
+    from workflows.outcomes import problem_of_error
 
 
 @workflow.defn
@@ -33,7 +33,7 @@ class ScheduledRunWorkflow:
             dataset = (await control.do(Download.download, download)).dataset
             decision = await _accepted(AcceptRequest(action=action, run_id=run_id, dataset=dataset))
         except Exception as error:
-            self._show(Action(state="failed", reason=problem_of(error).message))
+            self._show(Action(state="failed", reason=problem_of_error(error).message))
             raise
         if decision.start is None:
             return self._show(Action(state="skipped", reason=decision.reason))

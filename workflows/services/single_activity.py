@@ -8,8 +8,9 @@ with workflow.unsafe.imports_passed_through():
     from activities.tokenizing.preview import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
     from shared.grading.graders import GradeOneRequest, OneGrade
+    from shared.runs.models import ModelRequest, ResolvedModel
     from shared.runs.previews import Preview, PreviewStart
-    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
+    from shared.runs.start import AnyStart
     from workflows import control, policies
 
 

@@ -7,7 +7,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.deliver import Deliver, DeliverRequest
-    from shared.runs.webhooks import WebhookRequest
+    from shared.automation.webhooks import WebhookRequest
     from workflows import policies
     from workflows.outcomes import was_cancelled
 

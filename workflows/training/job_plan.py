@@ -2,9 +2,11 @@
 
 import math
 
-from shared.contract import Artifact
-from shared.jobs.job import Adam, Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, CrossEntropy, Loss, Reference, with_reference
+from longshore.fields import Artifact
+from longshore.losses import CrossEntropy, Reference
+from longshore.training import Adam
+from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
+from shared.jobs.losses import DPO, Loss, with_reference
 from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import DPORun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart
@@ -43,10 +45,7 @@ def dataset_job(
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         schedule=_schedule_of(run),
         evaluation=Evaluation(
-            data=eval_data,
-            every_steps=run.eval_every,
-            num_samples=run.num_samples,
-            sample_tokens=run.sample_tokens,
+            data=eval_data, every_steps=run.eval_every, num_samples=run.num_samples, sample_tokens=run.sample_tokens
         ),
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
@@ -71,12 +70,7 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
 
 
 def rl_job(
-    start: RLStart,
-    state: RLState,
-    step: StepStatus,
-    data: PackedData,
-    num_steps: int,
-    sync: SyncTarget | None = None,
+    start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int, sync: SyncTarget | None = None
 ) -> JobPlan:
     """The job of one train step. It starts from the checkpoint of the step before, and saves one at its own end.
 

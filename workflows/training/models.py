@@ -5,10 +5,11 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import AdapterRequest, Resolve
     from activities.publishing.publish import Publish, Published, PublishRequest
-    from shared.contract import Artifact
-    from shared.jobs.job import Lora
+    from longshore.fields import Artifact
+    from longshore.training import Lora
     from shared.models.shape import ModelShape
-    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
+    from shared.runs.models import ModelRequest, ResolvedModel
+    from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef
     from workflows import control, policies
 
@@ -40,7 +41,7 @@ async def resolve_reference(start: AnyStart, uri: str, shape: ModelShape) -> Art
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-async def publish(
+async def publish_weights(
     start: AnyStart,
     model: Artifact,
     checkpoint: CheckpointRef | None,

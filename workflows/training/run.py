@@ -13,7 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.start import AnyStart
     from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from workflows import control
-    from workflows.outcomes import close, ended_early
+    from workflows.outcomes import ended_early, result_or_raise
     from workflows.training.training import Training
 
 Result = TypeVar("Result")
@@ -66,11 +66,7 @@ class ActiveRun:
     """
 
     def __init__(
-        self,
-        start: AnyStart,
-        current: Callable[[], RunStatus],
-        before: RunStatus | None = None,
-        holds: bool = False,
+        self, start: AnyStart, current: Callable[[], RunStatus], before: RunStatus | None = None, holds: bool = False
     ) -> None:
         self.start = start
         self.status = before or _first_status(start)
@@ -113,7 +109,7 @@ class ActiveRun:
         self.show(ended_at=workflow.now().timestamp())
         await control.record(RunRecords.record_result, self.current())
         await workflow.wait_condition(workflow.all_handlers_finished)
-        return close(self.current())
+        return result_or_raise(self.current())
 
     async def interruptible(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do work that a pause ends where a cancellation would: at a step boundary, with a checkpoint.

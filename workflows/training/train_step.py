@@ -78,7 +78,9 @@ async def train_and_publish(
     run.show(phase="publishing")
     about = packed.metrics | result.metrics
     publishing = (
-        publish(start, state, done, packed.report_uri, about) if is_due(start, state, done) else unpublished(done)
+        publish_policy(start, state, done, packed.report_uri, about)
+        if is_due(start, state, done)
+        else unpublished(done)
     )
     if source is None:
         done = await publishing
@@ -99,11 +101,11 @@ def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
     return is_last or done.policy_version % start.run.publish_every == 0
 
 
-async def publish(
+async def publish_policy(
     start: RLStart, state: RLState, done: StepStatus, report_uri: str | None, metrics: dict[str, float]
 ) -> StepStatus:
     """Publish the policy that a step made. Returns the step with the name and version."""
-    published = await models.publish(start, state.model, done.checkpoint, report_uri, metrics, done.step)
+    published = await models.publish_weights(start, state.model, done.checkpoint, report_uri, metrics, done.step)
     return done.model_copy(
         update={
             "adapter": published.uri,
@@ -153,10 +155,7 @@ def state_after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
     """Show the policy that a step made, and return the state that the next step trains on."""
     assert done.policy_version is not None and done.optimizer_step is not None
     run.show(
-        policy_version=done.policy_version,
-        step=done.optimizer_step,
-        metrics=done.metrics,
-        checkpoint=done.checkpoint,
+        policy_version=done.policy_version, step=done.optimizer_step, metrics=done.metrics, checkpoint=done.checkpoint
     )
     if done.adapter is not None:
         run.show(adapter=done.adapter, adapter_sha256=done.adapter_sha256, name=done.name, version=done.version)

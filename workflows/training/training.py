@@ -12,8 +12,9 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, saved_by_job
+    from longshore.training import Lora
     from shared.errors import AVOIDED, HostLeft, WorkerLost
-    from shared.jobs.job import AnyPlan, Lora
+    from shared.jobs.job import AnyPlan
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef, Problem

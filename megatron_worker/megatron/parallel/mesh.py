@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longshore.layout import Layout
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
-from shared.jobs.layout import Layout
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
 # gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one

@@ -36,7 +36,7 @@ from megatron_worker.weight_sync.messages import (
 )
 from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
 from megatron_worker.weight_sync.transports.protocol import Messages, make_buffers
-from megatron_worker.weight_sync.transports.rendezvous import MemberStore, RemoteValues, Values, answer
+from megatron_worker.weight_sync.transports.rendezvous import MemberStore, RemoteValues, Values, answer_calls
 
 _JOIN_S = 20.0
 _BROADCAST_S = 60.0  # of one bucket
@@ -230,7 +230,7 @@ class CollectiveOutbound(_Member):
 def _serve(receiver: Receiver, values: Values, lost: dict[str, str]) -> None:
     """Answer a sampler while it joins. One that is gone is put down in `lost`."""
     try:
-        answer(receiver, values)
+        answer_calls(receiver, values)
     except SyncBroken as broken:
         values.give_up()
         lost[receiver.place.socket] = str(broken)

@@ -94,7 +94,7 @@ class MemberStore(dist.Store):
         return all(self._own.check(key) for key in keys)
 
 
-def answer(receiver: Receiver, values: Values) -> None:
+def answer_calls(receiver: Receiver, values: Values) -> None:
     """Answer a sampler's calls until its last word, and take the replies that it owes. Raises SyncBroken."""
     while (call := receiver.take_reply().call) is None or call.do in ("set", "get", "check"):
         if call is not None:

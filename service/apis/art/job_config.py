@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
+from longshore.losses import CISPO, GSPO, PPO
 from shared.errors import InvalidInput
-from shared.jobs.losses import CISPO, GSPO, PPO
 
 # The defaults of ART's trainer: the bounds of CISPO, and those of PPO.
 _CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2

@@ -10,8 +10,9 @@ from pydantic import BaseModel, JsonValue
 
 from service.apis.lists import ListAnswer, page_after, page_of
 from service.backend import Backend
-from service.inference.art_models import finite
-from service.runs.views import RunView, dropped, last_lines
+from service.inference.art_models import finite_metrics
+from service.runs.views.run_view import RunView
+from service.runs.views.words import dropped, last_lines
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Step
 from shared.runs.status import StepStatus
@@ -162,11 +163,11 @@ def _end(view: RunView) -> TrainingEvent:
     """Return the last event of a run. Its id ends with `training_ended`, whatever its type."""
     if view.state == "succeeded":
         return _event(view.run_id, "training_ended")
-    failed = _event(view.run_id, "training_failed", {"error_message": error_of(view)})
+    failed = _event(view.run_id, "training_failed", {"error_message": failure_message(view)})
     return failed.model_copy(update={"id": f"{view.run_id}:training_ended"})
 
 
-def error_of(view: RunView) -> str | None:
+def failure_message(view: RunView) -> str | None:
     """Return the reason why a run ended without success."""
     if view.state in ("running", "succeeded"):
         return None
@@ -175,7 +176,7 @@ def error_of(view: RunView) -> str | None:
 
 def _numbers(metrics: dict[str, float]) -> dict[str, JsonValue]:
     """Return metrics under our names and under ART's."""
-    found = finite(metrics)
+    found = finite_metrics(metrics)
     return {**found, **{theirs: found[ours] for ours, theirs in _ART_NAMES.items() if ours in found}}
 
 

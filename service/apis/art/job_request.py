@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from service.apis.art.job_config import ExperimentalConfig, SentModel, SftConfig
-from service.apis.errors import describe
+from service.apis.errors import validation_problem
 from service.inference.art_models import ArtModel, ModelId
 from service.inference.named_models import one_form
 from shared.errors import InvalidInput
@@ -116,7 +116,7 @@ def _rates(config: SftConfig) -> dict[str, Any]:
             return {"epochs": 1, "learning_rate": _SFT_RATE if rate is None else rate}
 
 
-def source_of(model: ArtModel, request: dict[str, Any]) -> Source:
+def art_source(model: ArtModel, request: dict[str, Any]) -> Source:
     """The source of a job's run: its request, and labels by which the run is found."""
     labels = {MODEL_LABEL: model.model_id, NAME_LABEL: model.title}
     return Source(api="art", metadata=labels, request=request)
@@ -135,7 +135,7 @@ def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
 
 def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
     """Return an InvalidInput with the client's name of the field, or else the name of the model's setting."""
-    problem = describe(error.errors())
+    problem = validation_problem(error.errors())
     place = (problem.place or "").removeprefix("trainable.")
     name = names.get(place.rstrip(".0123456789"))  # an item of a list has the list's
     return InvalidInput(problem.message, name or f"longshore.{place}".rstrip("."))

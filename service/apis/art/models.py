@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, Field, StrictBool
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.art.job_config import ExperimentalConfig, SentModel
 from service.apis.art.job_request import rl_run
-from service.apis.art.training_jobs import stop
+from service.apis.art.training_jobs import cancel_open_run
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_after, page_of
 from service.backend import Backed
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
-from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.runs.start import precision_of
+from shared.runs.acceptance import precision_of
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
@@ -108,7 +108,7 @@ async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObje
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Response:
     """Forget a model and delete its checkpoints; what it is busy with is cancelled. Its runs stay on record."""
     model = await backend.art_models.show(asking.tenant, model_id)
-    await stop(backend, asking.tenant, model)
+    await cancel_open_run(backend, asking.tenant, model)
     await asyncio.to_thread(backend.art_models.delete, model)
     return Response(status_code=204)
 

@@ -21,23 +21,24 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups, wandb_artifacts
 from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_events import JobStatus, JobStep, TrainingEvent, error_of, read_step, sft_events, sft_status
-from service.apis.art.job_request import (
-    MODEL_LABEL,
-    RlRequest,
-    SftRequest,
-    rl_run,
-    sft_run,
-    source_of,
+from service.apis.art.job_events import (
+    JobStatus,
+    JobStep,
+    TrainingEvent,
+    failure_message,
+    read_step,
+    sft_events,
+    sft_status,
 )
+from service.apis.art.job_request import MODEL_LABEL, RlRequest, SftRequest, art_source, rl_run, sft_run
 from service.apis.art.sent_groups import GROUPS
-from service.apis.errors import describe
+from service.apis.errors import validation_problem
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
 from service.errors import Conflict
 from service.inference.art_models import ArtModel
-from service.runs.views import RunView
+from service.runs.views.run_view import RunView
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import StepRequest, StepStatus
 
@@ -152,7 +153,7 @@ def _asked(fields: dict[str, Any]) -> RlRequest:
     try:
         return RlRequest.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        problem = describe(error.errors())
+        problem = validation_problem(error.errors())
         raise InvalidInput(problem.message, problem.place) from None
 
 
@@ -179,7 +180,7 @@ def _job(view: RunView, step: JobStep | None = None) -> ArtJob:
         model_id=view.source.metadata[MODEL_LABEL],
         kind="rl" if step else "sft",
         status=step.status if step else sft_status(view),
-        error=step.error if step else error_of(view),
+        error=step.error if step else failure_message(view),
         run_id=view.run_id,
     )
 
@@ -204,7 +205,7 @@ async def submit_step(
                 await _end(backend, last)
         if run_id is None:
             run = wanted.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
-            source = source_of(model, config.model_dump(mode="json", exclude_none=True))
+            source = art_source(model, config.model_dump(mode="json", exclude_none=True))
             run_id = (await backend.runs.submit(asking, run, source=source)).run_id
         request = StepRequest(key=f"art-{secrets.token_hex(12)}", groups=groups)
         return run_id, await backend.steps.train(asking.tenant, run_id, request)
@@ -218,11 +219,11 @@ async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: 
         if (last := await _open_run(backend, asking.tenant, model)) is not None:
             await _end(backend, last)
         run = run.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
-        source = source_of(model, {"training_data_url": url, **config.model_dump(mode="json", exclude_none=True)})
+        source = art_source(model, {"training_data_url": url, **config.model_dump(mode="json", exclude_none=True)})
         return await backend.runs.submit(asking, run, source=source)
 
 
-async def stop(backend: Backend, tenant: str, model: ArtModel) -> None:
+async def cancel_open_run(backend: Backend, tenant: str, model: ArtModel) -> None:
     """Cancel what a model is busy with."""
     if (last := await _open_run(backend, tenant, model)) is not None:
         with suppress(Conflict):  # it has just ended

@@ -274,12 +274,7 @@ async def upload(
         return await passed_over(request)
     try:
         await backend.files.receive(
-            asking.tenant,
-            DATA,
-            request.stream(),
-            num_bytes=content_length,
-            purpose=_PURPOSE,
-            file_id=name.file_id,
+            asking.tenant, DATA, request.stream(), num_bytes=content_length, purpose=_PURPOSE, file_id=name.file_id
         )
     except QuotaExceeded as error:
         raise HTTPException(403, str(error)) from None  # the client repeats a 429 for hours

@@ -11,8 +11,8 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.automation.schedule_views import Backfill, ScheduleView
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
 from service.backend import Backed
-from shared.runs.schedules import ScheduledRun
-from shared.runs.webhooks import Delivery, WebhookId
+from shared.automation.schedules import ScheduledRun
+from shared.automation.webhooks import Delivery, WebhookId
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
 from service.files.files import FILE_NAME, FilePage, FileRecord
-from shared.contract import Frozen
 from shared.grading.graders import Grader, OneGrade, SampledItem
 from shared.runs.previews import Preview, PreviewRequest
 

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Response
 from fastapi.responses import StreamingResponse
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.principals import Asking
 from service.apis.file_answers import file_answer, tar_answer
 from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
-from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.runs.acceptance import precision_of
 from shared.runs.requests import Precision
-from shared.runs.start import precision_of
 from shared.storage.artifacts import FileEntry
 from shared.storage.host_states import read_states
 

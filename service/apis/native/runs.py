@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
-from service.accounts.principals import BEARER, Asking, Principal, reads_or_writes
+from longshore.fields import Frozen
+from service.accounts.principals import BEARER, Asking, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.file_answers import file_answer, tar_answer
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -17,11 +18,12 @@ from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
 from service.runs.estimates import Estimate
-from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
-from shared.contract import Frozen
+from service.runs.views.history import Metrics
+from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
+from service.runs.views.words import last_lines, log_line
 from shared.errors import StoreUnavailable
+from shared.runs.acceptance import precision_of
 from shared.runs.requests import DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
-from shared.runs.start import precision_of
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
@@ -34,6 +36,7 @@ router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCI
 open_router = APIRouter(prefix=PREFIX)
 """Operations that need no key."""
 _POLL_S = 0.5
+_EVENTS_AT_ONCE = 1000
 _CLIENT_IS_GONE_S = 86_400.0
 _LAST_STEP = 99_999_999
 StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
@@ -82,7 +85,7 @@ async def _check_store(backend: Backend) -> str:
         return "away"
 
 
-class Asked(RootModel[SFTRun | DPORun | RLRun]):
+class RunRequest(RootModel[SFTRun | DPORun | RLRun]):
     """A run, by its `kind`."""
 
     root: SFTRun | DPORun | RLRun = Field(discriminator="kind")
@@ -96,52 +99,41 @@ async def _source(request: Request) -> Source:
 SentBy = Annotated[Source, Depends(_source)]
 
 
-async def _submitted(
-    backend: Backend, asking: Principal, run: Run, idempotency_key: str | None, source: Source
-) -> RunView:
-    """Start a run. A repeated key means the same run, whatever a name in it stands for by then."""
-    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
-    return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
+async def _submitting(
+    backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
+) -> Callable[[Run], Awaitable[RunView]]:
+    """Return what starts a run. A repeated key means the same run, whatever a name in it stands for by then."""
+
+    async def submit(run: Run) -> RunView:
+        named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
+        return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
+
+    return submit
+
+
+Submits = Annotated[Callable[[Run], Awaitable[RunView]], Depends(_submitting)]
 
 
 @router.post("/runs/sft", status_code=201)
-async def submit_sft(
-    run: JsonBody[SFTRun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
-) -> RunView:
+async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/runs/dpo", status_code=201)
-async def submit_dpo(
-    run: JsonBody[DPORun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
-) -> RunView:
+async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> RunView:
     """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/runs/rl", status_code=201)
-async def submit_rl(
-    run: JsonBody[RLRun],
-    backend: Backed,
-    asking: Asking,
-    source: SentBy,
-    idempotency_key: IdempotencyKey = None,
-) -> RunView:
+async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
-    return await _submitted(backend, asking, run, idempotency_key, source)
+    return await submit(run)
 
 
 @router.post("/estimate")
-async def estimate_run(run: JsonBody[Asked], backend: Backed, asking: Asking) -> Estimate:
+async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Asking) -> Estimate:
     """What a run would be: steps and tokens, counted; time and cost, where earlier runs of its model tell. Starts
     nothing."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run.root)
@@ -286,13 +278,11 @@ async def _events_within(
         await asyncio.sleep(_POLL_S)
 
 
-async def _event_pages(
-    backend: Backend, tenant: str, run_id: str, after: str | None, limit: int = 1000
-) -> AsyncIterator[EventPage]:
+async def _event_pages(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[EventPage]:
     """Yield pages of events as they come, until the run has ended and all were read."""
     while True:
         ended = await _has_ended(backend, tenant, run_id)  # asked first: what is read next is then complete
-        page = await backend.reader.events(run_id, after, limit)
+        page = await backend.reader.events(run_id, after, _EVENTS_AT_ONCE)
         yield page
         after = page.next or after
         if not page.events:

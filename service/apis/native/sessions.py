@@ -12,7 +12,7 @@ from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, IdempotencyKey
 from service.runs.sessions import CommandView
-from service.runs.views import RunPage, RunView
+from service.runs.views.run_view import RunPage, RunView
 from shared.jobs.commands import stored_form
 from shared.runs.requests import RunId
 from shared.runs.status import State

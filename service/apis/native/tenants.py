@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
-from longshore.fields import pattern
+from longshore.fields import Frozen, pattern
 from service.accounts.audit import AuditPage
 from service.accounts.keys import KeyView, NewKey
 from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
@@ -16,7 +16,6 @@ from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
-from shared.contract import Frozen
 from shared.field_rules import NO_NUL
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings

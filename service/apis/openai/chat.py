@@ -6,18 +6,15 @@ from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.openai.answering import answered
 from service.apis.openai.streams import ChatChunks, TextChunks
 from service.backend import Backed
-from shared.chat.completions import (
-    CompletionRequest,
-    CompletionResponse,
-)
+from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
-from shared.contract import Frozen
 from shared.errors import NotFound
 
 router = APIRouter(

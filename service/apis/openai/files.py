@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from longshore.fields import pattern
+from longshore.fields import Frozen, pattern
 from service.accounts.principals import Asking, reads_or_writes, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_of
@@ -17,7 +17,6 @@ from service.apis.openai.forms import BINARY, described, file_form
 from service.backend import Backed, Backend
 from service.files.files import FileRecord
 from service.files.uploads import MAX_PARTS
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 
 router = APIRouter(prefix="/v1", tags=["files"], dependencies=[Depends(reads_or_writes)])
@@ -109,7 +108,7 @@ async def list_files(
 async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
     """Show an uploaded file, or one that a job made."""
     if results.is_result(file_id):
-        return FileObject.of(await results.find(backend, asking.tenant, file_id))
+        return FileObject.of(await results.find_result_file(backend, asking.tenant, file_id))
     return FileObject.of(await _shown(backend, asking.tenant, file_id))
 
 
@@ -117,7 +116,7 @@ async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
 async def file_content(file_id: str, asking: Asking, backend: Backed) -> StreamingResponse:
     """The bytes of a file."""
     if results.is_result(file_id):
-        found = await results.find(backend, asking.tenant, file_id)
+        found = await results.find_result_file(backend, asking.tenant, file_id)
         size, pieces = found.size, found.content()
     else:
         record = await _shown(backend, asking.tenant, file_id)
@@ -137,7 +136,7 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
 async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
     """Delete a file. What a job made is deleted with its job alone."""
     if results.is_result(file_id):
-        await results.find(backend, asking.tenant, file_id)
+        await results.find_result_file(backend, asking.tenant, file_id)
         raise InvalidInput("this is a job's own: it stands as long as the job does", "file_id")
     await _shown(backend, asking.tenant, file_id)
     await backend.files.delete(asking.tenant, file_id)

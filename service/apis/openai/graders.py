@@ -5,10 +5,10 @@ from typing import Literal
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, JsonValue
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
-from shared.contract import Frozen
 from shared.grading.graders import Grader, OneGrade, SampledItem
 
 router = APIRouter(

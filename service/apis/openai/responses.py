@@ -137,7 +137,7 @@ class ResponseRequest(ClientRequest):
             choice = {"type": "function", "function": {"name": choice.name}}
         fields = {
             "model": self.model,
-            "messages": [*messages, *messages_of(given)],
+            "messages": [*messages, *messages_of_items(given)],
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -174,7 +174,7 @@ class ResponseRequest(ClientRequest):
         )
 
 
-def messages_of(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
     """Return the items of a conversation as messages. Calls that follow each other, or a text, are one message's.
 
     Raises:

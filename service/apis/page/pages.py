@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,8 +18,8 @@ from service.accounts.principals import ALL_SCOPES, Asking
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from service.errors import Forbidden
+from shared.automation.webhooks import NOTICE_TYPES
 from shared.runs.requests import RUN_ID
-from shared.runs.webhooks import NOTICE_TYPES
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
@@ -85,34 +86,20 @@ async def run(run_id: str, request: Request, backend: Backed, asking: Asking) ->
     return _frame(request, backend, "run.html", asking=asking, run_id=run_id)
 
 
-@router.get("/new")
-async def new(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "new.html", asking=asking)
+def _plain_page(name: str) -> Callable[..., Awaitable[Response]]:
+    async def page(request: Request, backend: Backed, asking: Asking) -> Response:
+        return _frame(request, backend, f"{name}.html", asking=asking)
+
+    return page
 
 
-@router.get("/compare")
-async def compare(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "compare.html", asking=asking)
-
-
-@router.get("/files")
-async def files(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "files.html", asking=asking)
+for _name in ("new", "compare", "files", "models", "schedules"):
+    router.get(f"/{_name}")(_plain_page(_name))
 
 
 @router.get("/account")
 async def account(request: Request, backend: Backed, asking: Asking) -> Response:
     return _frame(request, backend, "account.html", asking=asking, scopes=ALL_SCOPES, notices=NOTICE_TYPES)
-
-
-@router.get("/models")
-async def models(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "models.html", asking=asking)
-
-
-@router.get("/schedules")
-async def schedules(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "schedules.html", asking=asking)
 
 
 @router.get(SIGN_IN)

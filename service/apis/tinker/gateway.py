@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from fastapi import Depends
 
-from longshore.commands import Asked
+from longshore.commands import Asked, CommandResult
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, Principal
 from service.apis.tinker.records import CheckpointRecord, ModelRecord, TinkerRecords
 from service.backend import Backed, Backend
 from service.errors import Conflict, QueueFull
 from service.inference.named_models import one_form
 from service.runs.sessions import CommandView
-from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.jobs.commands import CommandResult, Skip
+from shared.jobs.commands import Skip
 from shared.settings import TinkerSettings
 
 T = TypeVar("T")

@@ -13,10 +13,9 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue
 
-from longshore.fields import pattern
+from longshore.fields import Frozen, pattern
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunId
 from shared.storage import paths

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from longshore.fields import Frozen
 from service.apis.tinker.records import Metadata, SessionRecord
 from shared.chat.completions import MAX_TOP_LOGPROBS
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 
 Id = Annotated[str, Field(max_length=256)]

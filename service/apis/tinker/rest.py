@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from longshore.commands import CommandResult
 from service.accounts import audit
 from service.accounts.principals import reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -23,7 +24,6 @@ from service.apis.tinker.records import (
 from service.apis.tinker.requests import SearchSessions, SetProject, SetTtl, TinkerPath
 from service.apis.tinker.training import expiry
 from shared.errors import NotFound
-from shared.jobs.commands import CommandResult
 from shared.storage.artifacts import read_manifest
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys

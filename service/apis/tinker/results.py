@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
+from longshore.commands import CommandResult
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
@@ -19,7 +20,6 @@ from service.apis.tinker.samples import SAMPLE, Samples
 from service.apis.tinker.translation import metrics_of_step
 from service.apis.tinker.wire import PROTOBUF
 from shared.errors import LongshoreError, NotFound
-from shared.jobs.commands import CommandResult
 from shared.storage.paths import RunKeys
 
 router = APIRouter(

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, ForwardBackwardOptions, ForwardOptions
-from longshore.losses import DRO
+from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
+from longshore.fields import Frozen
+from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
 from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     SentBatch,
@@ -31,10 +32,8 @@ from service.apis.tinker.wire import (
     plain_bytes,
 )
 from service.decoding import SMALL_BYTES, Received
-from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandResult, read_command, with_data
-from shared.jobs.losses import CISPO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
+from shared.jobs.commands import read_command, with_data
 from shared.jobs.packed import Units
 
 Floats = NDArray[np.float64]

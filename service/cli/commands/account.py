@@ -25,6 +25,7 @@ tenants = group(help="Manage the tenants of this installation, and their quotas.
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
+_QUOTAS = ("concurrent_runs", "gpu_hours", "spending", "stored_bytes", "worker_sharing", "worker_weight")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="A description.")]
 ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
@@ -91,8 +92,7 @@ def create(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Whose it is, or what for: its title in lists.")] = "",
     title: Annotated[str, typer.Option(help="The same as NAME.")] = "",
     scope: Annotated[
-        list[ScopeName] | None,
-        typer.Option(help="May be repeated; read, write and inference if absent."),
+        list[ScopeName] | None, typer.Option(help="May be repeated; read, write and inference if absent.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
 ) -> CommandAnswer:
@@ -152,7 +152,7 @@ def create_tenant(
     worker_weight: Weight = None,
 ) -> CommandAnswer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
-    quotas = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
+    quotas = _given(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     body = {"tenant": tenant, "title": title, "quotas": quotas}
     made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
@@ -192,28 +192,13 @@ def quotas(
     worker_weight: Weight = None,
 ) -> CommandAnswer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
-    body = _quotas(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
+    body = _given(concurrent_runs, gpu_hours, spending, stored_bytes, worker_sharing, worker_weight)
     client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
-def _quotas(
-    concurrent_runs: int | None,
-    gpu_hours: float | None,
-    spending: float | None,
-    stored_bytes: int | None,
-    worker_sharing: str | None,
-    worker_weight: float | None,
-) -> dict[str, float | str]:
-    given = {
-        "concurrent_runs": concurrent_runs,
-        "gpu_hours": gpu_hours,
-        "spending": spending,
-        "stored_bytes": stored_bytes,
-        "worker_sharing": worker_sharing,
-        "worker_weight": worker_weight,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def _given(*quotas: float | str | None) -> dict[str, float | str]:
+    return {name: value for name, value in zip(_QUOTAS, quotas, strict=True) if value is not None}
 
 
 def _usage(found: dict[str, Any]) -> CommandAnswer:

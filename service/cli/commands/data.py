@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.command import CommandAnswer, answering, command
-from service.cli.commands.submit import checked, model_uri, naming_options, run_of, uploaded
+from service.cli.commands.submit import model_uri, naming_options, run_of, uploaded, validated_request
 from service.cli.exits import DONE, FAILED, USAGE, Stop
 from service.cli.output.render import console, plain, print_table, say, span
-from service.cli.output.runs import in_words
-from service.cli.run_options import fields_of, given, options_of, run_command, run_model
+from service.cli.output.runs import precision_in_words
+from service.cli.run_options import given, options_of, request_fields, run_command, run_model
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,10 +81,10 @@ def _request(context: typer.Context, client: "CliClient", num_rows: int) -> "Ite
     from shared.runs.previews import PreviewRequest
 
     options = options_of(run_model("sft"), _FIELDS)
-    fields = fields_of(options, given(context)) | {"num_rows": num_rows}
+    fields = request_fields(options, given(context)) | {"num_rows": num_rows}
     source = fields.pop("dataset")
     fields["model_uri"] = model_uri(fields.pop("model"))
-    checked(PreviewRequest, fields | {"source": source}, options)
+    validated_request(PreviewRequest, fields | {"source": source}, options)
     file = uploaded(client, source["uri"], "--dataset")
     uri = file["uri"] if file else source["uri"]
     try:
@@ -211,7 +211,7 @@ def _print_estimate(run: "Run", found: "Estimate") -> None:
         rows.append(("a step", f"{span(found.seconds_per_step)}{on}"))
     if found.seconds is not None:
         rows.append(("training", f"about {span(found.seconds)}"))
-    if (precision := in_words(found.precision)) is not None:
+    if (precision := precision_in_words(found.precision)) is not None:
         rows.append(("precision", precision))
     if found.cost is not None:
         rows.append(("cost", f"about {found.cost:,.2f} {found.currency}"))

@@ -40,8 +40,7 @@ def ls(client: "CliClient", limit: Annotated[int, typer.Option(min=1, max=1000)]
 
 @command(app)
 def upload(
-    client: "CliClient",
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")],
+    client: "CliClient", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")]
 ) -> CommandAnswer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.connection import connect, run_ids
+from service.cli.connection import cli_client, run_ids
 from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
 from service.cli.output.runs import doing, outcome, print_details, summary
@@ -17,7 +17,8 @@ from service.cli.output.step_table import print_step_metrics, print_steps, step_
 
 if TYPE_CHECKING:
     from service.cli.client import CliClient
-    from service.runs.views import Metrics, RunView
+    from service.runs.views.history import Metrics
+    from service.runs.views.run_view import RunView
     from shared.runs.status import StepStatus
 
 _LONGEST_REASON = 72
@@ -25,8 +26,7 @@ _LONG_POLL_S = 10.0
 _GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean", "session": "loss"}  # what a list shows of how runs do
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids),
+    str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
 app = typer.Typer(rich_markup_mode=None)
@@ -90,9 +90,9 @@ def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> Comman
 @app.command()
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """Print what happened in a run, in readable lines."""
-    from service.runs.views import last_lines, log_line
+    from service.runs.views.words import last_lines, log_line
 
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.events_to_the_end(run_id, None, follow):
                 print(log_line(event), flush=True)
@@ -111,7 +111,7 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="No effect: events are JSON anyway.")] = True,
 ) -> None:
     """Print the workers' events, one JSON object a line."""
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.events_to_the_end(run_id, after, follow):
                 print(event.model_dump_json(), flush=True)
@@ -126,7 +126,7 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
 
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
-    with connect(context, patience_s=20 if follow else 2) as client:
+    with cli_client(context, patience_s=20 if follow else 2) as client:
         _demand_train_steps(client, run_id)
         if follow:
             _follow_steps(client, run_id, as_json)
@@ -155,14 +155,14 @@ def _follow_steps(client: "CliClient", run_id: str, as_json: bool) -> None:
 @command(app)
 def metrics(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Show the main metrics of every step and evaluation; with --json, all."""
-    from service.runs.views import Metrics
+    from service.runs.views.history import Metrics
 
     found = client.get(f"/runs/{run_id}/metrics", Metrics)
     return CommandAnswer(found, partial(_print_metrics, found))
 
 
 def _print_metrics(found: "Metrics") -> None:
-    from service.runs.views import brief, looked_for
+    from service.runs.views.words import brief, looked_for
 
     names = looked_for({name for row in found.steps for name in row.metrics})
     print_table(
@@ -219,7 +219,7 @@ def retry(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeo
 
 def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the list. `place`: its position in the queue for workers."""
-    from service.runs.views import seconds_left
+    from service.runs.views.run_view import seconds_left
 
     why = shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
     return (
@@ -235,7 +235,7 @@ def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
 
 
 def _waits(view: "RunView") -> bool:
-    from service.runs.views import IN_QUEUE
+    from service.runs.views.run_view import IN_QUEUE
 
     return view.state == "running" and view.phase in IN_QUEUE
 
@@ -294,7 +294,7 @@ def finish_run(client: "CliClient", run_id: RunId) -> CommandAnswer:
 
 
 def _words(step: "StepStatus") -> str:
-    from service.runs.views import dropped
+    from service.runs.views.words import dropped
 
     words = f"step {step.step}: {step.state}"
     if step.state == "done":

@@ -13,8 +13,8 @@ from service.cli.output.render import ago, print_table, say, seconds_of
 if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
     from service.cli.client import CliClient
+    from shared.automation.schedules import ScheduledRun
     from shared.runs.requests import Run
-    from shared.runs.schedules import ScheduledRun
 
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
@@ -140,8 +140,8 @@ def _run_of(context: typer.Context, command: list[str]) -> "Run":
 def _checked(fields: dict[str, Any]) -> "ScheduledRun":
     from pydantic import ValidationError
 
+    from shared.automation.schedules import ScheduledRun
     from shared.field_rules import first_rule
-    from shared.runs.schedules import ScheduledRun
 
     try:
         return ScheduledRun.model_validate(fields)

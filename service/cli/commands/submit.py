@@ -18,10 +18,10 @@ from service.cli.output.runs import outcome, summary
 from service.cli.run_options import (
     UNLESS,
     RunOption,
-    fields_of,
     given,
     option_at,
     options_of,
+    request_fields,
     run_command,
     run_model,
 )
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
     from service.cli.client import CliClient
-    from service.runs.views import RunView
+    from service.runs.views.run_view import RunView
     from shared.runs.requests import Run
 
 _EXAMPLES = """\b
@@ -95,20 +95,20 @@ def checked_run(
 
     Args:
         values: of the options that were given, by their parameters.
-        uri_of: as for `fields_of`.
+        uri_of: as for `request_fields`.
 
     Raises:
         Stop: names the first option that is wrong, and its rule.
     """
-    fields = fields_of(options, values, uri_of)
+    fields = request_fields(options, values, uri_of)
     fields["model"] = model_uri(fields["model"])
     for name, (value, other) in UNLESS.items() if kind != "rl" else ():
         if name not in fields and other not in fields:
             fields[name] = value
-    return checked(run_model(kind), fields, options)  # type: ignore[return-value]
+    return validated_request(run_model(kind), fields, options)  # type: ignore[return-value]
 
 
-def checked(model: "type[BaseModel]", fields: dict[str, Any], options: tuple[RunOption, ...]) -> "BaseModel":
+def validated_request(model: "type[BaseModel]", fields: dict[str, Any], options: tuple[RunOption, ...]) -> "BaseModel":
     """Validate a request. Raises Stop, which names the first option that is wrong, and its rule."""
     from pydantic import ValidationError
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from service.cli.client import CliClient
-    from service.runs.views import RunView
+    from service.runs.views.run_view import RunView
     from shared.runs.events import RunEvent
     from shared.runs.status import StepStatus
 
@@ -83,7 +83,8 @@ class Lines:
         self._print(event)
 
     def _print(self, event: "RunEvent") -> None:
-        from service.runs.views import log_line, seconds_left
+        from service.runs.views.run_view import seconds_left
+        from service.runs.views.words import log_line
 
         body, left = event.event, ""
         if body.event in ("step", "evaluated") and body.step >= self._view.step:  # other events are old
@@ -116,7 +117,7 @@ class Bar:
     def event(self, event: "RunEvent") -> None:
         from rich.markup import escape
 
-        from service.runs.views import describe
+        from service.runs.views.words import event_in_words
 
         body = event.event
         if body.event == "step":
@@ -124,7 +125,7 @@ class Bar:
                 self._step = body.step
                 self._metrics |= body.metrics
         elif body.event not in ("offloaded", "probed", "saved"):
-            self.console.print(escape(describe(body)))
+            self.console.print(escape(event_in_words(body)))
 
     def status(self, view: "RunView") -> None:
         self._view = view
@@ -153,7 +154,8 @@ class Bar:
 
     def _parts(self, width: int) -> tuple[str, float, list[str]]:
         """Return the parts of the line at this width: label, fraction of steps done, and the others in order."""
-        from service.runs.views import main_metrics, seconds_left
+        from service.runs.views.run_view import seconds_left
+        from service.runs.views.words import main_metrics
 
         view, now = self._view, time.time()
         label = view.phase.replace("_", " ") if view.state == "running" else view.state

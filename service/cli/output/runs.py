@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from service.cli.output.render import ago, plain, print_table, span
 
 if TYPE_CHECKING:
-    from service.runs.views import RunView
+    from service.runs.views.run_view import RunView
     from shared.runs.requests import Precision
 
 _RESUME = "go on: longshore resume {0}"
@@ -42,7 +42,8 @@ def outcome(view: "RunView") -> dict[str, Any]:
 
 def summary(view: "RunView", place: int | None = None) -> str:
     """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
-    from service.runs.views import dropped, main_metrics, seconds_left
+    from service.runs.views.run_view import seconds_left
+    from service.runs.views.words import dropped, main_metrics
 
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
     if view.state == "running":
@@ -82,7 +83,7 @@ def print_details(view: "RunView") -> None:
         ("model", run.model),
         ("name", run.name),
         ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
-        ("precision", in_words(view.precision)),
+        ("precision", precision_in_words(view.precision)),
         ("submitted", f"{ago(view.created_at)}{owner}"),
         ("tokens", f"{view.planned_tokens:,} in all steps" if view.planned_tokens else None),
         ("took", took(view)),
@@ -98,7 +99,7 @@ def print_details(view: "RunView") -> None:
         print_table(("phase", "took", "began"), spans)
 
 
-def in_words(precision: "Precision | None") -> str | None:
+def precision_in_words(precision: "Precision | None") -> str | None:
     """Return a precision with the reason why it was chosen; None where the request named it."""
     return None if precision is None or precision.reason is None else f"{precision.dtype}: {precision.reason}"
 

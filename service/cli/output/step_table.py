@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from service.cli.output.render import coloured, print_table
 
 if TYPE_CHECKING:
-    from service.runs.views import TrainStepMetrics
+    from service.runs.views.history import TrainStepMetrics
     from shared.runs.status import StepStatus
 
 _TIMED = ("sampling", "grading", "training", "publishing")
@@ -73,7 +73,7 @@ def _seconds(found: Sequence[float | None]) -> str:
 
 
 def _remark(step: "StepStatus") -> str:
-    from service.runs.views import dropped
+    from service.runs.views.words import dropped
 
     if step.same_as is not None:
         return f"the key of step {step.same_as} again: not trained twice"

@@ -19,7 +19,7 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 from shared.settings import ConfinedSettings, Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities import confined_work as work
 from tests.service.conftest import wait_until
@@ -213,7 +213,7 @@ def test_a_hostile_tokenizer_is_refused_to_who_asks_and_costs_the_host_nothing(
     folder.mkdir()
     (folder / "tokenizer.json").write_text(text)
     seal(folder)
-    model = upload(LocalStore(tmp_path / "store"), "models/hostile", folder)
+    model = upload_artifact(LocalStore(tmp_path / "store"), "models/hostile", folder)
     before = psutil.Process().memory_info().rss
     with closing(ChatPrompts(HostContext(Settings(root=tmp_path, confined=SMALL)))) as prompts:
         with pytest.raises(InvalidInput, match=sentence):

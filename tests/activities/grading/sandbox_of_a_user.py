@@ -14,7 +14,7 @@ environment = {"PYTHONHASHSEED": "0"}
 if found:
     packages = [Path(os.environ["PYTHONPATH"]) / "activities"]
     start = bubblewrap.BubblewrapStart(packages, environment, ["CAP_SYS_ADMIN"], ["--as-pid-1"])
-    command = bubblewrap.command(found[0], program, start, bubblewrap.namespace_options()[0])
+    command = bubblewrap.isolated_command(found[0], program, start, bubblewrap.namespace_options()[0])
 else:
     command = [sys.executable, "-S", "-P", "-s", *program]
 os.execve(command[0], command, environment | {"PYTHONPATH": os.environ["PYTHONPATH"]})

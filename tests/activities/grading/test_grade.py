@@ -16,12 +16,12 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.grading.open_grader import combined
 from activities.host_context import HostContext
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.grading.expressions import parse_expression
 from shared.grading.graders import Grader, SampleGrade, parse_grader
 from shared.settings import GradingSettings, Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities.grading.sandboxes import REFUSAL, REPOSITORY, processes_of
 from tests.activities.scoring_server import Judge, completion, scoring_server
@@ -53,7 +53,7 @@ def samples(tmp_path: Path, *rows: Any, files: int = 1) -> Artifact:
         lines = [json.dumps(row) for row in rows[number * share : (number + 1) * share]]
         (folder / f"part-{number:03d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     seal(folder)
-    return upload(LocalStore(tmp_path / "samples-store"), "samples", folder)
+    return upload_artifact(LocalStore(tmp_path / "samples-store"), "samples", folder)
 
 
 def row(text: Any, answer: Any) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path, bwra
     command = [sys.executable, "-c", CONFINED, str(tmp_path)]
     if bwrap is not None:
         start = bubblewrap.BubblewrapStart([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
-        command = bubblewrap.command(bwrap, ["-c", CONFINED], start, bubblewrap.namespace_options()[0])
+        command = bubblewrap.isolated_command(bwrap, ["-c", CONFINED], start, bubblewrap.namespace_options()[0])
     done = subprocess.run(command, cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
     assert done.returncode == 9, done.stderr
 

@@ -11,9 +11,18 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.bells import Bells
 from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-from longshore.commands import Asked, CommandProblem
+from longshore.commands import (
+    Asked,
+    CommandProblem,
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    OptimStep,
+    SaveState,
+)
 from shared.errors import WorkerLost
-from shared.jobs.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip, stored_form
+from shared.jobs.commands import Skip, stored_form
 from shared.jobs.job import Job
 from shared.storage.files import write_atomically
 from shared.storage.host_states import HostAddress

@@ -15,11 +15,11 @@ import pytest
 import activities.hosts.lease
 from activities.hosts import worker_process
 from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import end_leftovers, end_processes, launch, processes_of
-from shared.contract import Fence
+from activities.hosts.worker_process import end_leftover_workers, end_processes, launch, processes_of
+from longshore.layout import Layout
+from longshore.training import Lora
 from shared.errors import HostLeft, LeaseLost, WorkerLost
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
+from shared.fence import Fence
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths, RunKeys, WorkerPaths
@@ -297,7 +297,7 @@ def test_a_new_host_ends_what_a_killed_one_left(tmp_path: Path, plan, with_pid: 
     left = orphan(paths.worker("left"), me.pid, me.create_time() - 1000, key, with_pid)
     ours = orphan(paths.worker("ours"), me.pid, me.create_time(), key, with_pid)
     try:
-        end_leftovers(paths)
+        end_leftover_workers(paths)
         assert left.wait(300) != 0
         assert ours.poll() is None
         assert [folder.name for folder in paths.workers.iterdir()] == ["ours"]
@@ -353,8 +353,8 @@ def test_a_folder_that_another_host_is_just_making_is_left_alone(tmp_path: Path)
     paths = HostPaths(tmp_path / "host")
     made = paths.worker("made").root
     made.mkdir(parents=True)
-    end_leftovers(paths)
+    end_leftover_workers(paths)
     assert made.exists()
     os.utime(made, (time.time() - 60, time.time() - 60))
-    end_leftovers(paths)
+    end_leftover_workers(paths)
     assert not made.exists()

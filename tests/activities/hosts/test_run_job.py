@@ -14,16 +14,16 @@ from activities.records.checkpoints import (
     FindCheckpointRequest,
     damage,
     find_newest,
-    prune,
+    prune_checkpoints,
     stored_checkpoints,
 )
-from shared.contract import Fence
+from longshore.losses import Reinforce
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
+from shared.fence import Fence
 from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan
-from shared.jobs.losses import Reinforce
 from shared.settings import Settings
-from shared.storage.artifacts import find, read_manifest
+from shared.storage.artifacts import find_artifact, read_manifest
 from shared.storage.store import open_store
 from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
@@ -63,7 +63,7 @@ def test_the_newest_checkpoints_are_kept_whole_and_older_ones_go(host: Host, tmp
     left = stored_checkpoints(host.store, "r1")
     assert [checkpoint.step for checkpoint in left] == [16, 18, 20]
     for checkpoint in left:
-        found = find(host.store, checkpoint.key)
+        found = find_artifact(host.store, checkpoint.key)
         assert found is not None
         files = {f"{checkpoint.key}/{e.path}" for e in read_manifest(host.store, checkpoint.key, found.sha256).files}
         assert files < {info.key for info in host.store.list(checkpoint.key)}
@@ -316,9 +316,9 @@ def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_fro
         key = KEYS.checkpoint(Fence(epoch=epoch), step)
         artifact(host.store, tmp_path / str(step), key, state_json="{}")
     host.store.put_bytes(KEYS.lease(2), b"{}")
-    prune(host.store, "r1", 1, Fence(epoch=1))
+    prune_checkpoints(host.store, "r1", 1, Fence(epoch=1))
     assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [5, 10, 15]
-    prune(host.store, "r1", 1, Fence(epoch=2))
+    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2))
     assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
 
 
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_was_passed_over_takes_no_sound_ones_place(
     for step, epoch in ((5, 1), (10, 1), (20, 1), (12, 2)):
         key = KEYS.checkpoint(Fence(epoch=epoch), step)
         artifact(host.store, tmp_path / str(step), key, state_json="{}")
-    prune(host.store, "r1", keep, Fence(epoch=2))
+    prune_checkpoints(host.store, "r1", keep, Fence(epoch=2))
     found = stored_checkpoints(host.store, "r1")
     assert [(one.step, Fence.from_label(one.fence_label).epoch) for one in found] == left
 
@@ -341,10 +341,10 @@ def test_states_that_a_client_asked_for_stay_the_newest_of_them(host: Host, tmp_
         artifact(host.store, tmp_path / f"{epoch}-{step}", key, state_json="{}")
     for step in (3, 5, 7):
         host.store.put_bytes(f"{KEYS.kept_states}{step:08d}", b"")
-    prune(host.store, "r1", 1, Fence(epoch=2), keep_states=2)
+    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2), keep_states=2)
     found = stored_checkpoints(host.store, "r1")
     assert [(c.step, c.fence_label) for c in found] == [(5, "e000002-a01"), (7, "e000001-a01"), (11, "e000002-a01")]
-    prune(host.store, "r1", 1, Fence(epoch=2), keep_states=1)
+    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2), keep_states=1)
     assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [7, 11]
 
 
@@ -353,7 +353,7 @@ def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, 
     artifact(host.store, tmp_path / "broken", broken, state_json="{}")
     host.store.delete(f"{broken}/state.json")
     artifact(host.store, tmp_path / "whole", KEYS.checkpoint(Fence(epoch=2), 15), state_json="{}")
-    prune(host.store, "r1", 1, Fence(epoch=2))
+    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2))
     assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from activities.hosts.stager import JobStaging, Stager
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.fence import Fence
 from shared.jobs.commands import LoadStored
 from shared.jobs.job import Job, SessionPlan
 from shared.settings import S3Settings
-from shared.storage.artifacts import staged, upload
+from shared.storage.artifacts import staged, upload_artifact
 from shared.storage.files import write_atomically
 from shared.storage.paths import RunKeys
 from shared.storage.staging import StageAnswer, StageRequest
@@ -98,7 +99,7 @@ def test_why_it_cannot_be_had_is_answered(asking: Asking, store: ObjectStore, mo
     shutil.copytree(tmp_path / "model", tmp_path / "again")
     store.delete("model/manifest.json")
     assert asking(model).kind == "corrupt_artifact"
-    upload(store, "model", tmp_path / "again")
+    upload_artifact(store, "model", tmp_path / "again")
     assert asking(model) == StageAnswer(), "one failure is not the last word"
 
 

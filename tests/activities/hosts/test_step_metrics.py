@@ -3,7 +3,8 @@
 import pytest
 
 from activities.hosts.progress import job_metrics
-from shared.jobs.losses import DPO, PPO, CrossEntropy
+from longshore.losses import PPO, CrossEntropy
+from shared.jobs.losses import DPO
 
 STEPS = [
     {

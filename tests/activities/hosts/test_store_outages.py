@@ -10,8 +10,8 @@ import pytest
 from activities.records.checkpoints import (
     find_newest,
 )
-from shared.contract import Fence
 from shared.errors import StoreUnavailable
+from shared.fence import Fence
 from shared.storage.store import LocalStore
 from tests.activities.hosts.running_jobs import Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host

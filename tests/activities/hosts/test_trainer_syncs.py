@@ -8,8 +8,9 @@ import pytest
 
 from activities.hosts import trainer_syncs
 from activities.hosts.trainer_syncs import JobSyncs, TrainerSyncs
-from shared.contract import Fence
-from shared.jobs.job import AnyPlan, Full, Lora, SessionPlan
+from longshore.training import Full, Lora
+from shared.fence import Fence
+from shared.jobs.job import AnyPlan, SessionPlan
 from shared.jobs.leases import LeaseGrant
 from shared.jobs.weight_sync import SyncAccess
 from shared.storage.store import LocalStore

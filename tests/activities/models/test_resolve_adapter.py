@@ -10,10 +10,10 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
+from longshore.training import Lora
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs.job import Lora
 from shared.models.shape import ModelShape
-from shared.runs.start import ModelRequest, ResolvedModel
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.settings import Settings
 from tests.activities.models.resolving import edit, stage
 

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
-from activities.models.files import read_header
+from activities.models.files import read_tensor_entries
+from longshore.layout import Layout
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
-from shared.storage.artifacts import files_of
+from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
 
@@ -55,7 +55,7 @@ def test_a_template_of_its_own_for_tools_comes_with_the_model(config, model, tmp
     folder.mkdir()
     (folder / "tool_use.jinja").write_text("{{ tools }}")
     (folder / "rag.jinja").write_text("{{ documents }}")
-    read = files_of(resolve(config, model).model, config.s3)[1].files
+    read = open_artifact(resolve(config, model).model, config.s3)[1].files
     assert {f.path for f in read if f.path.endswith(".jinja")} == {
         "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja",
@@ -150,7 +150,7 @@ def test_a_tokenizer_alone_can_be_staged(config, model, s3_server) -> None:
 def test_a_published_model_is_itself(config, model) -> None:
     artifacts.seal(model)
     store = open_store(config.store, config.s3)
-    published = artifacts.upload(store, "tenants/default/models/mine/v000001", model)
+    published = artifacts.upload_artifact(store, "tenants/default/models/mine/v000001", model)
     assert resolve(config, published.uri).model == published
     assert resolve(config, published.uri.removeprefix("file://")).model == published
 
@@ -324,7 +324,7 @@ def test_shards_with_an_index(config, model) -> None:
     shard(model)
     (model / "consolidated.safetensors").write_bytes(b"another copy of the weights, of another tool")
     resolved = resolve(config, model)
-    _, manifest = artifacts.files_of(resolved.model, config.s3)
+    _, manifest = artifacts.open_artifact(resolved.model, config.s3)
     assert [entry.path for entry in manifest.files if "safetensors" in entry.path] == [
         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
     ]  # fmt: skip
@@ -361,7 +361,7 @@ TENSORS = {"a.weight": np.zeros((3, 4), dtype=np.float32), "b": np.arange(5), "c
 
 
 def header_of(data: bytes) -> dict[str, tuple[int, ...]]:
-    tensors = read_header(lambda start, length: data[start : start + length], len(data), "file")
+    tensors = read_tensor_entries(lambda start, length: data[start : start + length], len(data), "file")
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
@@ -394,5 +394,5 @@ def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size()
         return struct.pack("<Q", 90 << 20)
 
     with pytest.raises(InvalidInput, match="its first bytes are not the size of a header"):
-        read_header(read, size, "file")
+        read_tensor_entries(read, size, "file")
     assert asked == [(0, 8)]

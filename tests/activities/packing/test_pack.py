@@ -8,11 +8,11 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.packing.pack import PackDataset, Packed, PackRequest, write_plan
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, UnitsWriter
 from shared.settings import S3Settings, Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
 
 LENGTHS = np.random.Generator(np.random.PCG64(1)).integers(5, 60, 100)
@@ -90,7 +90,7 @@ def make_units(tmp_path: Path) -> Artifact:
         writer.append(token_id=ids, hidden_index=ids[:-1], label=ids[1:], weight=np.ones(length - 1))
     writer.close()
     seal(folder)
-    return upload(store, "units", folder)
+    return upload_artifact(store, "units", folder)
 
 
 def test_the_activity_seals_its_plan_and_a_retry_gives_the_same_at_once(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ from activities.host_context import HostContext
 from activities.publishing.card import model_card
 from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.run_records import BeginRequest, Begun, RunRecords
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from longshore.training import Full
 from shared.errors import CorruptArtifact
-from shared.jobs.job import Full
+from shared.fence import Fence
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import result_sha256
 from shared.runs.status import CheckpointRef, RunStatus
 from shared.settings import Settings
-from shared.storage.artifacts import seal, sha256_file, stage, upload
+from shared.storage.artifacts import seal, sha256_file, stage, upload_artifact
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
@@ -58,7 +59,7 @@ def request_for(store: ObjectStore, tmp_path: Path, run_id: str = "r1", name: st
             store, tmp_path / f"model-{run_id}", "model", config_json="{}", tokenizer_json="{}", weights_json="x"
         ),
         checkpoint=CheckpointRef(
-            step=20, fence=Fence(epoch=1), artifact=upload(store, f"checkpoint-{run_id}", checkpoint)
+            step=20, fence=Fence(epoch=1), artifact=upload_artifact(store, f"checkpoint-{run_id}", checkpoint)
         ),
         report_uri=f"{store.uri}/report.json",
         metrics=METRICS,
@@ -134,9 +135,9 @@ def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settin
         (base / name).write_text("{}" if name == "config.json" else "base")
     (base / "model.safetensors.index.json").write_text("base")
     seal(base)
-    ref = request.checkpoint.model_copy(update={"artifact": upload(store, "full", checkpoint)})
+    ref = request.checkpoint.model_copy(update={"artifact": upload_artifact(store, "full", checkpoint)})
     published = Publish(HostContext(settings)).publish(
-        request.model_copy(update={"checkpoint": ref, "model": upload(store, "base", base)})
+        request.model_copy(update={"checkpoint": ref, "model": upload_artifact(store, "base", base)})
     )
     folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
     assert "/tenants/default/models/harbour/v000001" in published.uri

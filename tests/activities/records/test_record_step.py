@@ -9,8 +9,9 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.records.checkpoints import find_newest, saved_by_job
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
-from shared.contract import Fence
-from shared.jobs.job import JobPlan, Lora, PackedData, Schedule
+from longshore.training import Lora
+from shared.fence import Fence
+from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys

@@ -13,11 +13,11 @@ from activities.sampling.client import Sampler
 from activities.sampling.sample import Drawing, Proved, ProveRequest, SamplerActivities, compare, draw_group
 from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from activities.tokenizing.render_prompts import PromptRow
+from longshore.fields import Artifact
 from shared.chat.completions import Sampling
-from shared.contract import Artifact
 from shared.errors import SamplerMismatch, SamplerUnavailable
 from shared.models.peft import WEIGHTS
-from shared.runs.serving import SamplerPlace
+from shared.serving import SamplerPlace
 
 DRAWING = Drawing(group_size=1, sampling=Sampling(max_tokens=4), seed=0, policy_version=0)
 

@@ -18,13 +18,15 @@ from activities.hosts.worker_process import WorkerProcess, processes_of
 from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.samplers import Samplers
-from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.chat.completions import CompletionRequest, Sampling
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
-from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
-from shared.storage.artifacts import FileEntry, Manifest, seal, upload
+from shared.storage.artifacts import FileEntry, Manifest, seal, upload_artifact
 from shared.storage.files import write_atomically
 from shared.storage.paths import MANIFEST
 from shared.storage.store import open_store
@@ -55,7 +57,7 @@ def key(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, tiny_mode
     """Of a base model in S3, whose files do not name the token that ends a turn."""
     folder = make_base(tiny_model, tmp_path_factory.mktemp("tiny") / "model")
     seal(folder)
-    model = upload(open_store(s3_server.uri, s3_server.settings), "lease-sampler/tiny", folder)
+    model = upload_artifact(open_store(s3_server.uri, s3_server.settings), "lease-sampler/tiny", folder)
     return SamplerKey(model=model, slots=8, max_model_len=64)
 
 
@@ -244,7 +246,7 @@ def test_a_model_that_cannot_be_used_is_the_users_affair(settings: Settings, tin
     folder = sealed(tiny_model, tmp_path / "model", without="tokenizer.json")
     own = Settings(root=tmp_path / "host")
     with sampler_host(own) as host:
-        model = upload(host.store, "model", folder)
+        model = upload_artifact(host.store, "model", folder)
         lease = HeldSampler(host, own, SamplerKey(model=model), epoch=1)
         wait_until(lambda: lease.error, "an error", timeout_s=150)
         error = lease.ended()

@@ -15,7 +15,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.grade import Grade, GradeRequest
 from activities.host_context import HostContext
 from activities.sampling.client import Sampler
-from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
+from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_sampled_groups, sample_seed
 from activities.sampling.sample import (
     Drawing,
     PolicySampleRequest,
@@ -31,14 +31,16 @@ from activities.sampling.samplers import Samplers
 from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from shared.chat.completions import SamplerReady, Sampling
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.chat.completions import Sampling
+from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
+from shared.fence import Fence
 from shared.grading.graders import parse_grader
-from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.status import StepStatus
+from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import SamplingSettings, Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities.groups import rl_run
 from tests.activities.sampler_proxy import SamplerProxy, proxy_of
@@ -78,7 +80,7 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     adapters = []
     for seed in (1, 2, 3):
         seal(write_adapter(folder / f"adapter-{seed}", tiny_model, seed, ("q_proj", "v_proj", "down_proj")))
-        adapters.append(upload(store, f"adapters/{seed}", folder / f"adapter-{seed}"))
+        adapters.append(upload_artifact(store, f"adapters/{seed}", folder / f"adapter-{seed}"))
     (folder / "rows").mkdir()
     rows = [
         {"messages": [{"role": "user", "content": f"How many crates, {i}?"}], "letter": "aeinrt"[i % 6]}
@@ -91,9 +93,9 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     options = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "256")
     with running(tiny_model, folder, *options) as sampler:
         yield Place(
-            upload(store, "model", folder / "model"),
+            upload_artifact(store, "model", folder / "model"),
             tuple(adapters),
-            upload(store, "dataset", folder / "rows"),
+            upload_artifact(store, "dataset", folder / "rows"),
             sampler,
         )
 
@@ -138,7 +140,7 @@ def sampled(
 
 
 def groups_in(settings: Settings, found: Sampled) -> list[SampledGroup]:
-    return list(read_groups(stage(found.completions, settings.root_path / "cache", settings.s3)))
+    return list(read_sampled_groups(stage(found.completions, settings.root_path / "cache", settings.s3)))
 
 
 def packed(settings: Settings, found: Sampled) -> tuple[str, str, dict[str, float]]:
@@ -411,7 +413,7 @@ def test_stale_wrong_and_missing_weights_are_noticed(place: Place, tmp_path: Pat
     probe = rendered(settings, place).probe
     stale, newest, wrong = (write_weights(tmp_path / f"weights-{seed}", tiny_model, seed) for seed in (1, 2, 3))
     seal(newest)
-    weights = upload(LocalStore(tmp_path / "store"), "weights", newest)
+    weights = upload_artifact(LocalStore(tmp_path / "store"), "weights", newest)
     policy = Policy(weights, False, probe, transformers_logprobs(newest, None, probe))
     others = {"stale": stale, "wrong": wrong, "missing": tiny_model}
     try:

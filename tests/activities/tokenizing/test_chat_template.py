@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from activities.formats.examples import Chat
-from activities.tokenizing.chat_template import ChatTemplate, Rendered, Unrendered
+from activities.tokenizing.chat_template import ChatTemplate, Rendered
+from activities.tokenizing.template_environment import Unrendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from tests.activities.templates import CHATML, SPECIAL, TEMPLATES, open_model, write_model

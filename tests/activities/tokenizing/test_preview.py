@@ -12,7 +12,7 @@ from activities.packing.pack import PackRequest, write_plan
 from activities.tokenizing.preview import PreviewDataset, preview_of
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
 from activities.tokenizing.tokenize import TokenizeRequest, write_units
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.jobs.steps import Cut

@@ -24,12 +24,12 @@ from activities.tokenizing.render_prompts import (
 from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from examples.tiny_model import train_tokenizer
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
 
@@ -264,7 +264,7 @@ def test_the_activity_renders_the_same_rows_once(tiny_model: Path, tmp_path: Pat
     model = shutil.copytree(tiny_model, tmp_path / "model")  # all tests share the other, unsealed
     for name, folder in (("dataset", rows), ("model", model)):
         seal(folder)
-        artifacts[name] = upload(store, name, folder)
+        artifacts[name] = upload_artifact(store, name, folder)
     own = Settings(root=tmp_path / "machine")
 
     def render(request: PromptsRequest) -> Prompts:

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Span
+from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.runs.previews import Report
 from shared.runs.sources import DatasetSource
 from shared.settings import S3Settings, Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities.templates import open_model, tokenizer_json, write_model
 
@@ -154,7 +154,7 @@ def test_a_token_across_the_border_of_a_span_is_trained(chatml: ModelTokenizer) 
     pieces = [chatml.decode([i]) for i in ids]
     assert " crane" in pieces
     at = text.index("crane")  # the span begins behind the token's space
-    encoded = chatml.encode([text], [[Span(at, at + 5, 2.0)]])
+    encoded = chatml.encode([text], [[WeightedSpan(at, at + 5, 2.0)]])
     assert [p for p, w in zip(pieces, encoded.weight_T, strict=True) if w] == [" crane"]
 
 
@@ -166,7 +166,7 @@ ODD = st.lists(st.sampled_from([*"ab \n\t.é船", "e\u0301", "🚢", "<|im_end|>
 def test_weights_by_bytes_equal_weights_by_offsets(cases: list[tuple[str, int, int]]) -> None:
     """The quick way against the tokenizer's own offsets."""
     texts = [text for text, _, _ in cases]
-    spans = [[Span(min(a, b, len(t)), min(max(a, b), len(t)), 0.5)] for t, a, b in cases]
+    spans = [[WeightedSpan(min(a, b, len(t)), min(max(a, b), len(t)), 0.5)] for t, a, b in cases]
     spans = [[s for s in each if s.end > s.start] for each in spans]
     quick = _plain._by_bytes(texts, spans, _plain._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     slow = _plain._by_offsets(spans, _plain._tokenizer.encode_batch(texts, add_special_tokens=False), texts)
@@ -317,7 +317,7 @@ _texts = ModelTokenizer(
 
 def an_artifact(folder: Path, store: Path, key: str) -> Artifact:
     seal(folder)
-    return upload(LocalStore(store), key, folder)
+    return upload_artifact(LocalStore(store), key, folder)
 
 
 def test_the_activity_gives_the_same_bytes_on_two_machines_and_at_once_on_a_retry(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion
 from activities.tokenizing.tool_calls import text_before_calls, told_calls
+from longshore.fields import Artifact
 from service.apis.openai.streams import ChatChunks
 from service.inference.asking import PartialAnswer
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.contract import Artifact
 from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import write_model

@@ -17,16 +17,17 @@ from activities.formats.messages import messages_of, tools_of
 from activities.formats.rows import Row
 from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts
-from activities.tokenizing.chat_template import ChatTemplate, Unrendered
+from activities.tokenizing.chat_template import ChatTemplate
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.preview import preview_of
 from activities.tokenizing.render_prompts import PromptsRequest, PromptTally, rendered, write_prompts
+from activities.tokenizing.template_environment import Unrendered
 from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from longshore.fields import Artifact
 from shared.chat.trajectories import ChatTrajectory
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource

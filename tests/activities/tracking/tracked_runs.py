@@ -10,9 +10,9 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.tracking.track import Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP
-from shared.contract import Fence
+from longshore.training import Lora
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Started, Step, Succeeded
-from shared.jobs.job import Lora
 from shared.runs.requests import RLRun, SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus

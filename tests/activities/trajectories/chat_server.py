@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from activities.tokenizing.tokenizer import TokenizerFiles
+from longshore.fields import Artifact
 from shared.chat.trajectories import Trajectory
-from shared.contract import Artifact
 from shared.storage.artifacts import seal
 
 ASKED = [{"role": "system", "content": "You count."}, {"role": "user", "content": "How many sacks are there?"}]

@@ -15,8 +15,8 @@ from activities.tokenizing.tokenizer import TokenizerFiles
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
+from longshore.fields import Artifact
 from shared.chat.trajectories import ChatTrajectory, Trajectory
-from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.runs.status import StepStatus
 from shared.settings import DownloadSettings, Settings

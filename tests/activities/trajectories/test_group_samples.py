@@ -15,11 +15,11 @@ from activities.tokenizing.render_prompts import PromptRow, PromptsFile, write_r
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade, parse_grader
 from shared.settings import Settings
-from shared.storage.artifacts import seal, stage, upload
+from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore, open_store
 from tests.activities.groups import rl_run
 
@@ -80,7 +80,7 @@ def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Gr
     artifacts = {}
     for name in ("completions", "grades"):
         seal(folders[name])
-        artifacts[name] = upload(store, f"{name}-{len(failed)}-{len(found)}", folders[name])
+        artifacts[name] = upload_artifact(store, f"{name}-{len(failed)}-{len(found)}", folders[name])
     settings = Settings(root=tmp_path / "machine")
     request = GroupSamplesRequest(**artifacts, **fields)
     result: Grouped = ActivityEnvironment().run(GroupSamples(HostContext(settings)).group_samples, request)
@@ -181,9 +181,9 @@ def test_parts_of_a_multi_grader_become_metrics(tmp_path: Path) -> None:
     seal(tmp_path / "samples")
     settings = Settings(root=tmp_path / "machine")
     store = LocalStore(tmp_path / "given")
-    samples = upload(store, "samples", tmp_path / "samples")
+    samples = upload_artifact(store, "samples", tmp_path / "samples")
     graded = ActivityEnvironment().run(Grade(HostContext(settings)).grade, GradeRequest(samples=samples, grader=grader))
-    completions = upload(store, "completions", tmp_path / "completions")
+    completions = upload_artifact(store, "completions", tmp_path / "completions")
     request = GroupSamplesRequest(completions=completions, grades=graded.grades)
     made = ActivityEnvironment().run(GroupSamples(HostContext(settings)).group_samples, request)
     lines = Path(made.groups_uri.removeprefix("file://")).read_text().splitlines()

@@ -18,9 +18,10 @@ from activities.trajectories.pack_trajectories import (
     mini_batches,
     sequence_of,
 )
+from longshore.fields import Artifact
 from shared.chat.trajectories import Trajectory
-from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
+from shared.fence import Fence
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.status import CheckpointRef, StepStatus

@@ -11,7 +11,16 @@ from activities.host_context import HostContext
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories, StepReport
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
-from shared.chat.answer_records import AnswerRecord, DrawnChoice, look_up, new_answer_id, prune, recall, remember
+from shared.chat.answer_records import (
+    AnswerLookup,
+    AnswerRecord,
+    DrawnChoice,
+    look_up,
+    new_answer_id,
+    parse_record,
+    prune_answers,
+    remember,
+)
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.runs.status import StepStatus
@@ -193,7 +202,7 @@ def test_another_tenants_answer_is_not_there(harbour: Harbour) -> None:
     choice, record = harbour.answer(ASKED, "There are 12 sacks.")
     bare = {**choice["message"], "answer_id": record.answer_id}
     ids = [record.answer_id, "chatcmpl-" + "0" * 32, "../../north/" + record.answer_id, ""]
-    assert recall(harbour.store, "south", record.answer_id) is None
+    assert look_up(harbour.store, "south", AnswerLookup(ids=(record.answer_id,))) == [None]
     for answer_id in ids:
         with pytest.raises(BrokenTrajectory, match="no answer of this id is remembered") as caught:
             harbour.read(*ASKED, bare | {"answer_id": answer_id}, tenant="south")
@@ -261,19 +270,20 @@ def test_old_answers_go_and_no_tenant_keeps_more_than_its_share(harbour: Harbour
     ids = {name: new_answer_id(now - age) for name, age in ages.items()}
     for answer_id in ids.values():
         harbour.answer(ASKED, "There are 12 sacks.", answer_id=answer_id)
-    record = recall(store, "north", ids["new"])
-    assert record is not None
+    ask = AnswerLookup(ids=tuple(ids.values()))
+    [record] = filter(None, map(parse_record, look_up(store, "north", AnswerLookup(ids=(ids["new"],)))))
     remember(store, "south", record)
 
     def left() -> set[str]:
-        return {name for name, answer_id in ids.items() if recall(store, "north", answer_id)}
+        return {name for name, text in zip(ids, look_up(store, "north", ask), strict=True) if text is not None}
 
-    prune(store, now, kept_s=7200, max_bytes=1 << 20)
+    prune_answers(store, now, kept_s=7200, max_bytes=1 << 20)
     assert left() == {"old", "new", "newest"}
     assert len(list(store.list("answers/north/alike/"))) == 3, "no more is found by its content"
     size = len(record.model_dump_json(exclude_defaults=True))
-    prune(store, now, kept_s=7200, max_bytes=size * 2 + 10)
+    prune_answers(store, now, kept_s=7200, max_bytes=size * 2 + 10)
     assert left() == {"new", "newest"}
-    prune(store, now, kept_s=7200, max_bytes=size + 10)
+    prune_answers(store, now, kept_s=7200, max_bytes=size + 10)
     assert left() == {"newest"}
-    assert recall(store, "south", ids["new"]) == record, "others' answers do not count"
+    [kept] = look_up(store, "south", AnswerLookup(ids=(ids["new"],)))
+    assert parse_record(kept) == record, "others' answers do not count"

@@ -20,9 +20,9 @@ ids = st.integers(0, (1 << 31) - 1)
 
 @given(st.tuples(logits, ids), st.tuples(logits, ids))
 def test_a_key_is_greater_when_the_logit_is_or_when_it_is_equal_and_the_id_lower(one, other):
-    keys = top_k.pack(torch.tensor([one[0], other[0]]), torch.tensor([one[1], other[1]]))
+    keys = top_k.pack_keys(torch.tensor([one[0], other[0]]), torch.tensor([one[1], other[1]]))
     assert (keys[0] > keys[1]).item() == ((one[0], -one[1]) > (other[0], -other[1]))
-    value, id = top_k.unpack(keys)
+    value, id = top_k.unpack_keys(keys)
     assert value.tolist() == [one[0], other[0]]
     assert id.tolist() == [one[1], other[1]]
 
@@ -42,7 +42,7 @@ def test_cutting_a_row_changes_nothing(row, cuts, k):
         for begin, end in itertools.pairwise(bounds)
         if end > begin
     ]
-    value_1K, id_1K = top_k.unpack(top_k.greatest(torch.cat(parts, dim=1), k))
+    value_1K, id_1K = top_k.unpack_keys(top_k.greatest(torch.cat(parts, dim=1), k))
     expected = sorted((-logit, id) for id, logit in enumerate(row) if logit != -torch.inf)[:k]
     expected += [(torch.inf, -1)] * (k - len(expected))
     assert value_1K[0].tolist() == [-negated for negated, _ in expected]

@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.training import LINEARS
+from longshore.layout import Layout
+from longshore.training import LINEARS, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
-from shared.jobs.layout import Layout
 from tests.megatron_worker.driving import accumulate, train
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 

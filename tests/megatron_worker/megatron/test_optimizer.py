@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from longshore.layout import Layout
+from longshore.training import Adam
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.regions import arrange
-from shared.jobs.job import Adam
-from shared.jobs.layout import Layout
 
 SHAPES = {"w": (33, 20), "b": (7,), "big": (600, 500)}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_worker.process.job_queue import JobQueue
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.leases import LeaseMark
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths

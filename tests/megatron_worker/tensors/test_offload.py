@@ -9,10 +9,10 @@ import torch
 
 from benchmarks import offload as benchmark
 from benchmarks.random_model import TINY
+from longshore.layout import Layout
+from longshore.training import Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import HostCopy
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import Layout
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.test_engine_state import storages_alive

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.layout import Layout
+from longshore.training import Full, Lora
 from megatron_worker.engine import Memory, Outputs, PartBytes
-from shared.jobs.job import Full, Lora
-from shared.jobs.layout import Layout
 from tests.megatron_worker import residency_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start

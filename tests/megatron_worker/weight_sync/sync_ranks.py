@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from longshore.layout import EngineName, Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.event_log import EventLog
@@ -30,7 +31,6 @@ from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.jobs.events import Synced
 from shared.jobs.job import Job
-from shared.jobs.layout import EngineName, Layout
 from shared.models.peft import WEIGHTS
 from tests.depth import drawn
 from tests.megatron_worker.driving import accumulate, train

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.weight_sync import changes
-from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut
+from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut_buckets
 from megatron_worker.weight_sync.gathering import Gathering, LastSent
 from shared.errors import InvalidInput
 
@@ -49,7 +49,7 @@ def divided(tensors, bucket_bytes=512, blocks=None, sent=None, only_changes=Fals
         members=[0],
     )
     gathering = Gathering(outgoing, sent)
-    for number, pieces in enumerate(cut(outgoing, bucket_bytes)):
+    for number, pieces in enumerate(cut_buckets(outgoing, bucket_bytes)):
         buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
         yield gathering.fill(buffer, number, pieces, only_changes), buffer
 
@@ -154,7 +154,7 @@ def test_changes_lead_exactly_from_one_version_to_the_next(size, dtype, share, s
     changed = torch.rand(size, generator=generator) < share
     new = torch.where(changed, old * 1.01 + 1e-3, old)
     out = torch.zeros(old.numel() * old.element_size(), dtype=torch.uint8)
-    num = changes.find(new, old, out)
+    num = changes.find_changes(new, old, out)
     if num is None:
         words = (new.view(torch.int16) != old.view(torch.int16)).sum()
         assert 3 * words > 0.9 * len(out) - 3 * (2 * size // 256 + 1)
@@ -171,7 +171,7 @@ def test_changes_far_apart_and_across_chunks(monkeypatch):
     new = old.clone()
     new[[0, 255, 256, 999, 1000, 4321, 9999]] = 1
     out = torch.zeros(20_000, dtype=torch.uint8)
-    num = changes.find(new, old, out)
+    num = changes.find_changes(new, old, out)
     assert num is not None and num < 60
     changes.apply(out, num, old)
     assert torch.equal(old, new)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version
 from shared.storage.store import LocalStore
 from tests.end_to_end.stack import Stack, started
@@ -95,7 +95,7 @@ def secret_model(stack: Stack, victim: Tenant, tiny_model: Path, tmp_path_factor
     folder = tmp_path_factory.mktemp("secret") / "model"
     shutil.copytree(tiny_model, folder)
     store = LocalStore(stack.root / "store")
-    model = upload(store, "models/imported/00000000000000000000000000000000", _sealed(folder))
+    model = upload_artifact(store, "models/imported/00000000000000000000000000000000", _sealed(folder))
     version = publish(store, folder, "secret", model, tenant=victim.name, kind="models")
     return stack.root / "store" / published_version(victim.name, "models", "secret", version)
 

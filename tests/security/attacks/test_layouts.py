@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from activities.hosts.worker_process import launch
-from shared.contract import Artifact
+from longshore.fields import Artifact
+from longshore.layout import Layout
 from shared.errors import InvalidInput
-from shared.jobs.layout import Layout
 from shared.jobs.leases import WorkerKey
 from shared.storage.paths import HostPaths
 from tests.security.belongings import DATA, ROLLOUTS

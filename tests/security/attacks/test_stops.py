@@ -16,13 +16,13 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import Field, model_validator
 
+from longshore.fields import Frozen
 from service.accounts.principals import Principal, is_demand
 from service.apis import decoders
 from service.apis.json_bodies import MAX_FIELDS, JsonBody, JsonRoute, judged
 from service.app import create_app
 from service.decoding import SMALL_BYTES, Decoding
 from service.errors import Forbidden
-from shared.contract import Frozen
 from shared.settings import Settings
 from tests.security.attacks.tenants import Tenant
 

@@ -34,10 +34,10 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.hosts.lease import LeaseRequest
+from longshore.fields import Artifact
+from longshore.layout import Layout
 from service.dev.connection import Connection
 from service.seals import UNSEALED
-from shared.contract import Artifact
-from shared.jobs.layout import Layout
 from shared.jobs.leases import WorkerKey
 from shared.runs.requests import SFTRun
 from shared.runs.start import RunStart

@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from longshore.fields import Artifact
 from service.inference.published_models import PublishedModels
-from shared.contract import Artifact
 from shared.errors import InvalidInput, NotFound
 from shared.models.peft import WEIGHTS
 from shared.storage.paths import version_claim

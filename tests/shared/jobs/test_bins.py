@@ -9,7 +9,7 @@ from shared.jobs.bins import (
     best_fit_decreasing,
     epoch_order,
     fullest_subset,
-    pack,
+    pack_bins,
     steps_by_count,
     steps_by_tokens,
 )
@@ -55,21 +55,21 @@ def test_best_fit_decreasing_is_exact(tokens: list[int], capacity: int) -> None:
 def test_packing_holds_every_unit_once_and_never_takes_more_bins_than_first_fit(
     tokens: list[int], capacity: int
 ) -> None:
-    bins = pack(tokens, capacity)
+    bins = pack_bins(tokens, capacity)
     assert sorted(i for each in bins for i in each) == list(range(len(tokens)))
     assert max(sum(tokens[i] for i in each) for each in bins) <= capacity
     assert all(bins)
     fewest = -(-sum(tokens) // capacity)
     assert fewest <= len(bins) <= first_fit_decreasing(tokens, capacity) + 1
     assert len(bins) <= len(best_fit_decreasing(tokens, capacity)) <= len(bins) * 11 / 9 + 4
-    assert bins == pack(tokens, capacity)
+    assert bins == pack_bins(tokens, capacity)
 
 
 def test_refilling_finds_a_perfect_packing_that_best_fit_misses() -> None:
     tokens = [19, 6, 12, 44, 11, 16, 31, 20, 18, 23]
     assert sum(tokens) == 200
     assert len(best_fit_decreasing(tokens, 100)) == 3
-    assert [sum(tokens[i] for i in each) for each in pack(tokens, 100)] == [100, 100]
+    assert [sum(tokens[i] for i in each) for each in pack_bins(tokens, 100)] == [100, 100]
 
 
 @given(st.lists(st.integers(1, 30), max_size=8), st.integers(1, 80))
@@ -109,7 +109,7 @@ def test_steps_of_tokens_and_their_bins_are_nearly_full(batch_tokens: int, usual
     lengths = np.clip(drawn, 20, 1990).astype(np.int64)
     steps = list(steps_by_tokens(epoch_order(len(lengths), 0, 0), lengths, batch_tokens))
     capacity = batch_tokens // -(-batch_tokens // 2048)  # an even share, as the activity has it
-    num_bins = sum(len(pack(lengths[step].tolist(), capacity)) for step in steps)
+    num_bins = sum(len(pack_bins(lengths[step].tolist(), capacity)) for step in steps)
     assert lengths.sum() / (num_bins * capacity) >= 0.995
 
 

@@ -9,16 +9,12 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.numpy import load, save
 
+from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.losses import PPO
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.commands import (
     Command,
     CommandHead,
-    Datum,
-    Forward,
-    ForwardBackward,
-    OptimStep,
-    SaveState,
     check_data,
     read_command,
     stored_form,

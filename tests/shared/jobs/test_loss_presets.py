@@ -5,7 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from activities.trajectories.advantages import advantages_of
-from shared.jobs.losses import PPO, PRESETS, preset
+from longshore.losses import PPO
+from shared.jobs.losses import PRESETS, preset
 from shared.runs.requests import RLRun
 
 # As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from activities.packing.pack import PackRequest, write_plan
 from activities.sampling.completions import Rows, numbers_of
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.jobs import steps
 from shared.jobs.steps import Cut, length_of, length_of_draws
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
 from shared.models import merging
 from shared.models.merging import Merger
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.contract import Fence
 from shared.errors import InvalidInput
+from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.events import EventCursor, read_run_events
 from shared.storage.paths import RunKeys

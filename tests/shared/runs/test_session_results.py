@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.commands import MAX_ANSWER, CommandProblem, TokenScores
-from shared.jobs.commands import CommandResult
+from longshore.commands import MAX_ANSWER, CommandProblem, CommandResult, TokenScores
 from shared.runs.session_results import MOST_SCORED_BYTES, SessionResults
 from shared.runs.sessions import MAX_WAITING
 from shared.storage.paths import RunKeys

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from longshore.training import Full
 from shared.errors import InvalidInput
-from shared.jobs.job import Full
+from shared.runs.acceptance import check_startable, precision_of
 from shared.runs.requests import RLRun, dtype_of
-from shared.runs.start import check_startable, precision_of
 from shared.settings import SamplingSettings, Settings
 from shared.storage.host_states import write_fast_bf16
 from shared.storage.store import LocalStore

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.contract import Artifact
+from longshore.fields import Artifact
 from shared.errors import CorruptArtifact
 from shared.settings import S3Settings
 from shared.storage.artifacts import (
     FileEntry,
     Manifest,
-    files_of,
-    find,
+    find_artifact,
     manifest_of,
+    open_artifact,
     read_manifest,
     refer,
     remember_checked,
@@ -28,7 +28,7 @@ from shared.storage.artifacts import (
     sha256_object,
     stage,
     staged,
-    upload,
+    upload_artifact,
 )
 from shared.storage.paths import MANIFEST
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
@@ -63,7 +63,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture
 def artifact(store, folder) -> Artifact:
     seal(folder)
-    return upload(store, "an/artifact", folder)
+    return upload_artifact(store, "an/artifact", folder)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_uploaded_is_staged(store, artifact, cache, s3) -> None:
     assert content_of(stage(artifact, cache, s3)) == FILES
-    assert find(store, "an/artifact") == artifact
-    assert find(store, "an") is None
+    assert find_artifact(store, "an/artifact") == artifact
+    assert find_artifact(store, "an") is None
 
 
 def test_equal_contents_have_equal_manifests(folder, tmp_path) -> None:
@@ -99,7 +99,7 @@ def test_hidden_files_stay_outside(folder) -> None:
 
 def test_uploading_again_is_harmless(store, artifact, folder) -> None:
     before = {info.key: info.etag for info in store.list("")}
-    assert upload(store, "an/artifact", folder) == artifact
+    assert upload_artifact(store, "an/artifact", folder) == artifact
     assert {info.key: info.etag for info in store.list("")} == before
 
 
@@ -108,16 +108,16 @@ def test_the_manifest_comes_last(store, folder) -> None:
     seal(folder)
     (folder / "empty").unlink()
     with pytest.raises(CorruptArtifact, match="empty: the file is missing"):
-        upload(store, "an/artifact", folder)
+        upload_artifact(store, "an/artifact", folder)
     assert store.head("an/artifact/a.bin") is not None
-    assert find(store, "an/artifact") is None
+    assert find_artifact(store, "an/artifact") is None
 
 
 def test_a_folder_that_changed_after_its_seal_is_refused(store, folder) -> None:
     seal(folder)
     (folder / "a.bin").write_bytes(b"longer" * 5_000)
     with pytest.raises(CorruptArtifact, match=r"a\.bin: the file has 30000 bytes, the manifest says 5000"):
-        upload(store, "an/artifact", folder)
+        upload_artifact(store, "an/artifact", folder)
 
 
 @pytest.mark.parametrize("data", [b"A" * 5_000, b"a" * 4_999, b"a" * 5_001, b""], ids=["bit", "cut", "long", "empty"])
@@ -161,7 +161,7 @@ def test_a_manifest_cannot_name_files_outside(store, s3, cache, tmp_path, path) 
     (tmp_path / "outside").write_bytes(b"x")
     entry = {"path": path, "size": 1, "sha256": sha256_file(tmp_path / "outside")}
     store.put_bytes(f"evil/{MANIFEST}", json.dumps({"schema_version": 1, "files": [entry]}).encode())
-    artifact = find(store, "evil")
+    artifact = find_artifact(store, "evil")
     with pytest.raises(CorruptArtifact, match="may not name files outside"):
         stage(artifact, cache, s3)
 
@@ -169,7 +169,7 @@ def test_a_manifest_cannot_name_files_outside(store, s3, cache, tmp_path, path) 
 def test_what_is_no_manifest_is_refused(store, s3) -> None:
     store.put_bytes(f"odd/{MANIFEST}", b"[1, 2")
     with pytest.raises(CorruptArtifact, match="not a manifest"):
-        read_manifest(store, "odd", find(store, "odd").sha256)
+        read_manifest(store, "odd", find_artifact(store, "odd").sha256)
 
 
 # The cache
@@ -189,7 +189,7 @@ def test_what_was_staged_is_found_without_the_store(store, artifact, cache, s3) 
     assert not is_remote or staged(artifact, cache) is None
     stage(artifact, cache, s3, only=("a.bin",))
     assert not is_remote or staged(artifact, cache) is None, "that is not all of it"
-    folder, manifest = stage(artifact, cache, s3), files_of(artifact, s3)[1]
+    folder, manifest = stage(artifact, cache, s3), open_artifact(artifact, s3)[1]
     if is_remote:
         for key in (*FILES, MANIFEST):
             store.delete(f"an/artifact/{key}")
@@ -208,7 +208,7 @@ def test_a_reference_is_found_without_the_store_that_holds_it(store, cache, s3, 
     artifact = refer(store, "a/reference", manifest_of(folder).model_copy(update={"root": root}))
     assert (staged(artifact, cache) is None) == isinstance(store, S3Store)
     assert stage(artifact, cache, s3) == folder
-    assert staged(artifact, cache) == (folder, files_of(artifact, s3)[1])
+    assert staged(artifact, cache) == (folder, open_artifact(artifact, s3)[1])
     (cache / "manifests" / artifact.sha256).mkdir(parents=True, exist_ok=True)
     (cache / "manifests" / artifact.sha256 / MANIFEST).write_bytes(b"")  # as a machine that lost its power leaves it
     assert (staged(artifact, cache) is None) == isinstance(store, S3Store)
@@ -254,7 +254,7 @@ def test_a_second_stage_reads_no_file(store, cache, s3, tmp_path) -> None:
     large.mkdir()
     (large / "weights").write_bytes(os.urandom(20 << 20))
     seal(large)
-    artifact = upload(store, "large", large)
+    artifact = upload_artifact(store, "large", large)
     begun = num_bytes_read()
     stage(artifact, cache, s3)
     first, begun = num_bytes_read() - begun, num_bytes_read()
@@ -281,7 +281,7 @@ def test_a_reference_uses_files_where_they_are(store, folder, cache, s3, tmp_pat
     artifact = refer(store, "reference", manifest)
     assert stage(artifact, cache, s3) == folder
     assert [info.key for info in store.list("")] == [f"reference/{MANIFEST}"]
-    files, again = files_of(artifact, s3)
+    files, again = open_artifact(artifact, s3)
     assert (files.uri, again) == (theirs.uri, manifest)
     (folder / "a.bin").write_bytes(b"A" * 5_000)
     with pytest.raises(CorruptArtifact, match=r"a\.bin: the file's SHA-256"):
@@ -290,7 +290,7 @@ def test_a_reference_uses_files_where_they_are(store, folder, cache, s3, tmp_pat
 
 def test_a_reference_to_another_store_is_fetched_from_there(store, artifact, cache, s3, tmp_path) -> None:
     ours = LocalStore(tmp_path / "ours")
-    _, manifest = files_of(artifact, s3)
+    _, manifest = open_artifact(artifact, s3)
     reference = refer(ours, "reference", manifest.model_copy(update={"root": artifact.uri}))
     assert content_of(stage(reference, cache, s3)) == FILES
 
@@ -299,7 +299,7 @@ def test_what_the_caller_hashed_is_not_hashed_again(store, folder, artifact, cac
     """Told a lie about what was checked, `stage` believes it: so it does not read."""
     if not isinstance(store, LocalStore):
         pytest.skip("S3 has no files on this machine")
-    _, manifest = files_of(artifact, s3)
+    _, manifest = open_artifact(artifact, s3)
     staged = store.root / "an/artifact"
     (staged / "a.bin").write_bytes(b"A" * 5_000)
     remember_checked(staged, manifest, cache)

@@ -11,20 +11,20 @@ from typing import Any
 
 from temporalio.client import Client
 
+from longshore.fields import Artifact
 from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.database.engine import open_database
-from service.host import connect, serve
+from service.host import serve_host
 from service.host_http.clients import HostClients
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
-from service.temporal import Temporal
-from shared.chat.completions import SamplerReady
+from service.temporal import Temporal, connect_temporal
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.contract import Artifact
+from shared.chat.sampler_control import SamplerReady
 from shared.settings import ServingSettings, Settings
-from shared.storage.artifacts import seal, upload
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, open_store
 from tests.megatron_worker.sampler_process import write_adapter
@@ -91,15 +91,15 @@ async def started(temporal_address: str, model: Path, folder: Path) -> AsyncIter
     store = open_store(settings.store, settings.s3)
     shutil.copytree(model, folder / "tiny")
     seal(folder / "tiny")
-    artifact = upload(open_store((folder / "given").as_uri(), settings.s3), "tiny", folder / "tiny")
+    artifact = upload_artifact(open_store((folder / "given").as_uri(), settings.s3), "tiny", folder / "tiny")
     adapters = {
         id: write_adapter(folder / id, model, seed, TARGETS) for seed, id in enumerate(["north:v1", "north", "south"])
     }
     assert [publish(store, path, id.partition(":")[0], artifact) for id, path in adapters.items()] == [1, 2, 1]
     stopped = asyncio.Event()
-    hosts = [asyncio.create_task(serve(role, settings, stopped)) for role in ("control", "sampler")]
+    hosts = [asyncio.create_task(serve_host(role, settings, stopped)) for role in ("control", "sampler")]
     try:
-        yield Harbour(settings, store, model, artifact, adapters, await connect(settings))
+        yield Harbour(settings, store, model, artifact, adapters, await connect_temporal(settings))
     finally:
         stopped.set()
         await asyncio.gather(*hosts)

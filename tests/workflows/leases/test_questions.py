@@ -16,13 +16,13 @@ from activities.sampling.samplers import Samplers
 from service.apis.openai.streams import ChatChunks
 from service.inference.asking import PartialAnswer
 from service.inference.published_models import PublishedModels
-from shared.chat.answer_records import recall
+from shared.chat.answer_records import AnswerLookup, AnswerRecord, look_up, parse_record
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion
 from shared.errors import InvalidInput, NotFound
-from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.serving import CompleteRequest, ServedSampler
 from shared.settings import SamplingSettings
-from shared.storage.artifacts import find
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version
 from tests.megatron_worker.sampler_process import running
 from tests.service.conftest import KEY, serving
@@ -50,6 +50,11 @@ def reference(model: Path, adapter: Path) -> tuple[list[int], str, list[float]]:
     drawn = ids[0, len(prompt) :]
     told = logprobs.gather(1, drawn[:, None])[:, 0].tolist()
     return prompt, tokenizer.decode(drawn, skip_special_tokens=True), told
+
+
+def remembered(harbour: Harbour, tenant: str, answer_id: str) -> AnswerRecord | None:
+    [text] = look_up(harbour.store, tenant, AnswerLookup(ids=(answer_id,)))
+    return parse_record(text)
 
 
 async def test_two_adapters_of_one_model_say_at_once_what_transformers_says(harbour: Harbour) -> None:
@@ -103,8 +108,8 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
     """In vLLM's fields, and in the store; answers that cannot be kept are given all the same."""
     asked = greedy("north", temperature=1, seed=5, n=2, return_token_ids=True, logprobs=True)
     answer = (await harbour.inference().chat("default", asked)).read()
-    record = recall(harbour.store, "default", answer.id)
-    assert record is not None and recall(harbour.store, "other", answer.id) is None
+    record = remembered(harbour, "default", answer.id)
+    assert record is not None and remembered(harbour, "other", answer.id) is None
     assert (record.name, record.version, record.model_sha256) == ("north", 2, harbour.artifact.sha256)
     assert list(record.prompt_ids) == answer.prompt_token_ids
     assert answer.usage.prompt_tokens == len(record.prompt_ids)
@@ -122,7 +127,7 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
     assert told == [choice.token_ids for choice in answer.choices]
     plain = (await harbour.inference().chat("default", greedy("north"))).read()
     assert plain.prompt_token_ids is plain.choices[0].token_ids is plain.choices[0].logprobs is None
-    kept_too = recall(harbour.store, "default", plain.id)
+    kept_too = remembered(harbour, "default", plain.id)
     assert kept_too is not None and len(kept_too.choices[0].logprobs) == NUM_TOKENS, "also where nobody asked for ids"
 
 
@@ -142,7 +147,7 @@ async def test_text_comes_while_it_is_drawn(harbour: Harbour) -> None:
     texts = [choice.message.content for choice in answer.choices]
     assert sum(map(len, next(iter(seen)))) < sum(map(len, texts))
     assert all(whole.startswith(text) for each in seen for whole, text in zip(texts, each, strict=True))
-    assert recall(harbour.store, "default", draft.answer_id) is not None and answer.id == draft.answer_id
+    assert remembered(harbour, "default", draft.answer_id) is not None and answer.id == draft.answer_id
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:
@@ -166,7 +171,7 @@ async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> N
 
 async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbour, tmp_path: Path) -> None:
     """A sampler of our own stands for the server."""
-    adapter = find(harbour.store, published_version("default", "adapters", "north", 2))
+    adapter = find_artifact(harbour.store, published_version("default", "adapters", "north", 2))
     request = CompleteRequest(
         model=harbour.artifact, adapter=adapter, base=BASE, place=ServedSampler(), asked=greedy("north")
     )

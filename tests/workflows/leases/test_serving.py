@@ -20,6 +20,7 @@ from activities.hosts.worker_process import processes_of
 from activities.sampling.client import Sampler
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, ServingAdapters
+from longshore.fields import Artifact
 from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
@@ -28,14 +29,14 @@ from service.inference.eviction import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
-from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, SamplerUnavailable
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.requests import RLRun, RunRecord
-from shared.runs.serving import ServeRequest, ServingStart
 from shared.runs.start import RunTiming
+from shared.serving import ServeRequest, ServingStart
 from shared.settings import QuotaSettings, ServingSettings
-from shared.storage.artifacts import find
+from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version
 from tests.depth import drawn
 from tests.workflows.leases.harbour import IDLE_S, Harbour, greedy, said, there_is
@@ -92,7 +93,7 @@ async def test_of_many_adapters_the_one_asked_longest_ago_makes_room(harbour: Ha
     ready = harbour.ready()
     adapters = ServingAdapters(HostContext(harbour.settings), max_adapters=2)
     first, second, third = (
-        find(harbour.store, published_version("default", "adapters", name, version))
+        find_artifact(harbour.store, published_version("default", "adapters", name, version))
         for name, version in (("north", 1), ("north", 2), ("south", 1))
     )
 

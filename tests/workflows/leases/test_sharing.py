@@ -8,7 +8,7 @@ import pytest
 from temporalio.client import WorkflowHandle
 
 from activities.hosts.worker_process import processes_of
-from shared.contract import Fence
+from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus

@@ -2,12 +2,13 @@
 
 import pytest
 
-from shared.contract import Artifact, Fence
+from longshore.fields import Artifact
+from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun
-from shared.runs.serving import LeasedSampler
 from shared.runs.start import RLStart
 from shared.runs.status import Policy
+from shared.serving import LeasedSampler
 from workflows.rollouts.requests import step_samples, too_small_a_bucket
 
 SHAPE = ModelShape(

@@ -3,10 +3,12 @@
 import pytest
 from pydantic import ValidationError
 
-from shared.contract import Artifact
-from shared.jobs.job import Full, JobPlan, PackedData
-from shared.jobs.layout import Layout
-from shared.jobs.losses import DPO, CrossEntropy, reference_of, reference_uri
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Full
+from shared.jobs.job import JobPlan, PackedData
+from shared.jobs.losses import DPO, reference_of, reference_uri
 from shared.models.shape import ModelShape
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.sources import DatasetSource

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from longshore.fields import Frozen
 from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.accounts.tenants import Quotas
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -19,11 +20,10 @@ from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.results import FILE_ID
-from service.apis.openai.fine_tuning.runs import Examples, run_of, source_of
+from service.apis.openai.fine_tuning.runs import Examples, openai_source, run_of_job
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
-from service.runs.views import RunView
-from shared.contract import Frozen
+from service.runs.views.run_view import RunView
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths
@@ -169,9 +169,9 @@ async def submit_job(
     if request.validation_file is not None:
         validation = await _examples(backend, asking.tenant, request.validation_file, "validation_file")
     start = await asyncio.to_thread(backend.names.starting_point, asking.tenant, request.model)
-    run, hyperparameters = run_of(request, start, training, validation)
+    run, hyperparameters = run_of_job(request, start, training, validation)
     key = given_key or await idempotency_key(backend.store, backend.quotas, asking, request, retry_count)
-    return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters), asked=request)
+    return await backend.runs.submit(asking, run, key, openai_source(request, hyperparameters), asked=request)
 
 
 async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Examples:
@@ -212,7 +212,7 @@ async def idempotency_key(
     return sent.key
 
 
-def prune(store: ObjectStore) -> None:
+def prune_sent_requests(store: ObjectStore) -> None:
     """Delete the records of requests that are too old to be retried. Blocking."""
     for item in list(store.list(paths.SENT_REQUESTS)):
         try:

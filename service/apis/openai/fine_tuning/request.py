@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from longshore.fields import Frozen
 from service.runs.own_settings import OwnSettings
-from shared.contract import Frozen
 from shared.grading.graders import Grader
 from shared.jobs.losses import AdvantageKind, Preset
 from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, WandbRun

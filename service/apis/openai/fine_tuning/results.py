@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from service.backend import Backend
 from service.files.files import PublishedFiles
-from service.runs.views import Metrics
+from service.runs.views.history import Metrics
 from shared.errors import NotFound
 from shared.runs.requests import RUN_ID
 
@@ -38,7 +38,7 @@ def is_result(file_id: str) -> bool:
     return file_id.startswith((_METRICS, _MODEL))
 
 
-async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
+async def find_result_file(backend: Backend, tenant: str, file_id: str) -> ResultFile:
     """Find a result file by its id. Raises NotFound unless it is of a job of this tenant that succeeded."""
     run_id = file_id.removeprefix(_METRICS).removeprefix(_MODEL)
     if not re.fullmatch(RUN_ID, run_id):

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from service.apis.errors import describe
+from service.apis.errors import validation_problem
 from service.apis.openai.fine_tuning import automatic
 from service.apis.openai.fine_tuning.request import (
     Dpo,
@@ -61,7 +61,7 @@ class _Draft:
         self.names[field] = name
 
 
-def run_of(
+def run_of_job(
     request: JobRequest, start: StartingPoint, training: Examples, validation: Examples | None
 ) -> tuple[Run, dict[str, JsonValue]]:
     """Make the run of a job. Returns it, and the hyperparameters that were chosen, in the form for clients.
@@ -103,7 +103,7 @@ def published_name(suffix: str | None) -> str | None:
     return name
 
 
-def source_of(request: JobRequest, hyperparameters: dict[str, JsonValue]) -> Source:
+def openai_source(request: JobRequest, hyperparameters: dict[str, JsonValue]) -> Source:
     """The source of a job's run: its request, to be shown again."""
     kept: dict[str, JsonValue] = {
         "model": request.model,
@@ -204,11 +204,7 @@ def _reinforcement(
     if "steps" not in rollouts:
         rollouts["epochs"] = shown["n_epochs"] = epochs
     rollouts.setdefault("group_size", max(2, round(_GROUP_SIZE * multiplier)))
-    rollouts |= {
-        "prompts": {"uri": training.uri, **reading},
-        "grader": method.grader,
-        "prompts_per_step": batch,
-    }
+    rollouts |= {"prompts": {"uri": training.uri, **reading}, "grader": method.grader, "prompts_per_step": batch}
     if validation is not None:
         interval = _given(chosen.eval_interval, automatic.evaluation_interval(training.count, epochs, max(1, batch)))
         samples = _given(chosen.eval_samples, 1)
@@ -267,7 +263,7 @@ def _made(kind: Any, draft: _Draft) -> Any:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        problem = describe(error.errors())
+        problem = validation_problem(error.errors())
         raise InvalidInput(problem.message, _place(problem.place, draft.names)) from None
 
 

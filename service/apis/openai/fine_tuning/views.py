@@ -9,7 +9,9 @@ from pydantic import BaseModel, JsonValue
 from longshore.training import SessionRun
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
-from service.runs.views import SKIPPED, Cost, RunHistory, RunView, describe, last_lines, seconds_left
+from service.runs.views.history import RunHistory
+from service.runs.views.run_view import Cost, RunView, seconds_left
+from service.runs.views.words import SKIPPED, event_in_words, last_lines
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent
@@ -172,7 +174,7 @@ async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]
         JobCheckpoint(
             id=f"ftckpt-{view.run_id}-{step}",
             created_at=int(saved_at.get(step, view.created_at)),
-            fine_tuned_model_checkpoint=checkpoint_name(view, step),
+            fine_tuned_model_checkpoint=checkpoint_model_name(view, step),
             fine_tuning_job_id=view.run_id,
             metrics=_metrics(step, train.get(step, {}), valid.get(step, {})),
             step_number=step,
@@ -181,7 +183,7 @@ async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]
     ]
 
 
-def checkpoint_name(view: RunView, step: int) -> str:
+def checkpoint_model_name(view: RunView, step: int) -> str:
     """The model name of a checkpoint: the published one for the last of a job that succeeded, else `<job>:step-<n>`."""
     if view.state == "succeeded" and view.version is not None and step == view.step:
         return f"{view.name}:v{view.version}"
@@ -259,9 +261,9 @@ def _worker_event(view: RunView, item: RunEvent, num_steps: int | None) -> JobEv
                 data["full_valid_loss"] = metrics["loss"]
             return _event(view, name, event.time, text, data=data)
         case Failed():
-            return _event(view, name, event.time, describe(event), level="error")
+            return _event(view, name, event.time, event_in_words(event), level="error")
         case _:
-            return _event(view, name, event.time, describe(event))
+            return _event(view, name, event.time, event_in_words(event))
 
 
 def _train_step(view: RunView, step: StepStatus, when: float) -> JobEvent:

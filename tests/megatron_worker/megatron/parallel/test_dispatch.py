@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch.autograd import gradcheck
 
+from longshore.layout import Layout
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, join_mesh
-from shared.jobs.layout import Layout
 
 
 def test_a_token_goes_once_to_each_rank_that_has_experts_of_its_choice():

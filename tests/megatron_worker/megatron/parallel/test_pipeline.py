@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from longshore.layout import Layout
 from megatron_worker.megatron.parallel.mesh import Group, join_mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
 from megatron_worker.megatron.parallel.stages import layers_of
-from shared.jobs.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from service.automation.schedules import Schedules
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
-from service.host import connect, control_workers
-from service.temporal import Temporal
+from service.host import control_workers
+from service.temporal import Temporal, connect_temporal
+from shared.automation.schedules import ScheduledRun, schedule_id
 from shared.runs.requests import RunRecord
-from shared.runs.schedules import ScheduledRun, schedule_id
 from shared.runs.status import RunStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys
@@ -118,7 +118,7 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     backend = Backend(settings, store, open_database(settings))
     migrate.upgrade(backend.database)
     record = RunRecords(HostContext(settings))
-    client = await connect(settings)
+    client = await connect_temporal(settings)
     activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
     async with (
         control_workers(client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),

@@ -12,8 +12,8 @@ from service.automation.schedule_views import Backfill
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
+from shared.automation.schedules import AcceptRequest, LastScheduled, ScheduledAction, ScheduledRun
 from shared.errors import NotFound
-from shared.runs.schedules import AcceptRequest, LastScheduled, ScheduledAction, ScheduledRun
 from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, last_scheduled

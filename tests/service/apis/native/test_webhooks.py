@@ -18,11 +18,12 @@ from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, re
 from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice
 from service.database.tables import OutboxRow
 from service.errors import Conflict
-from service.host import connect, control_workers
+from service.host import control_workers
 from service.runs.rows import notice_of
+from service.temporal import connect_temporal
+from shared.automation.webhooks import Notice, Webhook
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import Problem
-from shared.runs.webhooks import Notice, Webhook
 from shared.settings import Settings, WebhookSettings
 from shared.storage.paths import webhook_record
 from shared.storage.store import open_store
@@ -302,7 +303,7 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
         update={"webhooks": WebhookSettings(timeout_s=5), "control_queue": tmp_path.name}
     )
     strict_webhooks = webhooks_of(strict, stack.store, stack.database)
-    client = await connect(strict)
+    client = await connect_temporal(strict)
     deliver = Deliver(HostContext(strict))
     activities = [deliver.deliver, deliver.give_up]
     async with control_workers(client, strict.control_queue, activities, [WebhookWorkflow]):

@@ -19,12 +19,12 @@ from service.automation.webhooks import Webhooks
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.database.tables import OutboxRow
-from service.host import connect, control_workers
+from service.host import control_workers
 from service.runs.rows import notice_of
-from service.temporal import Temporal
+from service.temporal import Temporal, connect_temporal
+from shared.automation.webhooks import Delivery, Notice
 from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.runs.status import RunStatus, State
-from shared.runs.webhooks import Delivery, Notice
 from shared.settings import Settings, WebhookSettings
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from workflows.services.webhook import WebhookWorkflow
@@ -184,7 +184,7 @@ async def started(address: str, root: Path) -> AsyncIterator[Stack]:
     )
     store, temporal, database = open_store(settings.store, settings.s3), Temporal(settings), open_database(settings)
     await asyncio.to_thread(upgrade, database)
-    client = await connect(settings)
+    client = await connect_temporal(settings)
     deliver = Deliver(HostContext(settings))
     activities = [deliver.deliver, deliver.give_up]
     async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):

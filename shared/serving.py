@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
-from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.job import Dtype
+from shared.fence import Fence
 from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
@@ -82,11 +83,7 @@ def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> S
     """Return the key of the sampler that answers questions to a model, and to adapters on it."""
     serving = settings.serving
     return SamplerKey(
-        model=model,
-        dtype=dtype,
-        threads=settings.cpu_threads,
-        slots=serving.slots,
-        max_model_len=serving.max_model_len,
+        model=model, dtype=dtype, threads=settings.cpu_threads, slots=serving.slots, max_model_len=serving.max_model_len
     )
 
 

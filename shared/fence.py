@@ -1,10 +1,8 @@
-"""The types of models that cross a process edge, those of the client (longshore/fields.py) among them."""
+"""The fence: which scheduling of a run's work a worker serves, and which it refuses as an older one."""
 
 from pydantic import Field
 
-from longshore.fields import Artifact as Artifact
-from longshore.fields import Frozen as Frozen
-from longshore.fields import Sha256 as Sha256
+from longshore.fields import Frozen
 
 
 class Fence(Frozen):

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue
 
-from shared.contract import Frozen
+from longshore.fields import Frozen
 from shared.runs.requests import Tenant
 
 WebhookId = Annotated[str, Field(pattern=r"^wh-[0-9a-f]{24}$")]

@@ -6,9 +6,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Name
+from longshore.fields import Artifact, Frozen, Name
 from longshore.training import SessionRun
-from shared.contract import Artifact, Frozen
 from shared.runs.requests import RLRun, Run, RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.runs.start import AnyStart

@@ -1,0 +1,1 @@
+"""What runs show: their state and cost, their history, and both in words. No Temporal and no web framework."""

@@ -1,0 +1,1 @@
+"""What starts and tells of runs by itself: schedules and webhooks."""

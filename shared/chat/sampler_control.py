@@ -1,0 +1,122 @@
+"""What a sampler is asked beside completions: vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and
+`POST /v1/unload_lora_adapter`, and what is Longshore's own: weights, sleep, memory, the ready file.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from longshore.fields import Frozen, Sha256
+from shared.chat.completions import SamplerAnswer, SamplerRequest
+
+
+class LoadAdapterRequest(SamplerRequest):
+    """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterRequest(SamplerRequest):
+    lora_name: str = Field(min_length=1)
+
+
+class LoadWeightsRequest(SamplerRequest):
+    """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
+
+    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
+    them, take it.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    path: str = Field(min_length=1)
+    again: bool = False
+
+
+class NameWeightsRequest(SamplerRequest):
+    """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
+
+    `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class UpdateWeightsRequest(SamplerRequest):
+    """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
+
+    `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
+    than what the name stands for changes nothing. Only our own sampler takes it.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    version: int = Field(ge=0)
+    lora: bool
+    path: str | None = Field(default=None, min_length=1)
+
+
+class SleepRequest(SamplerRequest):
+    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
+
+    level: Literal[1, 2] = 1
+
+
+class ModelCard(SamplerAnswer):
+    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
+
+    Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "longshore"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    policy_version: int | None = None
+    weights_sha256: Sha256 | None = None
+
+
+class ModelList(SamplerAnswer):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class PartMemory(SamplerAnswer):
+    """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
+
+    device: int = 0
+    host: int = 0
+
+
+class SamplerMemory(SamplerAnswer):
+    """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
+
+    `caches`: keys and values of the sequences that are under way.
+    """
+
+    asleep: Literal[0, 1, 2]
+    weights: PartMemory
+    adapters: PartMemory
+    caches: PartMemory
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights.device + self.adapters.device + self.caches.device
+
+
+class SamplerReady(Frozen):
+    """The ready file: written, for the owner's eyes alone, when the sampler answers.
+
+    `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
+    `weights_address`: `host:port`, where it takes weights from trainers of other machines.
+    """
+
+    url: str
+    socket: str | None = None
+    api_key: str
+    pid: int
+    model: str
+    weights_address: str | None = None

@@ -1,0 +1,86 @@
+"""What an installation accepts of a run: what its hosts can start, and in which precision."""
+
+from longshore.training import DtypeChoice, Lora
+from shared.errors import InvalidInput
+from shared.jobs.layout import check_ranks
+from shared.runs.requests import DPORun, Precision, RLRun, Run, SFTRun
+from shared.runs.rollouts import Rollouts
+from shared.settings import Settings
+from shared.storage.host_states import read_fast_bf16
+from shared.storage.store import ObjectStore
+
+_VLLM_MAX_RANK = 512
+
+
+def check_startable(run: Run, settings: Settings, below: str = "") -> None:
+    """Refuse what no host could start, data-parallel ranks that would never have anything to do, and what one server
+    behind a URL does not do where it samples: full training, several samplers, to sleep, or to be a host's vLLM.
+
+    Args:
+        below: where the run's fields stand in the request, such as `run.`.
+
+    Raises:
+        InvalidInput: names the field and the rule.
+    """
+    check_ranks(run.layout, settings.max_ranks, below)
+    match run:
+        case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
+            examples_named = f"batch_size {examples}"
+        case RLRun(rollouts=Rollouts() as rollouts):
+            if run.trainable.kind == "full" and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL, which does not take whole weights"
+                raise InvalidInput(f"{rule}: train a lora", f"{below}trainable")
+            if (rollouts.samplers > 1 or rollouts.colocate) and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL"
+                if rollouts.colocate:
+                    raise InvalidInput(f"{rule}, which does not sleep", f"{below}rollouts.colocate")
+                raise InvalidInput(f"{rule}: samplers may be 1 at most", f"{below}rollouts.samplers")
+            if rollouts.weight_sync.in_flight == "continue" and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL: samples end on the weights they began on"
+                raise InvalidInput(rule, f"{below}rollouts.weight_sync.in_flight")
+            backend, is_served = rollouts.weight_sync.backend, rollouts.sampler_url or settings.sampling.url
+            if backend not in ("auto", "store") and is_served is not None:
+                rule = f"a sampler behind a URL loads weights from the store: {backend} needs one that a host leases"
+                raise InvalidInput(f"{rule}; possible are auto and store", f"{below}rollouts.weight_sync.backend")
+            if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
+                raise InvalidInput(reason, f"{below}rollouts.sampler")
+            examples = rollouts.prompts_per_step * rollouts.group_size
+            examples_named = f"the {examples} samples of a step"
+        case _:
+            return
+    if run.layout.dp > examples:
+        rule = f"dp={run.layout.dp} ranks would share out {examples_named}: dp may be {examples} at most"
+        raise InvalidInput(rule, f"{below}layout.dp")
+
+
+def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | None:
+    """Return why no host starts a vLLM for a run, if none does."""
+    if rollouts.sampler_url is not None:
+        return "vllm is started by a sampler host: drop it, or sampler_url"
+    if settings.sampling.url is not None:
+        return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
+    if isinstance(run.trainable, Lora) and run.trainable.rank > _VLLM_MAX_RANK:
+        return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
+    if rollouts.colocate:
+        return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"
+    if rollouts.weight_sync.backend not in ("auto", "store"):
+        return "vllm loads from the store: weight_sync.backend may be auto or store"
+    return None
+
+
+def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> Precision:
+    """Return the precision of a run that is accepted now: what it asks for, else by what the GPU hosts have said."""
+    if asked == "auto" and settings.dtype != "auto":
+        return Precision(dtype=settings.dtype, reason="it is this installation's LONGSHORE_DTYPE")
+    is_fast = read_fast_bf16(store, settings.shape)
+    if asked == "auto" and is_fast:
+        return Precision(dtype="bfloat16", reason="it is fast on the GPU hosts")
+    if asked == "auto":
+        slow, unknown = "bfloat16 is slow on the GPU hosts", "no GPU host has said yet whether bfloat16 is fast there"
+        return Precision(dtype="float32", reason=unknown if is_fast is None else slow)
+    notice = None
+    if asked == "bfloat16" and is_fast is False:
+        notice = "bfloat16 is slow on the GPU hosts: on CPUs it takes up to 100 times as long as float32"
+    if asked == "float32" and is_fast:
+        notice = "bfloat16 is fast on the GPU hosts, and takes half of the memory for weights: float32 was asked for"
+    return Precision(dtype=asked, notice=notice)

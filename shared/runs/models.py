@@ -1,0 +1,26 @@
+"""The model of a run: as its user names it, and as it was found."""
+
+from longshore.fields import Artifact, Frozen
+from longshore.layout import EngineName, Layout
+from shared.models.shape import ModelShape
+from shared.runs.requests import RunId, Tenant
+
+
+class ModelRequest(Frozen):
+    """A model as a tenant's user names it, and the layout and engine that are to hold it.
+
+    `run_id`: the run that uses the model. Its later executions must find the same files as its first one.
+    """
+
+    uri: str
+    tenant: Tenant
+    run_id: RunId | None = None
+    layout: Layout = Layout()
+    engine: EngineName = "megatron"
+
+
+class ResolvedModel(Frozen):
+    """The model's files: config, safetensors, tokenizer, chat template, generation config."""
+
+    model: Artifact
+    shape: ModelShape
