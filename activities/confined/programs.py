@@ -41,7 +41,7 @@ SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 _log = logging.getLogger(__name__)
 # Its libraries are to start no threads as they are imported. Programs set the number of their own.
 _SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT)
+_server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT, borrows=True)
 os.register_at_fork(after_in_child=_server.forget_parents)
 
 
@@ -95,8 +95,10 @@ def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
 def _fork(
     command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
 ) -> RunningProgram:
-    data, status = _server.fork(stdout, stderr)
-    program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd()), "imports": imports}
+    # Two frames: of a program's environment its server is to know nothing.
+    opening = {"imports": imports, "borrows": imports is _STACK_MODULES}
+    data, status = _server.fork(stdout, stderr, opening=json.dumps(opening).encode())
+    program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd())}
     try:
         with data:
             write_frame(data.fileno(), json.dumps(program).encode())

@@ -104,7 +104,15 @@ def test_its_service_and_hosts_are_forks_of_one_process(dev: Dev) -> None:
     for words in (each for each in CHILDREN if each != ("start-dev",)):
         [process] = dev.processes(*words)
         assert "activities.confined.fork_server" in process.parent().cmdline(), words
-        assert process.parent().ppid() == dev.connection.pid
+        server = process.parent()
+        assert server.ppid() == dev.connection.pid
+
+    def shared() -> list[psutil.Process]:
+        found = ((child, " ".join(child.cmdline())) for child in server.children())
+        return [child for child, line in found if "fork_server" in line and "decoders" not in line]
+
+    [one] = wait_until(shared, "the server of what the GPU and the sampler host start")
+    assert one.environ()[STACK_MARK] == str(dev.root)
 
 
 def test_a_link_signs_a_browser_in_once(dev: Dev) -> None:
