@@ -13,13 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from activities.confined.children import ForkServer
 from activities.isolation.frames import read_frame, write_frame
+from activities.isolation.namespaces import die_with_parent
 from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT, SAMPLER_MODULES, TRAINER_MODULES
 
 _STACK_MODULES = ("service.app", "service.host")
@@ -63,12 +65,12 @@ def start(
     environment: Mapping[str, str],
     stdout: int,
     stderr: int,
-    preexec_fn: Callable[[], None] | None = None,
+    dies_by: signal.Signals | None = None,
 ) -> RunningProgram:
     """Start a program in a session of its own, without input. Raises OSError.
 
     Args:
-        preexec_fn: called in a process that is not forked from another one of ours, before it becomes the program.
+        dies_by: what a program that is no fork is sent when this thread ends (Linux alone).
     """
     if (imports := _imports_of(command)) is not None:
         try:
@@ -82,7 +84,7 @@ def start(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=preexec_fn,
+        preexec_fn=partial(die_with_parent, number=dies_by) if dies_by else None,
     )
 
 

@@ -6,19 +6,16 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
 
 from activities.confined import programs
-from activities.isolation.namespaces import die_with_parent
 from shared.child_environment import STACK_MARK, Kind
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 _STEADY_S = 30.0
 _LOG_BYTES = 16 << 20
-_DIE_WITH_THE_SUPERVISOR = partial(die_with_parent, number=signal.SIGTERM)
 
 
 @dataclass
@@ -42,7 +39,7 @@ class StackProcess:
             self.log.rename(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
             self.process = programs.start(
-                self.command, self.environment, log.fileno(), log.fileno(), _DIE_WITH_THE_SUPERVISOR
+                self.command, self.environment, log.fileno(), log.fileno(), dies_by=signal.SIGTERM
             )
         self.started_at = time.monotonic()
 
