@@ -89,10 +89,10 @@ def test_the_fork_server_is_killed_its_programs_end_and_the_next_has_another(hos
 def test_the_fork_server_is_stopped_ends_are_known_and_programs_start_all_the_same(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_PATIENCE_S", 1.0)
-    monkeypatch.setattr(programs, "_GRACE_S", 0.1)
     monkeypatch.setattr(programs, "_IMPORTS", {"megatron_worker": ()})
     worker = Worker(host / "one")
+    monkeypatch.setattr(programs, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(programs, "_GRACE_S", 0.1)
     fork_server().suspend()
     os.kill(worker.program.pid, signal.SIGKILL)
     assert worker.program.wait(60) == -signal.SIGKILL
