@@ -1,7 +1,8 @@
 """Starts programs: those of ours that import much as forks of a process that has imported it, which saves seconds.
 
-That process is this host's, or the supervisor's of `longshore dev`. It starts with the first such program, ends with
-its host, and is started anew where it was lost. Its programs end with it. Where there is none, programs start as usual.
+That process is this host's, or the supervisor's of `longshore dev`; the GPU and the sampler host of such a stack share
+one. It starts with the first such program, ends with its host or stack, and is started anew where it was lost. Its
+programs end with it. Where there is none, programs start as usual.
 """
 
 import json
