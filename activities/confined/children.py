@@ -220,7 +220,7 @@ class ForkServer:
         if self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs:
-                if not (self._borrows and self._is_lent(theirs)):
+                if not (self._borrows and self._borrow(theirs)):
                     self._execute(theirs)
         return self._control
 
@@ -235,8 +235,8 @@ class ForkServer:
         )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
 
-    def _is_lent(self, theirs: socket.socket) -> bool:
-        """Ask the stack's server for one. Returns False where there is none."""
+    def _borrow(self, theirs: socket.socket) -> bool:
+        """Have a fork of the stack's server serve. Returns False where there is none."""
         if LENDER not in os.environ:
             return False
         environment = {name: value for name, value in self._environment.items() if name not in ROOM_OF_ENVIRONMENT}
