@@ -33,7 +33,7 @@ _CPU_S, _LARGE_CPU_S = 10, 120
 _SILENCE_S = 300.0
 _FILE_BYTES = 1 << 30
 _PREPARED_AFTER_S = 30.0  # a service that starts has other work, and smaller bodies are read without children
-_server = ForkServer(("numpy", "service.apis.decoders"), "decoder", niceness=10)
+_server = ForkServer(("numpy", "service.apis.decoders"), "decoder", niceness=10, borrows=True)
 
 
 class Decoding:

@@ -33,7 +33,7 @@ def become(
     """
     code: object = 1
     try:
-        is_shown = _is_sound() and _show(command, environment)
+        is_shown = _is_sound() and show(command, environment)
         is_ready()
         if not is_shown:
             os.execve(command[0], [*command], environment)
@@ -69,7 +69,7 @@ def _note_threads() -> None:
 os.register_at_fork(before=_note_threads)
 
 
-def _show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+def show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Write both where the kernel looks for them: over those with which this process was executed."""
     try:
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

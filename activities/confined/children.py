@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from activities.confined.fork_server import types_of
+from activities.confined.fork_server import LENDER, types_of
 from activities.isolation.frames import read_frame, write_frame
 from shared import errors
 from shared.child_environment import Kind, child_environment
 from shared.errors import InvalidInput
+from shared.programs import ROOM_OF_ENVIRONMENT
 from shared.settings import ConfinedSettings
 
 _MAX_FRAME_BYTES = 256 << 20
@@ -152,36 +153,46 @@ class ForkServer:
         kind: which environment it has.
         niceness: of its children, where others wait for the processor.
         added: variables beside those of its kind.
+        borrows: in a stack's process, it is a fork of the stack's own server, shared with whoever asks for the same.
     """
 
     def __init__(
-        self, modules: Sequence[str], kind: Kind = "confined", niceness: int = 0, added: Mapping[str, str] | None = None
+        self,
+        modules: Sequence[str],
+        kind: Kind = "confined",
+        niceness: int = 0,
+        added: Mapping[str, str] | None = None,
+        borrows: bool = False,
     ) -> None:
         self._modules = tuple(modules)
         self._kind: Kind = kind
         self._niceness = niceness
         self._added = dict(added or {})
         self._lock = threading.Lock()
+        self._borrows = borrows
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def forget_parents(self) -> None:
         """Begin anew in a process that was forked: the server is its parent's."""
-        self.__init__(self._modules, self._kind, self._niceness, self._added)  # type: ignore[misc]
+        self.__init__(self._modules, self._kind, self._niceness, self._added, self._borrows)  # type: ignore[misc]
 
     def start(self) -> None:
         with self._lock:
             self._started()
 
-    def fork(self, *output: int) -> tuple[socket.socket, int]:
+    def fork(self, *output: int, opening: bytes | None = None) -> tuple[socket.socket, int]:
         """Fork a child. Returns its socket, and the pipe on which the fork server reports how it ended.
 
         Args:
             output: of a program, the descriptors of its output and its errors.
+            opening: of a program, its first frame, a small one: the server is not to wait for it.
         """
         ours, childs = socket.socketpair()
         told, tells = os.pipe()
         try:
+            if opening is not None:
+                write_frame(ours.fileno(), opening)
             self._hand_over(childs.fileno(), tells, *output)
         except BaseException:
             ours.close()
@@ -209,20 +220,48 @@ class ForkServer:
         if self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "activities.confined.fork_server", *self._modules],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    cwd=Path(__file__).parents[2],
-                    start_new_session=True,  # a terminal's Ctrl-C is for the host
-                    env=child_environment(self._kind) | self._added,
-                )
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+                if not (self._borrows and self._borrow(theirs)):
+                    self._execute(theirs)
         return self._control
 
+    def _execute(self, theirs: socket.socket) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,  # a terminal's Ctrl-C is for the host
+            env=self._environment,
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+
+    def _borrow(self, theirs: socket.socket) -> bool:
+        """Have a fork of the stack's server serve. Returns False where there is none."""
+        if LENDER not in os.environ:
+            return False
+        environment = {name: value for name, value in self._environment.items() if name not in ROOM_OF_ENVIRONMENT}
+        asked = {"command": self._command, "environment": environment, "niceness": self._niceness}
+        ours, childs = socket.socketpair()
+        with ours, childs, socket.socket(fileno=os.dup(int(os.environ[LENDER]))) as lender:
+            write_frame(ours.fileno(), json.dumps(asked | {"imports": self._modules}).encode())
+            try:
+                socket.send_fds(lender, [b"s"], [childs.fileno(), theirs.fileno()])
+            except OSError:
+                return False
+        return True
+
+    @property
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "activities.confined.fork_server", *self._modules]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return child_environment(self._kind) | self._added
+
     def end(self) -> None:
-        """End it and all its children, as where it does not answer."""
+        """Forget it where it does not answer. Its children end with it, unless it is shared: then they live on."""
         with self._lock:
+            self._borrows = False
             self._forget()
 
     def _forget(self) -> None:

@@ -1,11 +1,16 @@
 """The fork server of calls.py and programs.py: a process with everything imported, which forks a child for each call.
 
-It has one thread and reads no untrusted data. Its standard input is a socket of its host, which sends two descriptors a
-call: an end of the call's own socket, and a pipe on which the server reports how the child ended. For a program, two
-more are its output and its errors. When that socket closes, the host has gone, and the server and its children end.
-(The kernel's parent-death signal would not do: it comes when the thread that started the process ends.)
+It has one thread, reads no untrusted data, and is told no secret: a program's environment is read by its own process.
+Its standard input is a socket of its host, which sends two descriptors a call: an end of the call's own socket, and a
+pipe on which the server reports how the child ended. For a program, two more are its output and its errors. When that
+socket closes, the host has gone, and the server and its children end. (The kernel's parent-death signal would not do:
+it comes when the thread that started the process ends.)
+
+The server of a stack is there for the stack's service and hosts, too: each has a socket to it, and asks it for servers
+of kinds that have no secrets, which are forks of it. Who asks for the same shares one. They end with the stack's own.
 """
 
+import fcntl
 import gc
 import importlib
 import json
@@ -18,7 +23,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +31,15 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from activities.isolation.frames import read_frame, write_frame
 from activities.isolation.namespaces import die_with_parent
-from shared.programs import ROOM_OF_COMMAND, become
+from shared.programs import ROOM_OF_COMMAND, become, show
 from shared.settings import ConfinedSettings
 
 _CHANNEL = 3
 """The descriptor of a child's socket. Its frames begin with their kind (s: sign, q: question, r: result, e: end, x:
 exception)."""
+_KEPT = _CHANNEL + 1
+LENDER = "LONGSHORE_LENDER"
+"""In a process that may ask the stack's fork server for servers: the descriptor of its socket to it."""
 
 
 def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
@@ -79,65 +87,130 @@ class _Running:
     kills: int
 
 
+class _Server:
+    """A server at work.
+
+    Args:
+        control: the socket whose closing ends it.
+        clients: further ones that ask it. Whoever closes theirs has its children ended by their pipes.
+    """
+
+    def __init__(self, control: socket.socket, *clients: socket.socket) -> None:
+        self._control = control
+        self._wakes, wakened = os.pipe()
+        for end in (self._wakes, wakened):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._clients: dict[int, socket.socket] = {}
+        self._running: dict[int, _Running] = {}
+        self._lent: dict[bytes, socket.socket] = {}
+        self._watched = select.poll()
+        self._watched.register(self._wakes, select.POLLIN)
+        for client in (control, *clients):
+            self._listen(client)
+
+    def _listen(self, client: socket.socket) -> None:
+        self._clients[client.fileno()] = client
+        self._watched.register(client, select.POLLIN)
+
+    def run(self) -> NoReturn:
+        while True:
+            for descriptor, _ in self._watched.poll():
+                if descriptor in self._clients:
+                    self._receive(self._clients[descriptor])
+                elif descriptor == self._wakes:
+                    with suppress(BlockingIOError):
+                        os.read(self._wakes, 4096)
+                else:
+                    self._watched.unregister(descriptor)
+                    for pid, child in self._running.items():
+                        if child.status == descriptor:
+                            os.kill(pid, signal.SIGKILL)
+            _reap(self._running, self._watched)
+
+    def _receive(self, client: socket.socket) -> None:
+        kind, given, _, _ = socket.recv_fds(client, 1, 4)
+        match kind, given:
+            case b"f", [data, status, *output]:
+                pid = self._fork_program(data, *output) if output else _fork(data)
+                self._running[pid] = _Running(status, _oom_kills())
+                self._watched.register(status, 0)  # poll always reports errors: the host has closed its end
+                given.remove(status)
+            case b"s", [data, asking]:
+                self._lend_server(data, asking)
+            case b"c", [asking]:
+                self._listen(socket.socket(fileno=os.dup(asking)))
+            case _:
+                self._close(client)
+        for taken in given:
+            os.close(taken)
+
+    def _close(self, client: socket.socket) -> None:
+        """A client has gone; with its host a server ends."""
+        if client is self._control:
+            for pid in self._running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        self._watched.unregister(client)
+        self._clients.pop(client.fileno()).close()
+
+    def _fork_program(self, data: int, *output: int) -> int:
+        asked = json.loads(read_frame(data))
+        _import(asked["imports"])
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:
+            _program(data, output, [theirs.fileno()] if asked["borrows"] else [])
+        theirs.close()
+        if asked["borrows"]:
+            self._listen(ours)
+        else:
+            ours.close()
+        return pid
+
+    def _lend_server(self, data: int, asking: int) -> None:
+        """Hand a client to the server that has imported what it asks for, which is forked unless there is one."""
+        wanted = bytes(read_frame(data))
+        if wanted in self._lent:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it was killed
+                socket.send_fds(self._lent[wanted], [b"c"], [asking])
+                return
+        self._lent[wanted], theirs = socket.socketpair()
+        with theirs:
+            if not os.fork():
+                _lent_server(json.loads(wanted), theirs.fileno(), asking)
+
+
 def _serve() -> None:
-    control = socket.socket(fileno=os.dup(0))
-    wakes, wakened = os.pipe()
-    for end in (wakes, wakened):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in sys.argv[1:]:
         if name != ROOM_OF_COMMAND:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in children copy no pages
-    running: dict[int, _Running] = {}
-    watched = select.poll()
-    watched.register(control, select.POLLIN)
-    watched.register(wakes, select.POLLIN)
-    while True:
-        for descriptor, _ in watched.poll():
-            if descriptor == control.fileno():
-                _, given, _, _ = socket.recv_fds(control, 1, 4)
-                if len(given) < 2:  # the host is gone
-                    for pid in running:
-                        os.kill(pid, signal.SIGKILL)
-                    os._exit(0)
-                data, status, *output = given
-                pid = _fork_program(data, *output) if output else _fork(data)
-                for taken in (data, *output):
-                    os.close(taken)
-                running[pid] = _Running(status, _oom_kills())
-                watched.register(status, 0)  # poll always reports errors: the host has closed its end
-            elif descriptor == wakes:
-                with suppress(BlockingIOError):
-                    os.read(wakes, 4096)
-            else:
-                watched.unregister(descriptor)
-                for pid, child in running.items():
-                    if child.status == descriptor:
-                        os.kill(pid, signal.SIGKILL)
-        _reap(running, watched)
+    _Server(socket.socket(fileno=os.dup(0))).run()
+
+
+def _lent_server(asked: dict[str, Any], *sockets: int) -> NoReturn:
+    """Serve in a fork of the stack's server, shown as if it had been started by itself."""
+    try:
+        _begin(sockets[0], 2, 2, kept=sockets[1:])
+        os.nice(asked["niceness"])
+        show(asked["command"], asked["environment"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        _import(asked["imports"])
+        _Server(socket.socket(fileno=_CHANNEL), socket.socket(fileno=_KEPT)).run()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 def _fork(data: int) -> int:
     pid = os.fork()
     if not pid:
         _child(data)
-    return pid
-
-
-def _fork_program(data: int, *output: int) -> int:
-    asked = None
-    with suppress(EOFError):  # nobody wants it any more
-        asked = json.loads(read_frame(data))
-        _import(asked["imports"])
-    pid = os.fork()
-    if not pid:
-        if asked is None:
-            os._exit(0)
-        _program(data, output, asked)
     return pid
 
 
@@ -152,11 +225,15 @@ def _import(names: list[str]) -> None:
 
 
 def _reap(running: dict[int, _Running], watched: select.poll) -> None:
-    while running:
-        pid, status, used = os.wait4(-1, os.WNOHANG)
+    while True:
+        try:
+            pid, status, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:  # there is none
+            return
         if not pid:
             return
-        child = running.pop(pid)
+        if (child := running.pop(pid, None)) is None:  # a server
+            continue
         with suppress(KeyError):
             watched.unregister(child.status)
         told = json.dumps([status, _oom_kills() > child.kills, used.ru_maxrss << 10])
@@ -174,8 +251,10 @@ def _oom_kills() -> int:
     return 0
 
 
-def _begin(data: int, *output: int) -> None:
-    """Have a child keep nothing of its server but its socket. Its standard streams are `output`, or go nowhere."""
+def _begin(data: int, *output: int, kept: Sequence[int] = ()) -> None:
+    """Have a child keep nothing of its server but its socket, and `kept` from _KEPT on. Its standard streams are
+    `output`, or go nowhere.
+    """
     server = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -184,11 +263,14 @@ def _begin(data: int, *output: int) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for number, descriptor in enumerate((null, *output) if output else (null, null)):
         os.dup2(descriptor, number)
-    os.closerange(_CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in kept]
+    for number, descriptor in enumerate(aside, start=_KEPT):
+        os.dup2(descriptor, number)
+    os.closerange(_KEPT + len(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     die_with_parent(server)
 
 
-def _program(data: int, output: tuple[int, ...], asked: dict[str, Any]) -> NoReturn:
+def _program(data: int, output: tuple[int, ...], lent: Sequence[int]) -> NoReturn:
     """Run a program of ours, which is told to the host by its pid as soon as others can find it."""
 
     def tell() -> None:
@@ -196,7 +278,13 @@ def _program(data: int, output: tuple[int, ...], asked: dict[str, Any]) -> NoRet
             write_frame(_CHANNEL, str(os.getpid()).encode())
         os.close(_CHANNEL)
 
-    _begin(data, *output)
+    _begin(data, *output, kept=lent)
+    try:
+        asked = json.loads(read_frame(_CHANNEL))
+    except EOFError:  # nobody wants it any more
+        os._exit(0)
+    if lent:
+        asked["environment"][LENDER] = str(_KEPT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     os.chdir(asked["cwd"])

@@ -1,7 +1,8 @@
 """Starts programs: those of ours that import much as forks of a process that has imported it, which saves seconds.
 
-That process is this host's, or the supervisor's of `longshore dev`. It starts with the first such program, ends with
-its host, and is started anew where it was lost. Its programs end with it. Where there is none, programs start as usual.
+That process is this host's, or the supervisor's of `longshore dev`; the GPU and the sampler host of such a stack share
+one. It starts with the first such program, ends with its host or stack, and is started anew where it was lost. Its
+programs end with it. Where there is none, programs start as usual.
 """
 
 import json
@@ -13,13 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from activities.confined.children import ForkServer
 from activities.isolation.frames import read_frame, write_frame
+from activities.isolation.namespaces import die_with_parent
 from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT, SAMPLER_MODULES, TRAINER_MODULES
 
 _STACK_MODULES = ("service.app", "service.host")
@@ -41,7 +44,7 @@ SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 _log = logging.getLogger(__name__)
 # Its libraries are to start no threads as they are imported. Programs set the number of their own.
 _SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT)
+_server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT, borrows=True)
 os.register_at_fork(after_in_child=_server.forget_parents)
 
 
@@ -63,12 +66,12 @@ def start(
     environment: Mapping[str, str],
     stdout: int,
     stderr: int,
-    preexec_fn: Callable[[], None] | None = None,
+    dies_by: signal.Signals | None = None,
 ) -> RunningProgram:
     """Start a program in a session of its own, without input. Raises OSError.
 
     Args:
-        preexec_fn: called in a process that is not forked from another one of ours, before it becomes the program.
+        dies_by: what a program that is no fork is sent when this thread ends (Linux alone).
     """
     if (imports := _imports_of(command)) is not None:
         try:
@@ -82,7 +85,7 @@ def start(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=preexec_fn,
+        preexec_fn=partial(die_with_parent, number=dies_by) if dies_by else None,
     )
 
 
@@ -95,8 +98,10 @@ def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
 def _fork(
     command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
 ) -> RunningProgram:
-    data, status = _server.fork(stdout, stderr)
-    program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd()), "imports": imports}
+    # Two frames: of a program's environment its server is to know nothing.
+    opening = {"imports": imports, "borrows": imports is _STACK_MODULES}
+    data, status = _server.fork(stdout, stderr, opening=json.dumps(opening).encode())
+    program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd())}
     try:
         with data:
             write_frame(data.fileno(), json.dumps(program).encode())

@@ -42,8 +42,14 @@ def libc_result(result: int, what: str) -> int:
     return result
 
 
-def die_with_parent(expected_pid: int | None = None) -> None:
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(expected_pid: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent is gone (Linux alone).
+
+    Args:
+        expected_pid: the parent's; this process ends if it has ended already.
+    """
+    if sys.platform == "linux":
+        libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if expected_pid is not None and os.getppid() != expected_pid:  # the parent had ended already
         os._exit(1)
 

@@ -1,11 +1,9 @@
 """Processes that one supervisor starts, restarts and ends, and the leftovers of a supervisor that was killed."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,6 @@ from shared.child_environment import STACK_MARK, Kind
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 _STEADY_S = 30.0
 _LOG_BYTES = 16 << 20
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -43,7 +39,7 @@ class StackProcess:
             self.log.rename(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
             self.process = programs.start(
-                self.command, self.environment, log.fileno(), log.fileno(), _die_with_the_supervisor
+                self.command, self.environment, log.fileno(), log.fileno(), dies_by=signal.SIGTERM
             )
         self.started_at = time.monotonic()
 
@@ -101,9 +97,3 @@ def _carries(process: psutil.Process, root: str) -> bool:
         return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(STACK_MARK) == root
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-
-
-def _die_with_the_supervisor() -> None:
-    """Run in the child before exec: have the kernel send SIGTERM when the supervisor is gone (Linux alone)."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

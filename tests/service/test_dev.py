@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,15 @@ def test_its_service_and_hosts_are_forks_of_one_process(dev: Dev) -> None:
     for words in (each for each in CHILDREN if each != ("start-dev",)):
         [process] = dev.processes(*words)
         assert "activities.confined.fork_server" in process.parent().cmdline(), words
-        assert process.parent().ppid() == dev.connection.pid
+        server = process.parent()
+        assert server.ppid() == dev.connection.pid
+
+    def shared() -> list[psutil.Process]:
+        found = ((child, " ".join(child.cmdline())) for child in server.children())
+        return [child for child, line in found if "fork_server" in line and "decoders" not in line]
+
+    [one] = wait_until(shared, "the server of what the GPU and the sampler host start")
+    assert one.environ()[STACK_MARK] == str(dev.root)
 
 
 def test_a_link_signs_a_browser_in_once(dev: Dev) -> None:
@@ -181,9 +190,12 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
     headers = {"authorization": f"Bearer {before.api_key}"}
     body = sft(model="file:///nowhere/model")
     run_id = httpx.post(f"{before.api_url}/api/v1/runs/sft", json=body, headers=headers, timeout=300).json()["run_id"]
-    assert dev.cli("dev", "--stop").code == 0
+    with grandchild(dev) as orphan:
+        assert dev.cli("dev", "--stop").code == 0
+        assert orphan.wait(300) == -signal.SIGKILL
     assert dev.processes() == []
     assert supervisor(dev.root) is None
+    assert "no stack was running" in dev.cli("dev", "--stop").stderr
     assert dev.cli("ls").code == 100
     kept = dev.connection
     assert kept == replace(before, pid=None)
@@ -199,7 +211,27 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
     assert run_id in [row["run_id"] for row in dev.cli("ls", "--json").json]
 
 
-def test_a_killed_supervisor_takes_its_children_along(dev: Dev) -> None:
+@contextmanager
+def grandchild(dev: Dev) -> Iterator[subprocess.Popen]:
+    """As a rank of a worker, whose host was killed: in a session of its own, but with the mark. It does not leave."""
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {STACK_MARK: str(dev.root)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    ) as orphan:
+        assert orphan.stdout is not None
+        orphan.stdout.readline()
+        try:
+            yield orphan
+        finally:
+            orphan.kill()
+
+
+def test_a_killed_supervisor_takes_its_children_along_and_the_next_leaves_on_ctrl_c(dev: Dev) -> None:
     wait_until(dev.is_well, "the stack is well", timeout_s=300)
     left = dev.processes()
     assert len(left) >= 2
@@ -208,39 +240,15 @@ def test_a_killed_supervisor_takes_its_children_along(dev: Dev) -> None:
     process.kill()
     psutil.wait_procs(left, timeout=300)
     wait_until(lambda: not dev.processes(), "its children are gone", timeout_s=300)
-    assert dev.cli("dev", "--detach").code == 0
-
-
-def test_stop_ends_grandchildren_too(dev: Dev) -> None:
-    """As ranks of a worker, whose host was killed: in a session of their own, but with the mark."""
-    program = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    )
-    orphan = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=os.environ | {STACK_MARK: str(dev.root)},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-    )
-    assert orphan.stdout is not None
-    orphan.stdout.readline()
-    assert dev.cli("dev", "--stop").code == 0
-    assert orphan.wait(300) == -signal.SIGKILL
-    orphan.stdout.close()
+    path = dev.root.parent / "said"
+    with path.open("wb") as said:
+        foreground = subprocess.Popen([LONGSHORE, "dev", "--root", str(dev.root)], stderr=said, start_new_session=True)
+    wait_until(lambda: b"Longshore is up" in path.read_bytes(), "the stack is up", timeout_s=300)
+    assert dev.connection.pid == foreground.pid
+    foreground.send_signal(signal.SIGINT)
+    assert foreground.wait(300) == 0
     assert dev.processes() == []
-    assert "no stack was running" in dev.cli("dev", "--stop").stderr
-
-
-def test_a_foreground_stack_leaves_on_ctrl_c(tmp_path: Path) -> None:
-    dev = Dev(tmp_path)
-    with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen([LONGSHORE, "dev", "--root", str(tmp_path)], stderr=said, start_new_session=True)
-    wait_until(lambda: b"Longshore is up" in (tmp_path / "said").read_bytes(), "the stack is up", timeout_s=300)
-    assert dev.connection.pid == process.pid
-    process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 0
-    assert dev.processes() == []
-    assert b"Traceback" not in (tmp_path / "said").read_bytes()
+    assert b"Traceback" not in path.read_bytes()
 
 
 def test_a_taken_port_is_replaced() -> None:

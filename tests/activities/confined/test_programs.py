@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -88,10 +89,10 @@ def test_the_fork_server_is_killed_its_programs_end_and_the_next_has_another(hos
 def test_the_fork_server_is_stopped_ends_are_known_and_programs_start_all_the_same(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_PATIENCE_S", 1.0)
-    monkeypatch.setattr(programs, "_GRACE_S", 0.1)
     monkeypatch.setattr(programs, "_IMPORTS", {"megatron_worker": ()})
     worker = Worker(host / "one")
+    monkeypatch.setattr(programs, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(programs, "_GRACE_S", 0.1)
     fork_server().suspend()
     os.kill(worker.program.pid, signal.SIGKILL)
     assert worker.program.wait(60) == -signal.SIGKILL
@@ -105,6 +106,77 @@ def test_a_command_that_cannot_be_shown_is_executed(host: Path) -> None:
     worker = Worker(host / "one", *(f"--{'x' * 100}" for _ in range(60)))
     assert worker.is_forked()
     assert worker.program.wait(60) == 2 and "unrecognized arguments: --xxx" in worker.said.read_text()
+
+
+class Borrower:
+    """A process of a stack, which asks the stack's server for its own."""
+
+    def __init__(self, root: Path, **environment: str) -> None:
+        self._said = root / f"{len(list(root.iterdir()))}.log"
+        module = "tests.activities.confined.borrower"
+        command, known = [sys.executable, "-P", "-m", module], child_environment("worker") | environment
+        with self._said.open("wb") as output:
+            self.program = programs.start(command, known, output.fileno(), output.fileno())
+
+    def pids(self, num: int = 1) -> list[int]:
+        """The programs that it has started, at least so many."""
+        return wait_until(lambda: len(found := self._told()) >= num and found, "pids")
+
+    def _told(self) -> list[int]:
+        return [int(word) for word in self._said.read_text().split() if word.isdigit()]
+
+
+@pytest.fixture
+def stack(host: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(programs, "_STACK_MODULES", modules := ("json",))
+    monkeypatch.setitem(programs._IMPORTS, "tests.activities.confined.borrower", modules)
+    return host
+
+
+def test_processes_of_a_stack_share_the_server_of_their_programs(stack: Path) -> None:
+    borrowers = [Borrower(stack) for _ in range(3)]
+    first, second, third = (psutil.Process(pid) for borrower in borrowers for pid in borrower.pids())
+    shared = first.parent()
+    assert shared == second.parent() == third.parent()
+    assert shared is not None and shared.parent() == fork_server()
+    borrowers[0].program.send_signal(signal.SIGKILL)
+    wait_until(lambda: not lives(first) or None, "the end of a lost process's program")
+    assert lives(second) and lives(third)
+    shared.kill()
+    again, other = (psutil.Process(borrower.pids(2)[1]) for borrower in borrowers[1:])
+    assert again.parent() == other.parent() != shared
+    assert not lives(second) and not lives(third)
+    fork_server().kill()
+    wait_until(lambda: not any(map(lives, (again, other))) or None, "the end of all")
+
+
+def test_the_server_is_not_told_the_environment_of_a_program(stack: Path) -> None:
+    canary = "canary-of-the-store-" + "41c7ab"
+    borrower = Borrower(stack, AWS_SECRET_ACCESS_KEY=canary)
+    [program] = borrower.pids()
+    assert canary.encode() in memory_of(borrower.program.pid)
+    shared = psutil.Process(program).parent()
+    assert shared is not None
+    for process in (fork_server(), shared):
+        assert canary.encode() not in memory_of(process.pid), process
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def memory_of(pid: int) -> bytes:
+    """What a process can write to: its heap, its stack, what it maps."""
+    found = []
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            begin, end = (int(each, 16) for each in span.split("-"))
+            if rights.startswith("rw"):
+                memory.seek(begin)
+                with suppress(OSError):
+                    found.append(memory.read(end - begin))
+    return b"".join(found)
 
 
 def test_programs_of_others_start_by_themselves(tmp_path: Path) -> None:

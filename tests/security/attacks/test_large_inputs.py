@@ -34,7 +34,7 @@ def standing(stack: Stack, victim: Tenant, tiny_model: Path) -> Iterator[None]:
     uri = victim.upload("small.jsonl", b'{"text": "a small row"}\n')
 
     def look() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.2):
             asked = {"source": {"uri": uri}, "model_uri": str(tiny_model)}
             answers.append(victim.http.post("/api/v1/preview", json=asked).status_code)
 
