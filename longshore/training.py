@@ -1,5 +1,6 @@
 """What is trained, and how: an adapter or every weight, the optimizer, a session."""
 
+import math
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -20,7 +21,11 @@ DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where 
 
 
 class Lora(Frozen):
-    """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * alpha / rank."""
+    """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
+
+    The scale is alpha / rank, or alpha / sqrt(rank) where it is `rank_stabilized` (Kalajdzievski 2023,
+    arXiv:2312.03732).
+    """
 
     kind: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1, le=1024, description="rank of the two factors")
@@ -29,9 +34,11 @@ class Lora(Frozen):
         default=LINEARS, min_length=1, description="linears with an adapter, of those that the model has"
     )
 
+    rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
+
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class Full(Frozen):

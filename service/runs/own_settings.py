@@ -13,6 +13,7 @@ class OwnSettings(Frozen):
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[Linear, ...] | None = None
+    rank_stabilized: bool | None = None
     engine: EngineName | None = None
     layout: Layout | None = None
     dtype: Dtype | None = None

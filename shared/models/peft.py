@@ -50,6 +50,7 @@ class _Config(BaseModel):
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
     target_modules: Annotated[tuple[Linear, ...], BeforeValidator(_listed)] = Field(min_length=1)
+    use_rslora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
 
@@ -61,7 +62,7 @@ def _switched_on(config: _Config) -> list[str]:
 
 def config_of(lora: Lora) -> dict[str, object]:
     """The content of `adapter_config.json`. Equal adapters have equal contents."""
-    return {
+    config: dict[str, object] = {
         "base_model_name_or_path": None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -73,6 +74,7 @@ def config_of(lora: Lora) -> dict[str, object]:
         "target_modules": [name for name in LINEARS if name in lora.targets],
         "task_type": "CAUSAL_LM",
     }
+    return config | ({"use_rslora": True} if lora.rank_stabilized else {})
 
 
 def lora_of(config: dict[str, Any], place: str) -> Lora:
@@ -90,7 +92,7 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
     targets = tuple(name for name in LINEARS if name in read.target_modules)
-    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets)
+    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets, rank_stabilized=read.use_rslora)
 
 
 def write_config(folder: Path, lora: Lora) -> None:
@@ -131,6 +133,7 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
     for name, theirs, ours in (
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
+        ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
         ("targets", _counted(found), _counted(expected)),
     ):
         if theirs != ours:

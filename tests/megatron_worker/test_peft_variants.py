@@ -55,6 +55,7 @@ def ours(model, folder):
         {"init_lora_weights": "gaussian", "lora_dropout": 0.1},
         {"init_lora_weights": "orthogonal"},
         {"init_lora_weights": False, "inference_mode": False},
+        {"use_rslora": True},
     ],
     ids=str,
 )
@@ -76,7 +77,6 @@ def variants():
         "monteclora": ("monteclora_config", {"monteclora_config": MontecloraConfig()}),
         "velora": ("velora_config", {"velora_config": VeloraConfig()}),
         "dora": ("use_dora", {"use_dora": True}),
-        "rslora": ("use_rslora", {"use_rslora": True}),
         "ranks": ("rank_pattern", {"rank_pattern": {"q_proj": 2}}),
         "alphas": ("alpha_pattern", {"alpha_pattern": {"q_proj": 2}}),
         "modules": ("modules_to_save", {"modules_to_save": ["lm_head"]}),
@@ -119,7 +119,7 @@ HARMLESS = {
     "lora_ga_config": {"x": 1},
     "init_lora_weights": "eva",
 }
-READ = {"peft_type", "r", "lora_alpha", "target_modules"}
+READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora"}
 LOADING_CHANGES_THE_BASE = ["pissa", "olora", "corda", "loftq", "lora_ga", "mica", "something_new"]
 
 

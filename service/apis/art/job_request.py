@@ -17,7 +17,7 @@ _MAX_TOKENS = 8192
 _BROKEN = "drop"
 # The client's own defaults.
 _RL_RATE, _SFT_RATE, _SFT_BATCH = 5e-6, 5e-5, 2
-_LORA = {"rank", "alpha", "targets"}
+_LORA = {"rank", "alpha", "targets", "rank_stabilized"}
 _RL_ALONE = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
 _RL_NAMES = {
     "learning_rate": "experimental_config.learning_rate",

@@ -75,7 +75,6 @@ def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
         ({"r": 0}, "adapter_config.json: r = 0 "),
         ({"r": 5}, "does not fit r=5"),
         ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": "all-linear"}, "target_modules"),

@@ -185,7 +185,7 @@ DAMAGE = {
     "other targets": (_edit_config(target_modules=["q_proj"]), "targets"),
     "unknown targets": (_edit_config(target_modules=["lm_head"]), "target_modules"),
     "another method": (_edit_config(use_dora=True), "use_dora"),
-    "another scale": (_edit_config(use_rslora=True), "use_rslora"),
+    "another scale": (_edit_config(use_rslora=True), "rank_stabilized is True"),
     "extra modules": (_edit_config(modules_to_save=["lm_head"]), "modules_to_save"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "JSON"),
 }
