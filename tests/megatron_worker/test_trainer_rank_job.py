@@ -46,7 +46,7 @@ def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path, train
                 batch = data.batch(units, rank.facts.device)
                 outputs = rank.forward(inputs_of(batch))
                 scores = Scores(torch.cat([output.target_logprob_P for output in outputs]))
-                sums = cross_entropy._sums(scores, batch)
+                sums = cross_entropy.cross_entropy_sums(scores, batch)
                 rank.backward(sums.loss)
                 weight += sums.weight
             rate = learning_rate(what.schedule, step, what.num_steps)
