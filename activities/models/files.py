@@ -38,6 +38,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),  # beside a tower
 )
 _UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
 HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)

@@ -36,6 +36,7 @@ STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
 _COPIED = (
     *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "LICENSE"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("tokenizer*", "vocab.*", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 

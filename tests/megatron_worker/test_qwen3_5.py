@@ -181,12 +181,14 @@ def with_tower(request, tmp_path):
 
 def test_a_decoder_is_trained_beside_its_tower(with_tower, tmp_path):
     alone, folder = with_tower
+    (folder / "preprocessor_config.json").write_text("{}")
     driven, text = start("megatron", folder, "full"), start("megatron", alone, "full")
     assert torch.equal(logprobs(driven, bin_of(STEPS[0])), logprobs(text, bin_of(STEPS[0])))
     train(driven, [[STEPS[0]]])
     driven.save(tmp_path / "saved")
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved/weights/model.safetensors")
     assert set(before) == set(after)
+    assert (tmp_path / "saved/weights/preprocessor_config.json").exists()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if not name.startswith(("model.visual.", "mtp."))}
     ids = torch.tensor([STEPS[0][2].ids])
