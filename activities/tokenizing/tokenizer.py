@@ -234,7 +234,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
     """Return the model's vocabulary size; if config.json does not say it, the tokenizer's."""
-    declared = _json(files.get("config.json", b"{}"), "config.json").get("vocab_size")
+    config = _json(files.get("config.json", b"{}"), "config.json")
+    decoder = config.get("text_config")  # of a model that reads images, too
+    declared = (decoder if isinstance(decoder, dict) else config).get("vocab_size")
     return declared if isinstance(declared, int) else tokenizer.get_vocab_size(with_added_tokens=True)
 
 

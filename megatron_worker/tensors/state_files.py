@@ -133,8 +133,10 @@ def write_model_folder(
 def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_bytes())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    for settings in (config, config.get("text_config")):  # of a model that reads images, the decoder's too
+        if isinstance(settings, dict):
+            settings.pop("torch_dtype", None)
+            settings["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):
         target = folder / source.relative_to(model)

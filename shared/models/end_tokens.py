@@ -55,4 +55,5 @@ def _object(path: Path) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
-    return value
+    decoder = value.get("text_config")  # of a model that reads images, too
+    return decoder | value if isinstance(decoder, dict) else value

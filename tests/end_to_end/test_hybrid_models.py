@@ -1,21 +1,20 @@
-"""A model with recurrent layers is trained, killed, published and asked as any other."""
+"""A model with recurrent layers, and a tower of vision, is trained, killed, published and asked as any other."""
 
 import signal
 from pathlib import Path
 
 import pytest
 
-from examples.tiny_model import make_tiny_model
-from tests.conftest import CORPUS
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import ranks, signal_all
+from tests.megatron_worker.rows import model_with_tower
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def hybrid_options(sft_options: list[str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    model = make_tiny_model(tmp_path_factory.mktemp("hybrid") / "model", CORPUS, family="qwen3_5", tied=False)
+    _, model = model_with_tower(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
     return [str(model) if option == str(tiny_model) else option for option in sft_options]
 
 

@@ -4,12 +4,14 @@ Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
@@ -36,6 +38,27 @@ def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, se
                 weight.copy_(3 * weight)
     model.save_pretrained(folder)
     return folder
+
+
+def model_with_tower(folder: Path, family: Literal["qwen3_5", "qwen3_5_moe"]) -> tuple[Path, Path]:
+    """A text model; and one that reads images, as it is published, with that for its decoder."""
+    import transformers
+
+    alone = distinct_model(folder / "alone", family, tied=False, num_layers=4)
+    decoder = transformers.AutoModelForCausalLM.from_pretrained(alone)
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=decoder.config.to_dict(), vision_config=sizes | {"out_hidden_size": decoder.config.hidden_size}
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model.model.language_model.load_state_dict(decoder.model.state_dict())
+    model.lm_head.load_state_dict(decoder.lm_head.state_dict())
+    whole = shutil.copytree(alone, folder / "whole")
+    model.save_pretrained(whole)
+    tensors = load_file(whole / "model.safetensors")
+    save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, whole / "model.safetensors", {"format": "pt"})
+    return alone, whole
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LINEARS, Lora
@@ -22,7 +22,7 @@ from shared.errors import InvalidInput
 from shared.models.shape import check_layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient, start
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.rows import bin_of, distinct_model, model_with_tower, random_rows, reference_steps
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
 
@@ -159,24 +159,7 @@ def test_targets_that_a_model_has_not_are_left_out(model, tmp_path):
 
 @pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
 def with_tower(request, tmp_path):
-    """A text model as the decoder of one that reads images, as it is published."""
-    import transformers
-
-    alone = distinct_model(tmp_path / "alone", request.param, tied=False, num_layers=4)
-    text = transformers.AutoConfig.from_pretrained(alone)
-    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[request.param]
-    config = getattr(transformers, f"{name}Config")(
-        text_config=text.to_dict(), vision_config=sizes | {"num_position_embeddings": 16}
-    )
-    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    whole.model.language_model.load_state_dict(transformers_model(alone).model.state_dict())
-    whole.lm_head.load_state_dict(transformers_model(alone).lm_head.state_dict())
-    folder = shutil.copytree(alone, tmp_path / "whole")
-    whole.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, folder / "model.safetensors", {"format": "pt"})
-    return alone, folder
+    return model_with_tower(tmp_path, request.param)
 
 
 def test_a_decoder_is_trained_beside_its_tower(with_tower, tmp_path):

@@ -17,13 +17,17 @@ from safetensors.numpy import save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
+from megatron_worker.families import read_architecture
+from megatron_worker.megatron.engine import shape_of
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
+from tests.megatron_worker.rows import model_with_tower
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -396,3 +400,15 @@ def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size()
     with pytest.raises(InvalidInput, match="its first bytes are not the size of a header"):
         read_tensor_entries(read, size, "file")
     assert asked == [(0, 8)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
+    alone, whole = model_with_tower(tmp_path, family)
+    (whole / "generation_config.json").unlink()
+    found, theirs = resolve(config, whole), resolve(config, alone)
+    assert found.shape == theirs.shape == shape_of(read_architecture(whole))
+    assert found.shape.delta_net is not None
+    assert read_end_ids(whole) == read_end_ids(alone) != ()
+    edit(whole / "config.json", text_config=None)
+    assert "text_config: this field is required" in refusal(config, whole)
