@@ -6,10 +6,12 @@ Kills in each phase of a weight sync: test_sync_kills.py; at random moments: tes
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from activities.records.checkpoints import find_newest
@@ -40,6 +42,7 @@ from tests.end_to_end.victims import (
 )
 from tests.megatron_worker.sampler_process import write_adapter
 
+_TRIES = 6
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 10
@@ -309,11 +312,9 @@ def test_what_was_drawn_under_weights_that_fail_the_proof_is_drawn_again(
     fresh_stack: Stack, rollout_options: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
     """With `continue`: another adapter is what the next step is drawn by, instead of what the trainer then sends."""
-    for folder in ("packed", "sampled", "graded"):
-        shutil.rmtree(fresh_stack.root / "store" / folder, ignore_errors=True)
     wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
-    run_id = fresh_stack.cli(*rollout_options, "--steps", "8", "--sync-in-flight", "continue").json["run_id"]
-    with _while_the_next_step_is_drawn(fresh_stack, run_id) as version, _samplers(fresh_stack) as [(sampler, _)]:
+    drawn_meanwhile = _while_the_next_step_is_drawn(fresh_stack, rollout_options)
+    with drawn_meanwhile as (run_id, version), _samplers(fresh_stack) as [(sampler, _)]:
         sampler.update_weights(newest_name(run_id), version, wrong, is_adapter=True)
         wait_until(lambda: _num_sampled(fresh_stack) == version + 1, "samples by the wrong adapter")
     answer = fresh_stack.cli("watch", run_id, "--json")
@@ -333,28 +334,46 @@ def _num_sampled(stack: Stack) -> int:
 
 
 @contextmanager
-def _while_the_next_step_is_drawn(stack: Stack, run_id: str) -> Iterator[int]:
-    """Hold the trainer before it sends a version, while the step after it is sampled. Yields the version."""
-    held, version = wait_until(lambda: a_rank(stack), "a trainer"), 0
+def _while_the_next_step_is_drawn(stack: Stack, rollout_options: list[str]) -> Iterator[tuple[str, int]]:
+    """Hold the trainer of a run before it sends a version, while the step after it is sampled. Yields both.
 
-    def is_held() -> bool:
-        nonlocal version
-        wait_until(lambda: training(stack, run_id), "a step", every_s=0.01)
+    Where a run is too fast to be caught there, the same is run again.
+    """
+    for _ in range(_TRIES):
+        for folder in ("packed", "sampled", "graded"):
+            shutil.rmtree(stack.root / "store" / folder, ignore_errors=True)
+        longer = ("--steps", "8", "--max-completion-tokens", "160", "--max-tokens", "256")  # so long is it to be caught
+        run_id = stack.cli(*rollout_options, *longer, "--sync-in-flight", "continue").json["run_id"]
+        held = wait_until(lambda: a_rank(stack), "a trainer")
+        try:
+            if (version := _caught(stack, run_id, held)) is not None:
+                yield run_id, version
+                return
+        finally:
+            signal_all(held, signal.SIGCONT)
+        stack.cli("watch", run_id)
+    raise AssertionError(f"{_TRIES} runs were too fast")
+
+
+def _caught(stack: Stack, run_id: str, held: list[psutil.Process]) -> int | None:
+    """Stop a run's trainer as `_while_the_next_step_is_drawn` says. Returns None if the run ended first."""
+
+    def has_ended() -> bool:
+        return (stack.root / "store" / "runs" / run_id / "result.json").exists()
+
+    while True:
+        wait_until(lambda: has_ended() or training(stack, run_id), "a step", every_s=0.005)
+        if has_ended():
+            return None
         signal_all(held, signal.SIGSTOP)
         version = 1 + _count(stack, f"runs/{run_id}/steps/*.json")
         with _samplers(stack) as samplers:
-            [card] = [one for sampler, _ in samplers for one in [sampler.models().get(newest_name(run_id))]]
-        is_before = card is not None and (card.policy_version or 0) == version - 1
+            cards = [sampler.models().get(newest_name(run_id)) for sampler, _ in samplers]
+        is_before = cards and cards[0] is not None and (cards[0].policy_version or 0) == version - 1
         if is_before and _num_sampled(stack) == version:
-            return True
+            return version
         signal_all(held, signal.SIGCONT)
-        return False
-
-    try:
-        wait_until(is_held, "samples under way before a sync", every_s=0.01)
-        yield version
-    finally:
-        signal_all(held, signal.SIGCONT)
+        time.sleep(0.01)
 
 
 def test_a_run_ends_when_no_sampler_has_the_trainers_weights(fresh_stack: Stack, rollout_options: list[str]) -> None:
