@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,16 +21,16 @@ from benchmarks.machine import provenance
 from examples.tiny_model import Family
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LINEARS, Full, Lora
-from megatron_worker.engine import Batch, Engine, Outputs
-from megatron_worker.families import read_architecture
-from megatron_worker.megatron.engine import MegatronEngine, shape_of
+from megatron_worker.engine import Engine
+from megatron_worker.families import read_architecture, read_config
+from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import forward
 from shared.errors import InvalidInput
-from shared.models.shape import ModelShape, check_layout
+from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient
-from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 ROOT = Path(__file__).parents[1]
@@ -60,23 +59,6 @@ experts of transformers. How far layouts differ from one rank is in [parallel la
 """
 
 
-def logprobs(engine: Engine, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        found = engine.forward(batch, Outputs()).logprob_N
-    assert found is not None
-    return found
-
-
-def in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
-    found = []
-    for row in rows:
-        ids = torch.tensor(row.ids)
-        with torch.no_grad():
-            logprob = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found.append(logprob[torch.tensor(row.weights)[1:] > 0])
-    return torch.cat(found)
-
-
 def loaded(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -90,13 +72,13 @@ def measure(family: Family, folder: Path) -> dict[str, Any]:
     alone = torch.cat([logprobs(engine, as_chain(one)) for one in sequences])
     return {
         "family": family,
-        "packed": _furthest(logprobs(engine, bin_of(ROWS)), in_transformers(loaded(model), ROWS)),
+        "packed": _furthest(logprobs(engine, bin_of(ROWS)), logprobs_in_transformers(loaded(model), ROWS)),
         "tree": _furthest(logprobs(engine, as_tree(sequences)), alone),
         "gradient": tree_gradient(model, folder),
         "lora": lora_steps(model, folder),
         **full_steps(model, folder),
         "sampler": sampled(model, engine),
-        "layouts": [layout.label for layout in LAYOUTS if _holds(layout, shape_of(read_architecture(model)))],
+        "layouts": [layout.label for layout in LAYOUTS if _holds(layout, shape_of(read_config(model)))],
     }
 
 
@@ -156,14 +138,7 @@ def sampled(model: Path, engine: Engine) -> float:
     decoder = Decoder(model, torch.float32, torch.device("cpu"))
     row = random_rows([120])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
-    read, cache = decoder.prefill(tuple(row.ids[:50]), {}), decoder.new_cache(2)
-    cache.fill(1, read)
-    hidden, found = read.hidden_H, []
-    for position in range(50, 100):
-        found.append(decoder.logits(hidden[None])[0].log_softmax(-1)[row.ids[position]])
-        token_B, position_B = torch.tensor([0, row.ids[position]]), torch.tensor([0, position])
-        hidden = forward(decoder, token_B, position_B, cache, {})[1]
-    return _furthest(torch.stack(found), expected[49:99])
+    return _furthest(logprobs_by_steps(decoder, row.ids, range(50, 100), {}), expected[49:99])
 
 
 def render() -> None:

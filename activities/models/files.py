@@ -15,11 +15,10 @@ from shared.field_rules import first_rule, refused_value
 from shared.models.config import (
     DenseConfig,
     HybridConfig,
-    HybridMixtureConfig,
     decoder_settings,
     read_model_config,
 )
-from shared.models.shape import DeltaNetShape, ModelShape
+from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 _ITEM_BYTES = {
@@ -112,7 +111,7 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
 
 
 class _Config(BaseModel):
-    """The fields of `config.json` that are checked."""
+    """The fields of `config.json` that are checked more strictly than what reads them."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -143,46 +142,20 @@ def read_shape(location: Location) -> ModelShape:
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    config, computed = _read_config(location)
-    return ModelShape(
-        family=computed.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        ffn_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        num_experts=config.num_experts,
-        expert_ffn_size=config.moe_intermediate_size,
-        shared_ffn_size=computed.shared_expert_intermediate_size if isinstance(computed, HybridMixtureConfig) else 0,
-        head_dim=computed.size_of_heads,
-        is_gated=isinstance(computed, HybridConfig),
-        delta_net=_delta_net(computed) if isinstance(computed, HybridConfig) else None,
-    )
+    return shape_of(_read_config(location))
 
 
-def _delta_net(config: HybridConfig) -> DeltaNetShape:
-    return DeltaNetShape(
-        layers=config.is_recurrent,
-        num_key_heads=config.linear_num_key_heads,
-        num_value_heads=config.linear_num_value_heads,
-        key_size=config.linear_key_head_dim,
-        value_size=config.linear_value_head_dim,
-    )
-
-
-def _read_config(location: Location) -> tuple[_Config, DenseConfig]:
-    """Return the fields that are checked here, and what the model computes."""
+def _read_config(location: Location) -> DenseConfig:
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
     decoder = decoder_settings(raw, place)
     try:
-        config = _Config.model_validate(decoder)
+        _Config.model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    return config, read_model_config(raw, place)
+    return read_model_config(raw, place)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -267,11 +240,11 @@ def check_weights(location: Location) -> None:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config, computed = _read_config(location)
+    config = _read_config(location)
     check_dtypes(tensors, location.store.uri)
-    _check_whole(tensors, config, computed, location)
+    _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
-        _check_tied(tensors, file_of, f"{computed.tensor_prefix}.embed_tokens.weight", location)
+        _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -321,10 +294,10 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
             raise InvalidInput(problem, place)
 
 
-def _check_whole(tensors: dict[str, TensorEntry], config: _Config, computed: DenseConfig, location: Location) -> None:
+def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
-    prefix = computed.tensor_prefix
-    kinds = computed.is_recurrent if isinstance(computed, HybridConfig) else (False,) * config.num_hidden_layers
+    prefix = config.tensor_prefix
+    kinds = config.is_recurrent if isinstance(config, HybridConfig) else (False,) * config.num_hidden_layers
     embedded = f"{prefix}.embed_tokens.weight"
     needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
     for is_recurrent in sorted(set(kinds)):

@@ -18,6 +18,7 @@ from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.template_process import TemplateSource
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.models.config import with_decoder
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -234,9 +235,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
     """Return the model's vocabulary size; if config.json does not say it, the tokenizer's."""
-    config = _json(files.get("config.json", b"{}"), "config.json")
-    decoder = config.get("text_config")  # of a model that reads images, too
-    declared = (decoder if isinstance(decoder, dict) else config).get("vocab_size")
+    declared = with_decoder(_json(files.get("config.json", b"{}"), "config.json")).get("vocab_size")
     return declared if isinstance(declared, int) else tokenizer.get_vocab_size(with_added_tokens=True)
 
 

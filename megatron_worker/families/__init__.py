@@ -30,6 +30,11 @@ _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
 
 def read_architecture(folder: Path) -> Architecture:
+    """Read the architecture of a model folder. Raises as `read_config` does."""
+    return architecture_of(read_config(folder))
+
+
+def read_config(folder: Path) -> DenseConfig:
     """Read a model folder's `config.json`.
 
     Raises:
@@ -42,10 +47,10 @@ def read_architecture(folder: Path) -> Architecture:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return _architecture(read_model_config(values, str(path)))
+    return read_model_config(values, str(path))
 
 
-def _architecture(config: DenseConfig) -> Architecture:
+def architecture_of(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
         case "llama" | "mistral":

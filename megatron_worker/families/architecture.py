@@ -110,6 +110,16 @@ class DeltaNet:
     def num_values(self) -> int:
         return self.num_value_heads * self.value_size
 
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """The channels of the convolution: queries, keys and values."""
+        return self.num_keys, self.num_keys, self.num_values
+
+    @property
+    def made_sizes(self) -> tuple[int, int, int, int]:
+        """What is made of the input: the convolution's channels, gates, and for each value head a step and a decay."""
+        return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
+
 
 Mixer = Attention | DeltaNet
 
@@ -164,6 +174,11 @@ class Architecture:
     def delta_net(self) -> DeltaNet | None:
         """The first gated delta net: all are alike. None: there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
+
+    def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
+        """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""
+        ropes = {mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope}
+        return {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     @property
     def num_experts(self) -> int:

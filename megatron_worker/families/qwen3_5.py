@@ -10,6 +10,8 @@ from megatron_worker.families.architecture import Architecture, DeltaNet
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.config import HybridConfig
 
+IN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # in the order of `DeltaNet.made_sizes`
+
 
 def architecture(alike: Architecture, config: HybridConfig) -> Architecture:
     """Return the architecture, given one whose layers are all attention."""
@@ -27,15 +29,10 @@ def architecture(alike: Architecture, config: HybridConfig) -> Architecture:
 
 def delta_net_slices(delta: DeltaNet, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
     """Return the tensors of a gated delta net: one linear makes all of the input, and each rank has its heads."""
-    keys, values, heads = delta.num_keys, delta.num_values, delta.num_value_heads
-    mixed = (keys, keys, values)
+    mixed, values, heads = delta.mixed_sizes, delta.num_values, delta.num_value_heads
     slices, start = [], 0
-    for name, num_rows, sections in (
-        ("in_proj_qkv", sum(mixed), mixed),
-        ("in_proj_z", values, ()),
-        ("in_proj_b", heads, ()),
-        ("in_proj_a", heads, ()),
-    ):
+    for name, num_rows in zip(IN_PROJECTIONS, delta.made_sizes, strict=True):
+        sections = mixed if name == "in_proj_qkv" else ()
         stop, shape = start + num_rows // tp, (num_rows, hidden_size)
         parameter = f"{ours}.in_proj.weight"
         slices.append(TensorSlice(f"{theirs}.{name}.weight", parameter, shape, 0, start, stop, sections=sections))

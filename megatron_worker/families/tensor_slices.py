@@ -56,7 +56,7 @@ class TensorSlice:
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return what a rank holds of the whole tensor."""
-        return joined(self.parts(whole, rank, size), self.split)
+        return join_parts(self.parts(whole, rank, size), self.split)
 
     def write(self, parameter: Tensor, local: Tensor) -> None:
         """Copy a rank's part of the tensor into its rows of the parameter."""
@@ -72,7 +72,7 @@ class TensorSlice:
         return parameter.view(self.groups, -1, *parameter.shape[1:])[:, self.start : stop]
 
 
-def joined(parts: Sequence[Tensor], split: int | None) -> Tensor:
+def join_parts(parts: Sequence[Tensor], split: int | None) -> Tensor:
     """Join a rank's parts of a tensor. One part alone stays a view."""
     return parts[0] if split is None or len(parts) == 1 else torch.cat(list(parts), dim=split)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron_worker.families.architecture import Architecture, Attention, Rope, rotary_frequencies
+from megatron_worker.families.architecture import Architecture, Attention, Rope
 from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
 from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
@@ -69,10 +69,8 @@ class LayerNeeds:
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        ropes = {mixer.rope for mixer in architecture.mixers if isinstance(mixer, Attention) and mixer.rope}
-        frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
         delta_net = architecture.delta_net
-        return cls(frequencies, None if delta_net is None else delta_net.conv_width)
+        return cls(architecture.frequencies(device), None if delta_net is None else delta_net.conv_width)
 
 
 def plan_bin(

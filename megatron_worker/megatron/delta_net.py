@@ -6,8 +6,6 @@ sequences of a bin nor branches, and applies its norm's gate in another dtype th
 Shape suffixes: T tokens of a bin; G value heads of this rank and V the size of each; J channels of its convolution.
 """
 
-from functools import partial
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch.nn import Parameter
 from megatron_worker.families.architecture import DeltaNet
 from megatron_worker.megatron.attention import BinPlan
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
-from megatron_worker.mixers.delta_rule import convolve, gated_delta_rule, gated_norm, log_decay
+from megatron_worker.mixers.delta_rule import convolve, gated_delta_rule, gated_norm, heads_of, log_decay
 
 
 class GatedNorm(torch.nn.Module):
@@ -37,30 +35,26 @@ class GatedDeltaNet(torch.nn.Module):
     def __init__(self, config: TransformerConfig, delta_net: DeltaNet, **_: object) -> None:
         super().__init__()
         tp, dtype = config.tensor_model_parallel_size, config.params_dtype
-        keys, values, heads = delta_net.num_keys, delta_net.num_values, delta_net.num_value_heads
-        self._delta_net = delta_net
-        self._split_mixed = [keys // tp, keys // tp, values // tp]
-        self._split = [(2 * keys + values) // tp, values // tp, heads // tp, heads // tp]
-        unused = partial(torch.nn.init.normal_)
-        linear = {"config": config, "init_method": unused, "bias": False, "skip_bias_add": False}
-        total = 2 * keys + 2 * values + 2 * heads
-        self.in_proj = AdaptedColumnLinear(config.hidden_size, total, gather_output=False, **linear)
+        self._delta_net, self._num_ranks = delta_net, tp
+        self._sizes = [size // tp for size in delta_net.made_sizes]
+        num_channels, _, num_heads, _ = self._sizes
+        # No weight is initialised: `init_method` is not called.
+        linear = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": False}
+        made, values = sum(delta_net.made_sizes), delta_net.num_values
+        self.in_proj = AdaptedColumnLinear(config.hidden_size, made, gather_output=False, **linear)
         self.out_proj = AdaptedRowLinear(values, config.hidden_size, input_is_parallel=True, **linear)
-        self.conv_weight = Parameter(torch.empty(self._split[0], 1, delta_net.conv_width, dtype=dtype))
-        self.A_log = Parameter(torch.empty(heads // tp, dtype=dtype))
-        self.dt_bias = Parameter(torch.empty(heads // tp, dtype=dtype))
+        self.conv_weight = Parameter(torch.empty(num_channels, 1, delta_net.conv_width, dtype=dtype))
+        self.A_log = Parameter(torch.empty(num_heads, dtype=dtype))
+        self.dt_bias = Parameter(torch.empty(num_heads, dtype=dtype))
         self.norm = GatedNorm(delta_net.value_size, config.layernorm_epsilon, dtype)
 
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
         plan, a = attention_mask.recurrence, self._delta_net
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
-        mixed_TJ, gate_TX, step_TG, decay_TG = made_T1X[:, 0].split(self._split, dim=-1)
-        query, key, value = convolve(mixed_TJ, self.conv_weight[:, 0], plan).split(self._split_mixed, dim=-1)
+        mixed_TJ, gate_TX, step_TG, decay_TG = made_T1X[:, 0].split(self._sizes, dim=-1)
         output_TGV, _states = gated_delta_rule(
-            query.unflatten(-1, (-1, a.key_size)),
-            key.unflatten(-1, (-1, a.key_size)),
-            value.unflatten(-1, (-1, a.value_size)),
+            *heads_of(convolve(mixed_TJ, self.conv_weight[:, 0], plan), a, self._num_ranks),
             log_decay(decay_TG, self.A_log, self.dt_bias),
             step_TG.sigmoid(),
             plan,

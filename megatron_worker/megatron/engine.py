@@ -16,8 +16,7 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
-from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture, DeltaNet, Mixture
+from megatron_worker.families import architecture_of, read_config
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
@@ -34,7 +33,7 @@ from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
-from shared.models.shape import DeltaNetShape, ModelShape, check_layout
+from shared.models.shape import check_layout, shape_of
 
 
 class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
@@ -49,8 +48,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     """
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
-        architecture = read_architecture(model)
-        check_layout(layout, shape_of(architecture))
+        config = read_config(model)
+        check_layout(layout, shape_of(config))
+        architecture = architecture_of(config)
         self._mesh = join_mesh(layout, device)
         self._folder = model
         with self._mesh.agreement():  # one rank alone may run out of memory
@@ -128,33 +128,3 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         return greedy(
             lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
         )
-
-
-def shape_of(architecture: Architecture) -> ModelShape:
-    a, attention, delta_net = architecture, architecture.attention, architecture.delta_net
-    mixture = a.mlp if isinstance(a.mlp, Mixture) else None
-    return ModelShape(
-        family=a.family,
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        ffn_size=0 if mixture else a.mlp,
-        vocab_size=a.vocab_size,
-        num_experts=a.num_experts,
-        expert_ffn_size=mixture.ffn_size if mixture else 0,
-        shared_ffn_size=mixture.shared_ffn_size if mixture else 0,
-        head_dim=attention.head_dim,
-        is_gated=attention.is_gated,
-        delta_net=delta_net and _delta_net_shape(a, delta_net),
-    )
-
-
-def _delta_net_shape(a: Architecture, delta_net: DeltaNet) -> DeltaNetShape:
-    return DeltaNetShape(
-        layers=tuple(isinstance(mixer, DeltaNet) for mixer in a.mixers),
-        num_key_heads=delta_net.num_key_heads,
-        num_value_heads=delta_net.num_value_heads,
-        key_size=delta_net.key_size,
-        value_size=delta_net.value_size,
-    )

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_worker.families.architecture import DeltaNet
 from megatron_worker.tree_attention import find_nodes
 
 _CHUNK = 64
@@ -144,6 +145,16 @@ def gated_delta_rule(
         start += num_chunks
     output_XCGV = torch.cat(outputs).transpose(1, 2)
     return output_XCGV.flatten(0, 1).index_select(0, plan.place_T).to(value_TGV.dtype), states
+
+
+def heads_of(mixed_TJ: Tensor, a: DeltaNet, num_ranks: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values that a rank of `num_ranks` has, [T, heads, size] each."""
+    query, key, value = mixed_TJ.split([size // num_ranks for size in a.mixed_sizes], dim=-1)
+    return (
+        query.unflatten(-1, (-1, a.key_size)),
+        key.unflatten(-1, (-1, a.key_size)),
+        value.unflatten(-1, (-1, a.value_size)),
+    )
 
 
 def unit_length(x: Tensor) -> Tensor:

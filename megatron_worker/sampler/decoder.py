@@ -25,7 +25,6 @@ from megatron_worker.families.architecture import (
     DeltaNet,
     Mixture,
     Rope,
-    rotary_frequencies,
 )
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -142,8 +141,7 @@ class Decoder:
         slices = {s.name: s for s in self._slices}
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
-        ropes = {mixer.rope for mixer in a.mixers if isinstance(mixer, Attention) and mixer.rope}
-        self._frequencies = {rope: rotary_frequencies(rope).to(device) for rope in ropes}
+        self._frequencies = a.frequencies(device)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.fields import Sha256
-from megatron_worker.families.tensor_slices import TensorSlice, joined
+from megatron_worker.families.tensor_slices import TensorSlice, join_parts
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ class TensorFiles:
         split, everything = tensor_slice.split, slice(None)
         spans = [everything] if split is None else tensor_slice.spans(rank, size)
         try:
-            local = joined([self._slice(name)[(everything,) * (split or 0) + (span,)] for span in spans], split)
+            local = join_parts([self._slice(name)[(everything,) * (split or 0) + (span,)] for span in spans], split)
         except SafetensorError as error:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
         if not local.is_floating_point():

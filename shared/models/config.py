@@ -55,7 +55,7 @@ class DenseConfig(BaseModel):
     """A decoder's settings.
 
     Attributes:
-        tensor_prefix: what the names of its tensors begin with.
+        tensor_prefix: what the names of its tensors begin with. It and `carried` are not taken from the file.
         carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
     """
 
@@ -181,6 +181,13 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
 _SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
+def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what a `config.json` says; where it has a decoder among other parts, first of all what that says."""
+    text = values.get("text_config")
+    told = text.items() if isinstance(text, dict) else ()
+    return values | {name: value for name, value in told if value is not None}
+
+
 def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     """Return what a `config.json` says of the model's decoder, with `model_type` one of FAMILIES.
 
@@ -197,22 +204,18 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
         raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
-    values = _DEFAULTS.get(family, {}) | values
-    if family not in _READ_IMAGES:
-        return values
-    decoder = values | {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",)}
-    if named in _TEXT_ALONE:
-        return decoder
+    ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _READ_IMAGES else ()}
+    if family not in _READ_IMAGES or named in _TEXT_ALONE:
+        return _DEFAULTS.get(family, {}) | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
     is_tied = values.get("tie_word_embeddings", False)
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
-    whole = {name: values.get(name) for name in ("quantization_config",)}
-    place_of_tensors = {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
-    decoder = _DEFAULTS.get(family, {}) | text | whole | place_of_tensors
-    return decoder | {"model_type": family, "tie_word_embeddings": is_tied}
+    ours |= {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
+    of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
+    return _DEFAULTS.get(family, {}) | text | of_whole | ours
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
@@ -238,8 +241,9 @@ def _not_computed(config: DenseConfig) -> str | None:
     if config.model_type == "mistral" and config.sliding_window is not None:
         rule = "set it to null if the model was trained without one"
         return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
-    if not isinstance(config, HybridConfig) and {"full_attention"} < {"full_attention", *(config.layer_types or ())}:
-        return f"layer_types: {next(x for x in config.layer_types or () if x != 'full_attention')} is not supported"
+    others = [kind for kind in config.layer_types or () if kind != "full_attention"]
+    if others and not isinstance(config, HybridConfig):
+        return f"layer_types: {others[0]} is not supported"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
     if problem := _rope_not_computed(config.rope):

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from longshore.fields import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
+from shared.models.config import with_decoder
 
 GENERATION = "generation_config.json"
 _CONFIG = "config.json"
@@ -55,5 +56,4 @@ def _object(path: Path) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
-    decoder = value.get("text_config")  # of a model that reads images, too
-    return decoder | value if isinstance(decoder, dict) else value
+    return with_decoder(value)

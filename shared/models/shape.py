@@ -6,7 +6,7 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES
+from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
 
 _MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -76,6 +76,36 @@ class ModelShape(Frozen):
         if linear == "out_proj":
             return values, self.hidden_size
         return self.hidden_size, outputs.get(linear, delta.num_value_heads)
+
+
+def shape_of(config: DenseConfig) -> ModelShape:
+    mixture = config if isinstance(config, MixtureConfig) else None
+    hybrid = config if isinstance(config, HybridConfig) else None
+    return ModelShape(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_experts=mixture.num_experts if mixture else 0,
+        expert_ffn_size=mixture.moe_intermediate_size if mixture else 0,
+        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        head_dim=config.size_of_heads,
+        is_gated=hybrid is not None,
+        delta_net=hybrid and _delta_net(hybrid),
+    )
+
+
+def _delta_net(config: HybridConfig) -> DeltaNetShape:
+    return DeltaNetShape(
+        layers=config.is_recurrent,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_size=config.linear_key_head_dim,
+        value_size=config.linear_value_head_dim,
+    )
 
 
 def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatron") -> None:

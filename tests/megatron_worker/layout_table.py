@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from longshore.layout import Layout
-from megatron_worker.families import read_architecture
-from megatron_worker.megatron.engine import shape_of
+from megatron_worker.families import read_config
 from shared.errors import InvalidInput
-from shared.models.shape import ModelShape, check_layout
+from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker import layout_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of
 from tests.megatron_worker.layout_ranks import OBJECTIVES
@@ -94,7 +93,7 @@ def main() -> None:
         for name in options.models:
             model = make_single(out, name)
             for world in options.worlds:
-                own = list(layouts(world, shape_of(read_architecture(model))))
+                own = list(layouts(world, shape_of(read_config(model))))
                 own = [layout for layout in own if f"{name}/{layout.label}" not in options.skip]
                 for some in (own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)):
                     trials = [Trial(model=model, layout=layout) for layout in some]

@@ -21,7 +21,7 @@ from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Dtype, Full, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
-from megatron_worker.families.tensor_slices import TensorSlice, joined
+from megatron_worker.families.tensor_slices import TensorSlice, join_parts
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
@@ -237,7 +237,7 @@ Change = Callable[[Any], Any]
 
 def _same_shard(_: Any) -> Any:
     def local(self: TensorSlice, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return joined(self.parts(whole, 0, size), self.split)
+        return join_parts(self.parts(whole, 0, size), self.split)
 
     return local
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import Family
 from longshore.layout import Layout
-from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Rope
 from megatron_worker.families.model_slices import slices_of
@@ -20,6 +19,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
 
 NAMES = list(get_args(Family))
 FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
@@ -33,14 +33,7 @@ def furthest_from_transformers(folder: Path) -> float:
     reference = AutoModelForCausalLM.from_pretrained(folder)
     engine = MegatronEngine(folder, Layout(), "float32")
     rows = random_rows(LENGTHS)
-    with torch.no_grad():
-        logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
-        expected = []
-        for row in rows:
-            all_logprobs = reference(torch.tensor([row.ids])).logits[0, :-1].log_softmax(-1)
-            picked = all_logprobs.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
-            expected.append(picked[torch.tensor(row.weights)[1:] > 0])
-    return float((logprob_N - torch.cat(expected)).abs().max())
+    return float((logprobs(engine, bin_of(rows)) - logprobs_in_transformers(reference, rows)).abs().max())
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -162,6 +155,7 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ({"vocab_size": 299}, "has shape"),
         ({"num_hidden_layers": 3}, "is missing"),
         ({"num_hidden_layers": 1}, "are not of this family"),
+        ({"num_hidden_layers": 1, "carried": ["model."], "tensor_prefix": "model"}, "are not of this family"),
     ],
 )
 def test_a_model_that_we_would_compute_wrongly_is_refused(tmp_path, change, words):

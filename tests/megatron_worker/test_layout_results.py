@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import layouts
-from megatron_worker.families import read_architecture
-from megatron_worker.megatron.engine import shape_of
+from megatron_worker.families import read_config
+from shared.models.shape import shape_of
 from tests.megatron_worker import layout_table
 from tests.megatron_worker.rows import distinct_model
 
@@ -15,7 +15,7 @@ ROWS = json.loads(layouts.RESULTS.read_text())["layouts"]
 
 @pytest.mark.parametrize("model", layout_table.MODELS)
 def test_every_layout_of_two_and_four_ranks_is_there(tmp_path, model):
-    shape = shape_of(read_architecture(distinct_model(tmp_path, **layout_table.MODELS[model])))
+    shape = shape_of(read_config(distinct_model(tmp_path, **layout_table.MODELS[model])))
     expected = [(world, layout.label) for world in (2, 4) for layout in layout_table.layouts(world, shape)]
     assert sorted((row["ranks"], row["layout"]) for row in layouts.of_rows(ROWS, model)) == sorted(expected)
 

@@ -10,19 +10,18 @@ from safetensors.torch import load_file
 
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LINEARS, Lora
-from megatron_worker.engine import Outputs
-from megatron_worker.families import read_architecture
+from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron import attention
-from megatron_worker.megatron.engine import MegatronEngine, shape_of
+from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import forward
 from shared.errors import InvalidInput
-from shared.models.shape import check_layout
+from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient, start
-from tests.megatron_worker.rows import bin_of, distinct_model, model_with_tower, random_rows, reference_steps
+from tests.megatron_worker.rows import Row, bin_of, distinct_model, model_with_tower, random_rows, reference_steps
+from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
 
@@ -39,11 +38,6 @@ def transformers_model(folder, kind="AutoModelForCausalLM"):
     import transformers
 
     return getattr(transformers, kind).from_pretrained(folder)
-
-
-def logprobs(engine, batch):
-    with torch.no_grad():
-        return engine.forward(batch, Outputs()).logprob_N
 
 
 # States.
@@ -174,12 +168,9 @@ def test_a_decoder_is_trained_beside_its_tower(with_tower, tmp_path):
     assert (tmp_path / "saved/weights/preprocessor_config.json").exists()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if not name.startswith(("model.visual.", "mtp."))}
-    ids = torch.tensor([STEPS[0][2].ids])
     reloaded = transformers_model(tmp_path / "saved" / "weights", "AutoModelForImageTextToText")
-    with torch.no_grad():
-        theirs = reloaded(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    ours = logprobs(driven, bin_of([STEPS[0][2]]))
-    assert (ours - theirs[torch.tensor(STEPS[0][2].weights)[1:] > 0]).abs().max() <= 1e-5
+    row = [STEPS[0][2]]
+    assert (logprobs(driven, bin_of(row)) - logprobs_in_transformers(reloaded, row)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -216,7 +207,7 @@ def test_settings_that_do_not_fit_are_refused(model, tmp_path, change, words):
 
 
 def test_layouts_that_cannot_hold_the_states_are_refused(model):
-    shape = shape_of(read_architecture(model))
+    shape = shape_of(read_config(model))
     with pytest.raises(InvalidInput, match="recurrent"):
         check_layout(Layout(cp=2), shape)
     with pytest.raises(InvalidInput, match="fsdp trains"):
@@ -233,20 +224,10 @@ def test_the_sampler_s_steps_are_the_trainer_s_scores(model, tmp_path):
     decoder = Decoder(model, torch.float32, CPU)
     lora = load_adapter("a", tmp_path / "weights", decoder).lora_weights
     ids = random_rows([200])[0].ids
-    with torch.no_grad():
-        expected = driven.forward(
-            bin_of([dataclasses.replace(random_rows([200])[0], weights=[0.0] + [1.0] * 199)]), Outputs()
-        ).logprob_N
+    expected = logprobs(driven, bin_of([Row(ids, [0.0] + [1.0] * 199)]))
     for cut in (1, 2, 5, 64, 130):
-        read = decoder.prefill(tuple(ids[:cut]), lora)
-        cache = decoder.new_cache(2)
-        cache.fill(1, read)
-        hidden, found = read.hidden_H, []
-        for position in range(cut, cut + 20):
-            found.append(decoder.logits(hidden[None])[0].log_softmax(-1)[ids[position]])
-            token_B, position_B = torch.tensor([0, ids[position]]), torch.tensor([0, position])
-            hidden = forward(decoder, token_B, position_B, cache, lora)[1]
-        assert (torch.stack(found) - expected[cut - 1 : cut + 19]).abs().max() <= 1e-5
+        found = logprobs_by_steps(decoder, ids, range(cut, cut + 20), lora)
+        assert (found - expected[cut - 1 : cut + 19]).abs().max() <= 1e-5
 
 
 def test_the_sampler_takes_a_model_with_a_tower(with_tower):

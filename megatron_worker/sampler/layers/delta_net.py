@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families.architecture import DeltaNet
+from megatron_worker.families.qwen3_5 import IN_PROJECTIONS
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import (
     RecurrentPlan,
     convolve,
     gated_delta_rule,
     gated_norm,
+    heads_of,
     log_decay,
     unit_length,
 )
@@ -36,9 +38,8 @@ class RecurrentState:
 
     @classmethod
     def zeros(cls, a: DeltaNet, num_slots: int, dtype: torch.dtype, device: torch.device) -> "RecurrentState":
-        channels = 2 * a.num_keys + a.num_values
         return cls(
-            torch.zeros(num_slots, channels, a.conv_width - 1, dtype=dtype, device=device),
+            torch.zeros(num_slots, sum(a.mixed_sizes), a.conv_width - 1, dtype=dtype, device=device),
             torch.zeros(num_slots, a.num_value_heads, a.key_size, a.value_size, device=device),
         )
 
@@ -74,7 +75,7 @@ class SamplerDeltaNet:
         mixed_TJ, gate_TX, step_TG, decay_TG = self._made(x_TH, lora_weights)
         mixed = convolve(mixed_TJ, self.conv_JW, plan)
         found, states = gated_delta_rule(
-            *self._heads(mixed), log_decay(decay_TG, self.log_rate_G, self.bias_G), step_TG.sigmoid(), plan
+            *heads_of(mixed, self.delta_net), log_decay(decay_TG, self.log_rate_G, self.bias_G), step_TG.sigmoid(), plan
         )
         width = self.conv_JW.shape[1] - 1
         last_JW = F.pad(mixed_TJ, (0, 0, width, 0))[-width:].t()
@@ -85,7 +86,7 @@ class SamplerDeltaNet:
         mixed_BJ, gate_BX, step_BG, decay_BG = self._made(x_BH, lora_weights)
         seen_BJW = torch.cat([state.inputs, mixed_BJ[..., None]], dim=-1)
         state.inputs.copy_(seen_BJW[..., 1:])
-        query, key, value = (x.float() for x in self._heads(F.silu((seen_BJW * self.conv_JW).sum(-1))))
+        query, key, value = (x.float() for x in heads_of(F.silu((seen_BJW * self.conv_JW).sum(-1)), self.delta_net))
         per_key_head = value.shape[1] // key.shape[1]
         query, key = (unit_length(x).repeat_interleave(per_key_head, dim=1) for x in (query, key))
         decay_BG11 = log_decay(decay_BG, self.log_rate_G, self.bias_G).exp()[..., None, None]
@@ -96,18 +97,7 @@ class SamplerDeltaNet:
         return self._gated(found_BGV.to(x_BH.dtype), gate_BX, lora_weights)
 
     def _made(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> tuple[Tensor, ...]:
-        a = self.delta_net
-        sizes = [2 * a.num_keys + a.num_values, a.num_values, a.num_value_heads, a.num_value_heads]
-        return self.made(x_TH, lora_weights).split(sizes, dim=-1)
-
-    def _heads(self, mixed_TJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a = self.delta_net
-        query, key, value = mixed_TJ.split([a.num_keys, a.num_keys, a.num_values], dim=-1)
-        return (
-            query.unflatten(-1, (-1, a.key_size)),
-            key.unflatten(-1, (-1, a.key_size)),
-            value.unflatten(-1, (-1, a.value_size)),
-        )
+        return self.made(x_TH, lora_weights).split(list(self.delta_net.made_sizes), dim=-1)
 
     def _gated(self, found_TGV: Tensor, gate_TX: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         gate_TGV = gate_TX.unflatten(-1, (-1, self.delta_net.value_size))
@@ -119,7 +109,7 @@ def fuse_delta_net(
     module: str, a: DeltaNet, norm_eps: float, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerDeltaNet:
     """Fuse the linears of the delta net with this Hugging Face name. What is no linear stays in `weights`."""
-    made = [f"{module}.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")]
+    made = [f"{module}.{name}" for name in IN_PROJECTIONS]
     return SamplerDeltaNet(
         delta_net=a,
         made=fuse(f"{module}.made", made, weights, slices),

@@ -17,11 +17,10 @@ from safetensors.numpy import save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
-from megatron_worker.families import read_architecture
-from megatron_worker.megatron.engine import shape_of
+from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.end_tokens import read_end_ids
-from shared.models.shape import ModelShape
+from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
@@ -407,7 +406,7 @@ def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> N
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
-    assert found.shape == theirs.shape == shape_of(read_architecture(whole))
+    assert found.shape == theirs.shape == shape_of(read_config(whole))
     assert found.shape.delta_net is not None
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
