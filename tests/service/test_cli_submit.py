@@ -90,7 +90,8 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     ]
     run = service.cli("get", service.cli(*options, *given).stdout.strip(), "--json").json["run"]
     assert run["name"] == "harbour"
-    assert run["trainable"] == {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+    expected = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "rank_stabilized": False}
+    assert run["trainable"] == expected
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)
     assert (run["engine"], run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == ("megatron", 2, 2, "bfloat16")
