@@ -12,6 +12,7 @@ from megatron_worker.families.architecture import (
     LinearScaling,
     Llama3Scaling,
     Mixture,
+    Mlp,
     Rope,
     YarnScaling,
 )
@@ -88,7 +89,8 @@ def _sized(config: DenseConfig, attention: Attention) -> Architecture:
     return Architecture(
         family=config.model_type,
         mixers=(attention,) * config.num_hidden_layers,
-        mlp=_mixture(config) if isinstance(config, MixtureConfig) else config.intermediate_size,
+        mlps=(_mixture(config) if isinstance(config, MixtureConfig) else Mlp(config.intermediate_size),)
+        * config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,

@@ -64,8 +64,12 @@ class Rope:
 class Attention:
     """Grouped-query attention, `num_heads` being a multiple of `num_kv_heads`. `rope` None: positions are not encoded.
 
-    `is_gated`: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al. 2025,
-    arXiv:2505.06708).
+    Attributes:
+        is_gated: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al.
+            2025, arXiv:2505.06708).
+        window: tokens that a token attends to, itself and those before it; None: all.
+        has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
+        scale: of the scores; None: 1 / sqrt(head_dim).
     """
 
     num_heads: int
@@ -73,8 +77,12 @@ class Attention:
     head_dim: int
     rope: Rope | None
     qkv_bias: bool = False
+    output_bias: bool = False
     qk_norm: bool = False
     is_gated: bool = False
+    window: int | None = None
+    has_sinks: bool = False
+    scale: float | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -125,6 +133,13 @@ Mixer = Attention | DeltaNet
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: the SiLU of one projection times another, and a third of that."""
+
+    ffn_size: int
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Experts in the place of an MLP.
 
@@ -145,14 +160,14 @@ class Architecture:
 
     Attributes:
         mixers: what mixes the tokens of each layer.
-        mlp: the feed-forward size of each layer's MLP, or its experts.
+        mlps: each layer's MLP, or its experts.
         zero_centred_norms: the norms' weights are kept as their difference from one.
         tensor_prefix, carried: see shared.models.config.DenseConfig.
     """
 
     family: str
     mixers: tuple[Mixer, ...]
-    mlp: int | Mixture
+    mlps: tuple[Mlp | Mixture, ...]
     hidden_size: int
     vocab_size: int
     norm_eps: float
@@ -182,7 +197,8 @@ class Architecture:
 
     @property
     def num_experts(self) -> int:
-        return self.mlp.num_experts if isinstance(self.mlp, Mixture) else 0
+        """Experts of a layer; all that have any have as many."""
+        return next((mlp.num_experts for mlp in self.mlps if isinstance(mlp, Mixture)), 0)
 
 
 def rotary_frequencies(rope: Rope) -> Tensor:

@@ -1,6 +1,6 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Mlp
 from megatron_worker.families.qwen3_5 import delta_net_slices
 from megatron_worker.families.tensor_slices import TensorSlice
 
@@ -30,11 +30,11 @@ def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
             slices += delta_net_slices(delta_net, a.hidden_size, tp, f"{theirs}.linear_attn", mixer)
     norm = f"{theirs}.post_attention_layernorm.weight"
     slices.append(_vector(norm, f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
-    match a.mlp:
+    match a.mlps[layer]:
         case Mixture() as mixture:
             return slices + _mixture(mixture, a.hidden_size, tp, etp, f"{theirs}.mlp", f"{ours}.mlp")
-        case int(ffn_size):
-            return slices + _swiglu(f"{theirs}.mlp", f"{ours}.mlp", a.hidden_size, ffn_size, tp)
+        case Mlp() as mlp:
+            return slices + _swiglu(f"{theirs}.mlp", f"{ours}.mlp", a.hidden_size, mlp.ffn_size, tp)
 
 
 def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:

@@ -9,6 +9,7 @@ head, E half of it.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_worker.families.architecture import Architecture, Attention, Rope
@@ -108,8 +110,13 @@ class PackedSelfAttention(SelfAttention):
     every layer and knows no sequences without Transformer Engine. A head's gate stands behind its query.
     """
 
-    def __init__(self, *args: Any, attention: Attention, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: Any, attention: Attention, **kwargs: Any) -> None:
+        own = copy(config)
+        own.num_attention_heads, own.num_query_groups = attention.num_heads, attention.num_kv_heads
+        own.kv_channels, own.attention_output_gate = attention.head_dim, attention.is_gated
+        own.add_qkv_bias, own.add_bias_linear = attention.qkv_bias, attention.output_bias
+        own.qk_layernorm = attention.qk_norm
+        super().__init__(own, *args, **kwargs)
         self._attention = attention
 
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture, Mlp
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.delta_net import GatedDeltaNet
@@ -63,6 +63,12 @@ class ZeroCentredNorm(RMSNorm):
 
 class SwigluMLP(MLP):
     """Megatron's MLP without its general activation, which passes over the widest tensors more often."""
+
+    def __init__(self, config: TransformerConfig, mlp: Mlp, **_: object) -> None:
+        own = copy(config)
+        own.ffn_hidden_size = mlp.ffn_size  # megatron's second linear goes by this alone
+        linears = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
+        super().__init__(own, linears, ffn_hidden_size=mlp.ffn_size)
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
         gate_up, _bias = self.linear_fc1(hidden_states)
@@ -147,7 +153,7 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            [_layer(a, a.mixers[number], mesh, norm) for number in layers], layer_norm=norm
+            [_layer(a.mixers[number], a.mlps[number], mesh, norm) for number in layers], layer_norm=norm
         ),
         vocab_size=padded_vocab,
         max_sequence_length=0,
@@ -163,18 +169,13 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
 
 
 def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) -> TransformerConfig:
-    attention = a.attention
+    """Return what all layers share; each mixer and MLP puts its own sizes into a copy."""
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.mlp if isinstance(a.mlp, int) else a.mlp.ffn_size,
-        num_attention_heads=attention.num_heads,
-        num_query_groups=attention.num_kv_heads,
-        kv_channels=attention.head_dim,
+        ffn_hidden_size=a.mlps[0].ffn_size,
+        num_attention_heads=a.attention.num_heads,
         layernorm_epsilon=a.norm_eps,
-        add_qkv_bias=attention.qkv_bias,
-        qk_layernorm=attention.qk_norm,
-        attention_output_gate=attention.is_gated,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -194,7 +195,7 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
-def _layer(a: Architecture, mixer: Mixer, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+def _layer(mixer: Mixer, mlp: Mlp | Mixture, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
     """Return megatron's spec of a layer, with our parts in it."""
     has_norms = isinstance(mixer, Attention) and mixer.qk_norm
     layer = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
@@ -209,20 +210,10 @@ def _layer(a: Architecture, mixer: Mixer, mesh: Mesh, norm: type[RMSNorm]) -> Mo
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
         case DeltaNet():
             layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
-    match a.mlp:
+    match mlp:
         case Mixture() as mixture:
-            params = {"mixture": mixture, "mesh": mesh, "shared": partial(_swiglu, ffn_size=mixture.shared_ffn_size)}
+            params = {"mixture": mixture, "mesh": mesh, "shared": partial(SwigluMLP, mlp=Mlp(mixture.shared_ffn_size))}
             layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params=params)
-        case int():
-            mlp = layer.submodules.mlp
-            mlp.module, mlp.submodules = SwigluMLP, _SWIGLU
+        case Mlp():
+            layer.submodules.mlp = ModuleSpec(module=SwigluMLP, params={"mlp": mlp})
     return layer
-
-
-_SWIGLU = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
-
-
-def _swiglu(config: TransformerConfig, ffn_size: int) -> SwigluMLP:
-    own = copy(config)
-    own.ffn_hidden_size = ffn_size  # megatron's second linear goes by this alone
-    return SwigluMLP(own, _SWIGLU, ffn_hidden_size=ffn_size)

@@ -363,7 +363,11 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
         ),
         place=sum(isinstance(before, type(mixer)) for before in a.mixers[:number]),
         mlp_norm_H=weights[f"{prefix}.post_attention_layernorm.weight"],
-        mlp=fuse_experts(mlp, a.mlp, weights, slices) if isinstance(a.mlp, Mixture) else fuse_mlp(mlp, weights, slices),
+        mlp=(
+            fuse_experts(mlp, mixture, weights, slices)
+            if isinstance(mixture := a.mlps[number], Mixture)
+            else fuse_mlp(mlp, weights, slices)
+        ),
     )
 
 
