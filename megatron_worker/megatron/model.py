@@ -37,7 +37,7 @@ from megatron_worker.megatron.regions import arrange
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
-_OF_EACH_TOKEN = (".router.weight", ".shared_gate.weight")
+_OF_EACH_TOKEN = (".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias")
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
 
