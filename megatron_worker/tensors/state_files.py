@@ -136,6 +136,7 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
     for settings in (config, config.get("text_config")):  # of a model that reads images, the decoder's too
         if isinstance(settings, dict):
             settings.pop("torch_dtype", None)
+            settings.pop("quantization_config", None)
             settings["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):

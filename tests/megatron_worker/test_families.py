@@ -163,7 +163,10 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ({"vocab_size": 299}, "has shape"),
         ({"num_hidden_layers": 3, "layer_types": None}, "is missing"),
         ({"num_hidden_layers": 1, "layer_types": None}, "are not of this family"),
-        ({"num_hidden_layers": 1, "layer_types": None, "carried": ["model."], "tensor_prefix": "model"}, "are not of this family"),
+        (
+            {"num_hidden_layers": 1, "layer_types": None, "carried": ["model."], "tensor_prefix": "model"},
+            "are not of this family",
+        ),
     ],
 )
 def test_a_model_that_we_would_compute_wrongly_is_refused(tmp_path, change, words):
