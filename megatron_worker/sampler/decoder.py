@@ -23,6 +23,7 @@ from megatron_worker.families.architecture import (
     Architecture,
     Attention,
     DeltaNet,
+    LatentAttention,
     Mixture,
     Rope,
 )
@@ -131,6 +132,8 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
+        if any(isinstance(mixer, LatentAttention) for mixer in self.architecture.mixers):
+            raise InvalidInput("multi-head latent attention is not computed by this sampler", str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture

@@ -10,7 +10,10 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3")
+FAMILIES = (
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"),
+    *("deepseek_v3", "glm4_moe_lite"),
+)
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.
@@ -20,6 +23,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"head_dim": 256},
     "mistral": {"sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-5},
 }
 _READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
@@ -82,6 +87,7 @@ class DenseConfig(BaseModel):
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
+    quantization_config: dict[str, Any] | None = None
 
     @property
     def rope(self) -> RopeConfig:
@@ -96,6 +102,16 @@ class DenseConfig(BaseModel):
     @property
     def size_of_heads(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that is rotated."""
+        return self.size_of_heads
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        """For each layer, its kind: those of one kind have tensors of the same names."""
+        return (None,) * self.num_hidden_layers
 
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
@@ -146,8 +162,11 @@ class HybridConfig(DenseConfig):
         return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
 
     @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_recurrent
+
+    @property
     def rotary_size(self) -> int:
-        """The part of a head that is rotated."""
         return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
 
 
@@ -159,16 +178,70 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
     shared_expert_intermediate_size: int = Size
 
 
+class LatentConfig(MixtureConfig):
+    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
+    that are chosen among groups by scores with a correction, in all layers but the first ones."""
+
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    n_shared_experts: int = Size
+    n_group: int = Size
+    topk_group: int = Size
+    routed_scaling_factor: float
+    first_k_dense_replace: int | None = Field(default=None, ge=0)  # of deepseek_v3
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None  # of glm4_moe_lite
+    q_lora_rank: int | None = Field(ge=1)
+    kv_lora_rank: int = Size
+    qk_nope_head_dim: int = Size
+    qk_rope_head_dim: int = Size
+    v_head_dim: int = Size
+    rope_interleave: bool = True
+    partial_rotary_factor: float = 1.0
+    num_predicting_layers: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """All shared experts are one."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def is_dense(self) -> tuple[bool, ...]:
+        """For each layer, whether it has an MLP in the place of experts."""
+        if self.mlp_layer_types is not None:
+            return tuple(kind == "dense" for kind in self.mlp_layer_types)
+        first = self.first_k_dense_replace if self.model_type == "deepseek_v3" else 1
+        return tuple(layer < (first or 0) for layer in range(self.num_hidden_layers))
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_dense
+
+
 _KINDS: dict[str, type[DenseConfig]] = {
     "qwen3_moe": MixtureConfig,
     "qwen3_5": HybridConfig,
     "qwen3_5_moe": HybridMixtureConfig,
     "smollm3": SmolLM3Config,
+    "deepseek_v3": LatentConfig,
+    "glm4_moe_lite": LatentConfig,
 }
 # Of families that we do not compute: what they need, and the family that is nearest to them among ours.
 _UNKNOWN: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "qwen3_moe")),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "deepseek_v3")),
+    "deepseek_v2": ("experts that a softmax chooses among groups", "deepseek_v3"),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
     **dict.fromkeys(("ministral", "ministral3", "olmo3"), ("sliding windows of attention", "mistral")),
     "gpt_oss": ("attention sinks and sliding windows", "qwen3_moe"),
@@ -241,6 +314,9 @@ def _not_computed(config: DenseConfig) -> str | None:
     if config.model_type == "mistral" and config.sliding_window is not None:
         rule = "set it to null if the model was trained without one"
         return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
+    if (quantized := config.quantization_config) is not None:
+        method = quantized.get("quant_method", "a method that it does not name")
+        return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
     others = [kind for kind in config.layer_types or () if kind != "full_attention"]
     if others and not isinstance(config, HybridConfig):
         return f"layer_types: {others[0]} is not supported"
@@ -258,6 +334,26 @@ def _not_computed(config: DenseConfig) -> str | None:
         return "layers without experts among others with them are not supported"
     if config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return _not_latent(config) if isinstance(config, LatentConfig) else None
+
+
+def _not_latent(config: LatentConfig) -> str | None:
+    num_layers, first = config.num_hidden_layers, config.first_k_dense_replace
+    if len(config.is_dense) != num_layers:
+        return f"mlp_layer_types names {len(config.is_dense)} layers of {num_layers}"
+    if first is not None and config.is_dense != tuple(layer < first for layer in range(num_layers)):
+        return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
+    if config.num_key_value_heads not in (None, config.num_attention_heads):
+        return f"num_key_value_heads is {config.num_key_value_heads}: with latents each head has keys of its own"
+    if config.qk_rope_head_dim % 2 or {config.partial_rotary_factor, config.rope.partial_rotary_factor or 1} != {1}:
+        return f"qk_rope_head_dim is {config.qk_rope_head_dim}: all of it must be rotated, by pairs"
+    size, rest = divmod(config.num_experts, config.n_group)
+    if rest or size < 2:
+        return (
+            f"n_group is {config.n_group}, which does not cut {config.num_experts} experts into groups of two or more"
+        )
+    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
+        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
     return None
 
 

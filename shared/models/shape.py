@@ -1,14 +1,22 @@
 """The sizes of a model that limit its layouts, and the layouts and engines that can hold it."""
 
 from collections.abc import Container
+from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, Linear
+from longshore.training import DELTA_NET, LATENT, LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
+from shared.models.config import (
+    FAMILIES,
+    DenseConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    LatentConfig,
+    MixtureConfig,
+)
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")
+_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -20,6 +28,16 @@ class DeltaNetShape(Frozen):
     num_key_heads: int
     num_value_heads: int
     key_size: int
+    value_size: int
+
+
+class LatentShape(Frozen):
+    """The sizes of multi-head latent attention: of the latents that queries (0: none), and keys and values, are made
+    of; of a key's part that is rotated, and of a value."""
+
+    query_rank: int
+    latent_size: int
+    rotary_size: int
     value_size: int
 
 
@@ -39,20 +57,35 @@ class ModelShape(Frozen):
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
+    latent: LatentShape | None = None
+    num_dense: int = 0  # layers without experts of a model whose others have them
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that a layer or another has."""
+        made_of_latents: tuple[Linear, ...] = ()
+        if self.latent is not None:
+            made_of_latents = LATENT if self.latent.query_rank else ("q_proj", *LATENT[2:])
+        attention = (*made_of_latents, "o_proj") if made_of_latents else _OF_ATTENTION
+        own = {*attention, *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
+        return tuple(name for name in LINEARS if name in own)
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
-        num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
-        of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
+        of_layer = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
+        num_mlps = of_layer * (self.num_layers - self.num_dense) + self.num_dense
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
-        of_delta_nets = sum(name in targets for name in DELTA_NET) * recurrent
-        return of_mlps + of_delta_nets + sum(name in targets for name in _OF_ATTENTION) * (self.num_layers - recurrent)
+        chosen = [name for name in self.linears if name in targets]
+        of_mlps, of_delta_nets = (sum(name in some for name in chosen) for some in (_OF_MLP, DELTA_NET))
+        of_attention = len(chosen) - of_mlps - of_delta_nets
+        return of_mlps * num_mlps + of_delta_nets * recurrent + of_attention * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, is_shared: bool = False) -> tuple[int, int]:
-        """Return the sizes of a linear's input and output; 0: not known. `is_shared`: of the shared expert."""
+    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "") -> tuple[int, int]:
+        """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
-        ffn = self.shared_ffn_size if is_shared else ffn
+        ffn = {"": self.ffn_size, "experts": self.expert_ffn_size, "shared": self.shared_ffn_size}[of]
+        if linear in LATENT or (self.latent is not None and linear == "o_proj"):
+            return self._size_beside_latents(linear)
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -68,6 +101,21 @@ class ModelShape(Frozen):
                 return ffn, self.hidden_size
         raise AssertionError(linear)
 
+    def _size_beside_latents(self, linear: Linear) -> tuple[int, int]:
+        if (latent := self.latent) is None:
+            return 0, 0
+        heads, values = self.num_heads * self.head_dim, self.num_heads * latent.value_size
+        match linear:
+            case "q_a_proj":
+                return self.hidden_size, latent.query_rank
+            case "q_b_proj":
+                return latent.query_rank, heads
+            case "kv_a_proj_with_mqa":
+                return self.hidden_size, latent.latent_size + latent.rotary_size
+            case "kv_b_proj":
+                return latent.latent_size, heads - self.num_heads * latent.rotary_size + values
+        return values, self.hidden_size
+
     def _size_in_delta_net(self, linear: Linear) -> tuple[int, int]:
         if (delta := self.delta_net) is None:
             return 0, 0
@@ -81,6 +129,8 @@ class ModelShape(Frozen):
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     hybrid = config if isinstance(config, HybridConfig) else None
+    latent = config if isinstance(config, LatentConfig) else None
+    shared_ffn_size = config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -91,10 +141,21 @@ def shape_of(config: DenseConfig) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=mixture.num_experts if mixture else 0,
         expert_ffn_size=mixture.moe_intermediate_size if mixture else 0,
-        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        shared_ffn_size=latent.shared_ffn_size if latent else shared_ffn_size,
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
+        latent=latent and _latent(latent),
+        num_dense=latent.is_dense.count(True) if latent else 0,
+    )
+
+
+def _latent(config: LatentConfig) -> LatentShape:
+    return LatentShape(
+        query_rank=config.q_lora_rank or 0,
+        latent_size=config.kv_lora_rank,
+        rotary_size=config.qk_rope_head_dim,
+        value_size=config.v_head_dim,
     )
 
 
@@ -120,7 +181,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
-        *([] if shape.num_experts else [("feed-forward size", shape.ffn_size)]),
+        *([] if shape.num_experts and not shape.num_dense else [("feed-forward size", shape.ffn_size)]),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
     ):

@@ -8,8 +8,8 @@ an expert have other heights, and give other bits, when other slots choose other
 weights gathered for it reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
 computes just the tokens that chose it.
 
-The formula is the trainer's (megatron_worker/megatron/experts.py): softmax in float32, products in the weights' dtype,
-outputs added up in the order of the experts' numbers.
+The formula is the trainer's: experts are chosen by the same functions (megatron_worker/families/routing.py), products
+are in the weights' dtype, outputs added up in the order of the experts' numbers.
 
 Shape suffixes: T tokens or slots, M those that chose one expert, H hidden size, E experts, K experts of a token.
 """
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_worker.families import routing
 from megatron_worker.families.architecture import Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
@@ -35,8 +36,7 @@ class SamplerExperts:
 
     router_EH: Tensor
     mlps: tuple[Mlp, ...]
-    num_chosen: int
-    normalised: bool
+    mixture: Mixture
     shared: tuple[Mlp, Tensor] | None = None
 
     @property
@@ -64,11 +64,9 @@ class SamplerExperts:
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
-        probability_TE = F.linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
-        weight_TK, expert_TK = probability_TE.topk(self.num_chosen, dim=-1)
-        if self.normalised:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        return weight_TK.to(x_TH.dtype), expert_TK
+        score_TE = routing.scores(x_TH, self.router_EH, self.mixture)
+        expert_TK = routing.choose(score_TE, self.mixture)
+        return routing.weights(score_TE, expert_TK, self.mixture).to(x_TH.dtype), expert_TK
 
 
 def fuse_experts(
@@ -80,4 +78,4 @@ def fuse_experts(
     if mixture.shared_ffn_size:
         shared = fuse_mlp(f"{module}.shared_expert", weights, slices), weights[f"{module}.shared_expert_gate.weight"]
     router_EH = weights[f"{module}.gate.weight"]
-    return SamplerExperts(router_EH, mlps, mixture.experts_per_token, mixture.is_normalised, shared)
+    return SamplerExperts(router_EH, mlps, mixture, shared)
