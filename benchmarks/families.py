@@ -149,7 +149,7 @@ def render() -> None:
     names = ("packed", "tree", "gradient", "lora", "full", "saved", "sampler")
     lines = ["| family | packed | tree | gradient | LoRA | full | saved | sampler | layouts |", "|---" * 9 + "|"]
     for row in result["rows"]:
-        figures = " | ".join("–" if row[name] is None else f"{row[name]:.0e}" for name in names)
+        figures = " | ".join("-" if row[name] is None else f"{row[name]:.0e}" for name in names)
         lines.append(f"| `{row['family']}` | {figures} | {', '.join(row['layouts'])} |")
     PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n")
 
