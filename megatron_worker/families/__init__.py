@@ -20,7 +20,6 @@ from shared.errors import InvalidInput
 from shared.models.config import (
     DenseConfig,
     HybridConfig,
-    HybridMixtureConfig,
     LatentConfig,
     MixtureConfig,
     RopeConfig,
@@ -110,7 +109,7 @@ def _mixture(config: MixtureConfig) -> Mixture:
         ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
         is_normalised=config.norm_topk_prob,
-        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        shared_ffn_size=config.shared_ffn_size,
     )
 
 

@@ -29,7 +29,6 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
     )
     mixture = dataclasses.replace(
         mixture,
-        shared_ffn_size=config.shared_ffn_size,
         shared_is_gated=False,
         scoring="sigmoid",
         num_groups=config.n_group,
@@ -49,18 +48,13 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
 
 def corrections(a: Architecture) -> list[TensorSlice]:
     """Return what routers add to the scores of experts for their choice: float32, whole on every rank."""
-    return [
-        TensorSlice(
-            f"{a.tensor_prefix}.layers.{layer}.mlp.gate.e_score_correction_bias",
-            f"decoder.layers.{layer}.mlp.router.correction",
-            (mlp.num_experts,),
-            None,
-            0,
-            mlp.num_experts,
-        )
-        for layer, mlp in enumerate(a.mlps)
-        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid"
-    ]
+    slices = []
+    for layer, mlp in enumerate(a.mlps):
+        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid":
+            theirs = f"{a.tensor_prefix}.layers.{layer}.mlp.gate.e_score_correction_bias"
+            ours = f"decoder.layers.{layer}.mlp.router.correction"
+            slices.append(TensorSlice(theirs, ours, (mlp.num_experts,), None, 0, mlp.num_experts))
+    return slices
 
 
 def _scale(config: LatentConfig) -> float | None:

@@ -141,6 +141,11 @@ class MixtureConfig(DenseConfig):
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
+    @property
+    def shared_ffn_size(self) -> int:
+        """Of an expert that every token goes to; 0: there is none."""
+        return 0
+
 
 class HybridConfig(DenseConfig):
     """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
@@ -176,6 +181,10 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
     intermediate_size: int = 0
     norm_topk_prob: Literal[True] = True
     shared_expert_intermediate_size: int = Size
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.shared_expert_intermediate_size
 
 
 class LatentConfig(MixtureConfig):
@@ -214,7 +223,6 @@ class LatentConfig(MixtureConfig):
 
     @property
     def shared_ffn_size(self) -> int:
-        """All shared experts are one."""
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property

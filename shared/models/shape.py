@@ -5,16 +5,9 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, LATENT, LINEARS, Linear
+from longshore.training import DELTA_NET, LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import (
-    FAMILIES,
-    DenseConfig,
-    HybridConfig,
-    HybridMixtureConfig,
-    LatentConfig,
-    MixtureConfig,
-)
+from shared.models.config import FAMILIES, DenseConfig, HybridConfig, LatentConfig, MixtureConfig
 
 _MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -28,16 +21,6 @@ class DeltaNetShape(Frozen):
     num_key_heads: int
     num_value_heads: int
     key_size: int
-    value_size: int
-
-
-class LatentShape(Frozen):
-    """The sizes of multi-head latent attention: of the latents that queries (0: none), and keys and values, are made
-    of; of a key's part that is rotated, and of a value."""
-
-    query_rank: int
-    latent_size: int
-    rotary_size: int
     value_size: int
 
 
@@ -57,17 +40,13 @@ class ModelShape(Frozen):
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
-    latent: LatentShape | None = None
+    latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The linears that a layer or another has."""
-        made_of_latents: tuple[Linear, ...] = ()
-        if self.latent is not None:
-            made_of_latents = LATENT if self.latent.query_rank else ("q_proj", *LATENT[2:])
-        attention = (*made_of_latents, "o_proj") if made_of_latents else _OF_ATTENTION
-        own = {*attention, *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
+        own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
         return tuple(name for name in LINEARS if name in own)
 
     def num_linears(self, targets: Container[Linear]) -> int:
@@ -84,8 +63,8 @@ class ModelShape(Frozen):
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ffn = {"": self.ffn_size, "experts": self.expert_ffn_size, "shared": self.shared_ffn_size}[of]
-        if linear in LATENT or (self.latent is not None and linear == "o_proj"):
-            return self._size_beside_latents(linear)
+        if self.latent_linears and linear in self.latent_linears:
+            return self.latent_linears[linear]
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -99,22 +78,7 @@ class ModelShape(Frozen):
                 return self.hidden_size, ffn
             case "down_proj":
                 return ffn, self.hidden_size
-        raise AssertionError(linear)
-
-    def _size_beside_latents(self, linear: Linear) -> tuple[int, int]:
-        if (latent := self.latent) is None:
-            return 0, 0
-        heads, values = self.num_heads * self.head_dim, self.num_heads * latent.value_size
-        match linear:
-            case "q_a_proj":
-                return self.hidden_size, latent.query_rank
-            case "q_b_proj":
-                return latent.query_rank, heads
-            case "kv_a_proj_with_mqa":
-                return self.hidden_size, latent.latent_size + latent.rotary_size
-            case "kv_b_proj":
-                return latent.latent_size, heads - self.num_heads * latent.rotary_size + values
-        return values, self.hidden_size
+        return 0, 0
 
     def _size_in_delta_net(self, linear: Linear) -> tuple[int, int]:
         if (delta := self.delta_net) is None:
@@ -130,7 +94,6 @@ def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     hybrid = config if isinstance(config, HybridConfig) else None
     latent = config if isinstance(config, LatentConfig) else None
-    shared_ffn_size = config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -141,22 +104,26 @@ def shape_of(config: DenseConfig) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=mixture.num_experts if mixture else 0,
         expert_ffn_size=mixture.moe_intermediate_size if mixture else 0,
-        shared_ffn_size=latent.shared_ffn_size if latent else shared_ffn_size,
+        shared_ffn_size=mixture.shared_ffn_size if mixture else 0,
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
-        latent=latent and _latent(latent),
+        latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
     )
 
 
-def _latent(config: LatentConfig) -> LatentShape:
-    return LatentShape(
-        query_rank=config.q_lora_rank or 0,
-        latent_size=config.kv_lora_rank,
-        rotary_size=config.qk_rope_head_dim,
-        value_size=config.v_head_dim,
-    )
+def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:
+    num_heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
+    keys, values = num_heads * config.size_of_heads, num_heads * config.v_head_dim
+    sizes: dict[Linear, tuple[int, int]] = {
+        "kv_a_proj_with_mqa": (hidden_size, config.kv_lora_rank + config.qk_rope_head_dim),
+        "kv_b_proj": (config.kv_lora_rank, num_heads * config.qk_nope_head_dim + values),
+        "o_proj": (values, hidden_size),
+    }
+    if rank is None:
+        return sizes | {"q_proj": (hidden_size, keys)}
+    return sizes | {"q_a_proj": (hidden_size, rank), "q_b_proj": (rank, keys)}
 
 
 def _delta_net(config: HybridConfig) -> DeltaNetShape:
