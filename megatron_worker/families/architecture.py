@@ -121,10 +121,6 @@ class LatentAttention(Attention):
         rotated = 0 if self.rope is None else self.rope.size
         return self.head_dim - rotated, rotated
 
-    @property
-    def scores_scale(self) -> float:
-        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-
 
 @dataclass(frozen=True)
 class DeltaNet:

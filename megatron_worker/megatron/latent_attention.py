@@ -57,9 +57,10 @@ class LatentSelfAttention(torch.nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, None]:
         plan, a, hidden_sX = attention_mask, self._attention, hidden_states[:, 0]
         query_tHD, (key_THD, value_THV) = self._queries(hidden_sX, plan), self._keys_and_values(hidden_sX, plan)
-        # The kernels want queries, keys and values of one size; they scale by it.
+        # The kernels want queries, keys and values of one size, and scale by its root.
         size = max(a.head_dim, a.value_size)
-        if (factor := a.scores_scale * size**0.5) != 1:
+        factor = (size / a.head_dim if a.scale is None else a.scale**2 * size) ** 0.5
+        if factor != 1:
             query_tHD = query_tHD * factor
         query_tHP, key_THP, value_THP = (F.pad(x, (0, size - x.shape[-1])) for x in (query_tHD, key_THD, value_THV))
         attended_tHV = attend(query_tHP, key_THP, value_THP, plan)[..., : a.value_size]

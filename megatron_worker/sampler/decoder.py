@@ -19,14 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import (
-    Architecture,
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    Mixture,
-    Rope,
-)
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, LatentAttention, Mixture, Rope
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
