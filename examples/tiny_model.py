@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Family = Literal[
-    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "qwen2", "llama", "mistral", "ministral", "smollm3"
-]
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite",
+    "qwen2", "llama", "mistral", "ministral", "smollm3",
+]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -100,6 +101,8 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
+        DeepseekV3Config,
+        Glm4MoeLiteConfig,
         GptOssConfig,
         LlamaConfig,
         MinistralConfig,
@@ -123,7 +126,19 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         "linear_value_head_dim": size,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     }
+    latents = {
+        **{"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": size, "qk_rope_head_dim": size // 2},
+        **{"num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": sizes["hidden_size"]},
+    }
     match family:
+        case "deepseek_v3" | "glm4_moe_lite":
+            latents = {**sizes, **latents}
+            latents.pop("head_dim")
+            if family == "glm4_moe_lite":
+                experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+                return Glm4MoeLiteConfig(**latents, **experts, v_head_dim=size + size // 2)
+            experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+            return DeepseekV3Config(**latents, **experts, v_head_dim=size, first_k_dense_replace=1)
         case "qwen3_5":
             return Qwen3_5TextConfig(**sizes, **delta_net)
         case "qwen3_5_moe":

@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import gpt_oss, qwen3_5
+from megatron_worker.families import deepseek_v3, gpt_oss, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -21,7 +21,7 @@ from shared.models.config import (
     DenseConfig,
     GptOssConfig,
     HybridConfig,
-    HybridMixtureConfig,
+    LatentConfig,
     MixtureConfig,
     RopeConfig,
     SmolLM3Config,
@@ -73,6 +73,9 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "qwen3_5" | "qwen3_5_moe":
             assert isinstance(config, HybridConfig)
             return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
+        case "deepseek_v3" | "glm4_moe_lite":
+            assert isinstance(config, LatentConfig)
+            return deepseek_v3.architecture(_sized(config, _attention(config)), config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 
@@ -116,14 +119,14 @@ def _mixture(config: MixtureConfig) -> Mixture:
         ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
         is_normalised=config.norm_topk_prob,
-        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        shared_ffn_size=config.shared_ffn_size,
     )
 
 
 def _rope(config: DenseConfig) -> Rope:
     parameters = config.rope
     theta = parameters.rope_theta or _DEFAULT_THETA
-    size = config.rotary_size if isinstance(config, HybridConfig) else config.size_of_heads
+    size = config.rotary_size
     if parameters.rope_type == "default":
         return Rope(theta, size)
     factor, original = parameters.factor, parameters.original_max_position_embeddings

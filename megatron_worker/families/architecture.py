@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -95,6 +96,32 @@ class Attention:
         return self.head_dim * (2 if self.is_gated else 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): keys and values are made of a
+    latent of each token. The last part of a key, of the size of `rope`, is rotated, and the same for all heads.
+
+    Attributes:
+        query_rank: size of the latent that queries are made of; None: they are made of the hidden state.
+        latent_size: of keys and values together.
+        value_size: of a head; `head_dim` is that of its key.
+        is_interleaved: what is rotated are pairs of neighbours, not the first half against the second.
+        norm_eps: of the latents' norms.
+    """
+
+    query_rank: int | None
+    latent_size: int
+    value_size: int
+    is_interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        """The parts of a key: of the head's own, and the rotated one."""
+        rotated = 0 if self.rope is None else self.rope.size
+        return self.head_dim - rotated, rotated
+
+
 @dataclass(frozen=True)
 class DeltaNet:
     """A gated delta net (Yang et al. 2024, arXiv:2412.06464): a recurrent state a value head, [key_size, value_size].
@@ -156,9 +183,14 @@ class ClampedGate:
 class Mixture:
     """Experts in the place of an MLP.
 
-    `is_normalised`: the chosen experts' weights add up to 1. `shared_ffn_size`: of an expert that all tokens go to,
-    with a gate of its own; 0: there is none. `stacked`: the activation of experts whose tensors are stored together and
-    have biases, as the router has, whose softmax is of the chosen experts' logits alone; None: they are not.
+    Attributes:
+        is_normalised: the chosen experts' weights add up to 1, before they are multiplied by `scale`.
+        shared_ffn_size: of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
+        scoring: the softmax of all experts' scores; or the sigmoid of each one's, to which a correction is added for
+            the choice alone; or the softmax of the chosen ones' alone.
+        num_groups, chosen_groups: experts are chosen among those of some groups.
+        stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
+            they are not.
     """
 
     num_experts: int
@@ -166,6 +198,11 @@ class Mixture:
     experts_per_token: int
     is_normalised: bool = True
     shared_ffn_size: int = 0
+    shared_is_gated: bool = True
+    scoring: Literal["softmax", "sigmoid", "chosen softmax"] = "softmax"
+    num_groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
     stacked: ClampedGate | None = None
 
 
@@ -208,7 +245,8 @@ class Architecture:
     @property
     def windows(self) -> frozenset[int | None]:
         """The windows of the layers of attention; None: of those that have none."""
-        return frozenset(mixer.window for mixer in self.mixers if isinstance(mixer, Attention))
+        attending = [mixer for mixer in self.mixers if isinstance(mixer, Attention | LatentAttention)]
+        return frozenset(mixer.window if isinstance(mixer, Attention) else None for mixer in attending)
 
     def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
         """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""

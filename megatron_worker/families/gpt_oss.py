@@ -19,6 +19,7 @@ def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
         num_experts=config.num_experts,
         ffn_size=config.intermediate_size,
         experts_per_token=config.num_experts_per_tok,
+        scoring="chosen softmax",
         stacked=ClampedGate(config.swiglu_alpha, config.swiglu_limit),
     )
     mixers = tuple(dataclasses.replace(attention, window=window) for window in config.windows)

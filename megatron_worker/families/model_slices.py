@@ -1,6 +1,7 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Mlp
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, LatentAttention, Mixture, Mlp
+from megatron_worker.families.deepseek_v3 import latent_slices
 from megatron_worker.families.gpt_oss import stacked_expert_slices
 from megatron_worker.families.qwen3_5 import delta_net_slices
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -25,6 +26,8 @@ def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
     mixer = f"{ours}.self_attention"
     slices = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
     match a.mixers[layer]:
+        case LatentAttention() as latent:
+            slices += latent_slices(latent, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
         case Attention() as attention:
             slices += _attention(attention, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
         case DeltaNet() as delta_net:
@@ -79,7 +82,9 @@ def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours:
     for number in range(m.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
         slices += _swiglu(*names, hidden_size, m.ffn_size, etp, number)
-    if m.shared_ffn_size:
+    if m.shared_ffn_size and not m.shared_is_gated:
+        slices += _swiglu(f"{theirs}.shared_experts", f"{ours}.shared_expert", hidden_size, m.shared_ffn_size, tp)
+    elif m.shared_ffn_size:
         gate = f"{theirs}.shared_expert_gate.weight", f"{ours}.shared_gate.weight"
         slices.append(TensorSlice(*gate, (1, hidden_size), None, 0, 1))
         names = f"{theirs}.shared_expert", f"{ours}.shared_expert"

@@ -84,7 +84,8 @@ class Linear:
     """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
 
     name: str
-    kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
+    # Megatron's words: "column" splits output rows over ranks, "row" input columns; "whole": every rank has all of it.
+    kind: Literal["column", "row", "whole"]
     slices: tuple[TensorSlice, ...]
 
 
@@ -94,4 +95,5 @@ def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     for s in slices:
         if s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
-    return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
+    kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
+    return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_worker.families import routing
 from megatron_worker.families.architecture import Mixture
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
@@ -26,23 +27,21 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 class Router(torch.nn.Module):
     """Chooses the experts of each token, and their weights."""
 
+    correction: Tensor | None
+
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = Parameter(torch.empty(mixture.num_experts, hidden_size, dtype=dtype))
         self.bias = Parameter(torch.empty(mixture.num_experts, dtype=dtype)) if mixture.stacked else None
-        self._num_chosen, self._normalised = mixture.experts_per_token, mixture.is_normalised
+        is_corrected = mixture.scoring == "sigmoid"  # in float32 whatever is computed in, and never trained
+        self.register_buffer("correction", torch.zeros(mixture.num_experts) if is_corrected else None)
+        self._mixture = mixture
 
     def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
-        logit_sE = F.linear(hidden_sH, self.weight, self.bias)
-        if self.bias is not None:
-            logit_sK, expert_sK = logit_sE.topk(self._num_chosen, dim=-1)
-            return logit_sK.softmax(dim=-1), expert_sK
-        probability_sE = logit_sE.softmax(dim=-1, dtype=torch.promote_types(torch.float32, logit_sE.dtype))
-        weight_sK, expert_sK = probability_sE.topk(self._num_chosen, dim=-1)
-        if self._normalised:
-            weight_sK = weight_sK / weight_sK.sum(dim=-1, keepdim=True)
-        return weight_sK.to(hidden_sH.dtype), expert_sK
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]."""
+        score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
+        expert_sK = routing.choose(score_sE, self._mixture, self.correction)
+        return routing.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
 
 
 class Expert(torch.nn.Module):
@@ -113,15 +112,17 @@ class MegatronExperts(torch.nn.Module):
                 {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
             )
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
-        self.shared_gate = SharedGate(hidden_size, dtype) if mixture.shared_ffn_size else None
+        is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
+        self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
         self._mesh = mesh
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         output_sH = self._routed(hidden_sH)
-        if self.shared_expert is not None and self.shared_gate is not None:
+        if self.shared_expert is not None:
             shared_s1H, _bias = self.shared_expert(hidden_states)
-            output_sH = output_sH + self.shared_gate(hidden_sH) * shared_s1H.reshape(output_sH.shape)
+            shared_sH = shared_s1H.reshape(output_sH.shape)
+            output_sH = output_sH + (shared_sH if self.shared_gate is None else self.shared_gate(hidden_sH) * shared_sH)
         return output_sH.view(hidden_states.shape), None
 
     def _routed(self, hidden_sH: Tensor) -> Tensor:

@@ -23,11 +23,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture, Mlp
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mixer,
+    Mixture,
+    Mlp,
+)
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
+from megatron_worker.megatron.latent_attention import LatentSelfAttention
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
@@ -37,7 +46,10 @@ from megatron_worker.megatron.regions import arrange
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
-_OF_EACH_TOKEN = (".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias")
+_OF_EACH_TOKEN = (
+    *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
+    *(".query_down.weight", ".latent_down.weight"),
+)
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
 
@@ -77,7 +89,7 @@ class SwigluMLP(MLP):
 
 
 class MegatronModel:
-    """This rank's part of the model, its parameters views of `flat`. Frozen until trained.
+    """This rank's part of the model, its parameters views of `flat`. Frozen until trained; `constants` for ever.
 
     Parameters go by the names that they have in the whole model, whatever this stage calls them.
     """
@@ -99,6 +111,10 @@ class MegatronModel:
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
+        self.constants: dict[str, Tensor] = {}
+        for name, buffer in self._gpt.named_buffers():
+            buffer.data = buffer.to(mesh.device)
+            self.constants[self._whole_name(name)] = buffer
 
     def _whole_name(self, name: str) -> str:
         """Return a parameter's name in the whole model: its layer's number there; one name for tied embeddings."""
@@ -201,6 +217,9 @@ def _layer(mixer: Mixer, mlp: Mlp | Mixture, mesh: Mesh, norm: type[RMSNorm]) ->
     layer = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     match mixer:
+        case LatentAttention():
+            params = {"attention": mixer, "tp": mesh.tp, "norm": norm}
+            layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
         case Attention():
             attention = layer.submodules.self_attention
             attention.module, attention.params = PackedSelfAttention, {**attention.params, "attention": mixer}

@@ -20,13 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import (
-    Architecture,
-    Attention,
-    DeltaNet,
-    Mixture,
-    Rope,
-)
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, LatentAttention, Mixture, Rope
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
@@ -120,6 +114,8 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
+        if any(isinstance(mixer, LatentAttention) for mixer in self.architecture.mixers):
+            raise InvalidInput("multi-head latent attention is not computed by this sampler", str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture

@@ -11,16 +11,8 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
 FAMILIES = (
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "gpt_oss",
-    "qwen2",
-    "llama",
-    "mistral",
-    "ministral",
-    "smollm3",
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite"),
+    *("qwen2", "llama", "mistral", "ministral", "smollm3"),
 )
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
@@ -32,6 +24,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
     **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-5},
 }
 _SLIDING = "sliding_attention"
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
@@ -96,10 +90,10 @@ class DenseConfig(BaseModel):
     sliding_window: int | None = Field(default=None, ge=1)
     max_window_layers: int = Field(default=28, ge=0)
     layer_types: tuple[str, ...] | None = None
-    quantization_config: None = None
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
+    quantization_config: dict[str, Any] | None = None
 
     @property
     def rope(self) -> RopeConfig:
@@ -137,6 +131,16 @@ class DenseConfig(BaseModel):
     def size_of_heads(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that is rotated."""
+        return self.size_of_heads
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        """For each layer, its kind: those of one kind have tensors of the same names."""
+        return (None,) * self.num_hidden_layers
+
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
 
@@ -172,6 +176,11 @@ class MixtureConfig(DenseConfig):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] | None = None
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """Of an expert that every token goes to; 0: there is none."""
+        return 0
 
 
 class GptOssConfig(DenseConfig):
@@ -216,8 +225,11 @@ class HybridConfig(DenseConfig):
         return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
 
     @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_recurrent
+
+    @property
     def rotary_size(self) -> int:
-        """The part of a head that is rotated."""
         return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
 
 
@@ -228,6 +240,61 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
     norm_topk_prob: Literal[True] = True
     shared_expert_intermediate_size: int = Size
 
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.shared_expert_intermediate_size
+
+
+class LatentConfig(MixtureConfig):
+    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
+    that are chosen among groups by scores with a correction, in all layers but the first ones."""
+
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    n_shared_experts: int = Size
+    n_group: int = Size
+    topk_group: int = Size
+    routed_scaling_factor: float
+    first_k_dense_replace: int | None = Field(default=None, ge=0)  # of deepseek_v3
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None  # of glm4_moe_lite
+    q_lora_rank: int | None = Field(ge=1)
+    kv_lora_rank: int = Size
+    qk_nope_head_dim: int = Size
+    qk_rope_head_dim: int = Size
+    v_head_dim: int = Size
+    rope_interleave: bool = True
+    partial_rotary_factor: float = 1.0
+    num_predicting_layers: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def is_dense(self) -> tuple[bool, ...]:
+        """For each layer, whether it has an MLP in the place of experts."""
+        if self.mlp_layer_types is not None:
+            return tuple(kind == "dense" for kind in self.mlp_layer_types)
+        first = self.first_k_dense_replace if self.model_type == "deepseek_v3" else 1
+        return tuple(layer < (first or 0) for layer in range(self.num_hidden_layers))
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_dense
+
 
 _KINDS: dict[str, type[DenseConfig]] = {
     "gpt_oss": GptOssConfig,
@@ -235,11 +302,13 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "qwen3_5": HybridConfig,
     "qwen3_5_moe": HybridMixtureConfig,
     "smollm3": SmolLM3Config,
+    "deepseek_v3": LatentConfig,
+    "glm4_moe_lite": LatentConfig,
 }
 # Of families that we do not compute: what they need, and the family that is nearest to them among ours.
 _UNKNOWN: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "qwen3_moe")),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "deepseek_v3")),
+    "deepseek_v2": ("experts that a softmax chooses among groups", "deepseek_v3"),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
     "ministral3": ("queries whose scale grows with their position", "ministral"),
     "olmo3": ("norms behind its blocks", "mistral"),
@@ -311,6 +380,9 @@ def _not_computed(config: DenseConfig) -> str | None:
             return f"{name}=true is not supported for this family"
     if problem := _windows_not_computed(config):
         return problem
+    if isinstance(quantized := config.quantization_config, dict):
+        method = quantized.get("quant_method", "a method that it does not name")
+        return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
     if problem := _rope_not_computed(config.rope):
@@ -327,6 +399,26 @@ def _not_computed(config: DenseConfig) -> str | None:
         return "layers without experts among others with them are not supported"
     if config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return _not_latent(config) if isinstance(config, LatentConfig) else None
+
+
+def _not_latent(config: LatentConfig) -> str | None:
+    num_layers, first = config.num_hidden_layers, config.first_k_dense_replace
+    if len(config.is_dense) != num_layers:
+        return f"mlp_layer_types names {len(config.is_dense)} layers of {num_layers}"
+    if first is not None and config.is_dense != tuple(layer < first for layer in range(num_layers)):
+        return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
+    if config.num_key_value_heads not in (None, config.num_attention_heads):
+        return f"num_key_value_heads is {config.num_key_value_heads}: with latents each head has keys of its own"
+    if config.qk_rope_head_dim % 2 or {config.partial_rotary_factor, config.rope.partial_rotary_factor or 1} != {1}:
+        return f"qk_rope_head_dim is {config.qk_rope_head_dim}: all of it must be rotated, by pairs"
+    size, rest = divmod(config.num_experts, config.n_group)
+    if rest or size < 2:
+        return (
+            f"n_group is {config.n_group}, which does not cut {config.num_experts} experts into groups of two or more"
+        )
+    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
+        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
     return None
 
 

@@ -10,13 +10,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LINEARS, Linear, Lora
+from longshore.training import DELTA_NET, LATENT, LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
+_QUERY_KEY_VALUE: frozenset[Linear] = frozenset({"q_proj", "k_proj", "v_proj"})
+# The linears of which models have some: those of attention as it is, of hybrid models, of latents with one for queries
+# and without. All models have the others.
+_OF_SOME = _QUERY_KEY_VALUE | {*DELTA_NET, *LATENT}
+_OF_MODELS = (_QUERY_KEY_VALUE, _QUERY_KEY_VALUE | {*DELTA_NET}, {*LATENT}, {*LATENT[2:], "q_proj"})
 
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
@@ -134,16 +139,20 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
         ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
-        ("targets", _counted(found), _counted(expected)),
     ):
         if theirs != ours:
             raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
+    if not _are_alike({*found.targets}, {*expected.targets}):
+        wanted = f"{sorted(expected.targets)} is asked for"
+        raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
 
 
-def _counted(lora: Lora) -> list[Linear]:
-    """Return the targets, sorted; without those of gated delta nets where all others are there."""
-    others = set(LINEARS) - set(DELTA_NET)
-    return sorted(others if others <= set(lora.targets) else lora.targets)
+def _are_alike(one: set[Linear], other: set[Linear]) -> bool:
+    """Return True if there are models beside which both targets are the same linears."""
+    smaller, larger = sorted((one, other), key=len)
+    return smaller == larger or any(
+        larger & (some - _QUERY_KEY_VALUE or some) and smaller == larger - (_OF_SOME - some) for some in _OF_MODELS
+    )
 
 
 def beside(lora: Lora, linears: Container[str]) -> Lora:

@@ -1,14 +1,15 @@
 """The sizes of a model that limit its layouts, and the layouts and engines that can hold it."""
 
 from collections.abc import Container
+from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, Linear
+from longshore.training import DELTA_NET, LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, GptOssConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
+from shared.models.config import FAMILIES, DenseConfig, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss")
+_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -40,21 +41,32 @@ class ModelShape(Frozen):
     is_gated: bool = False  # attention: q_proj has a gate for each query
     has_stacked_experts: bool = False  # stored together: no adapter is beside them
     delta_net: DeltaNetShape | None = None
+    latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
+    num_dense: int = 0  # layers without experts of a model whose others have them
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that a layer or another has."""
+        own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
+        return tuple(name for name in LINEARS if name in own)
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
-        num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
-        num_mlps = 0 if self.has_stacked_experts else num_mlps
-        of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
+        of_layer = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
+        of_layer = 0 if self.has_stacked_experts else of_layer
+        num_mlps = of_layer * (self.num_layers - self.num_dense) + self.num_dense
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
-        of_delta_nets = sum(name in targets for name in DELTA_NET) * recurrent
-        return of_mlps + of_delta_nets + sum(name in targets for name in _OF_ATTENTION) * (self.num_layers - recurrent)
+        chosen = [name for name in self.linears if name in targets]
+        of_mlps, of_delta_nets = (sum(name in some for name in chosen) for some in (_OF_MLP, DELTA_NET))
+        of_attention = len(chosen) - of_mlps - of_delta_nets
+        return of_mlps * num_mlps + of_delta_nets * recurrent + of_attention * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, is_shared: bool = False) -> tuple[int, int]:
-        """Return the sizes of a linear's input and output; 0: not known. `is_shared`: of the shared expert."""
+    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "") -> tuple[int, int]:
+        """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
-        ffn = self.shared_ffn_size if is_shared else ffn
+        ffn = {"": self.ffn_size, "experts": self.expert_ffn_size, "shared": self.shared_ffn_size}[of]
+        if self.latent_linears and linear in self.latent_linears:
+            return self.latent_linears[linear]
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -68,7 +80,7 @@ class ModelShape(Frozen):
                 return self.hidden_size, ffn
             case "down_proj":
                 return ffn, self.hidden_size
-        raise AssertionError(linear)
+        return 0, 0
 
     def _size_in_delta_net(self, linear: Linear) -> tuple[int, int]:
         if (delta := self.delta_net) is None:
@@ -85,6 +97,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
     stacked = config if isinstance(config, GptOssConfig) else None
     experts = mixture or stacked
     hybrid = config if isinstance(config, HybridConfig) else None
+    latent = config if isinstance(config, LatentConfig) else None
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -95,12 +108,27 @@ def shape_of(config: DenseConfig) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=experts.num_experts if experts else 0,
         expert_ffn_size=stacked.intermediate_size if stacked else mixture.moe_intermediate_size if mixture else 0,
-        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        shared_ffn_size=mixture.shared_ffn_size if mixture else 0,
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         has_stacked_experts=stacked is not None,
         delta_net=hybrid and _delta_net(hybrid),
+        latent_linears=latent and _latent_linears(latent),
+        num_dense=latent.is_dense.count(True) if latent else 0,
     )
+
+
+def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:
+    num_heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
+    keys, values = num_heads * config.size_of_heads, num_heads * config.v_head_dim
+    sizes: dict[Linear, tuple[int, int]] = {
+        "kv_a_proj_with_mqa": (hidden_size, config.kv_lora_rank + config.qk_rope_head_dim),
+        "kv_b_proj": (config.kv_lora_rank, num_heads * config.qk_nope_head_dim + values),
+        "o_proj": (values, hidden_size),
+    }
+    if rank is None:
+        return sizes | {"q_proj": (hidden_size, keys)}
+    return sizes | {"q_a_proj": (hidden_size, rank), "q_b_proj": (rank, keys)}
 
 
 def _delta_net(config: HybridConfig) -> DeltaNetShape:
@@ -125,7 +153,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
-        *([] if shape.num_experts else [("feed-forward size", shape.ffn_size)]),
+        *([] if shape.num_experts and not shape.num_dense else [("feed-forward size", shape.ffn_size)]),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
     ):

@@ -36,6 +36,9 @@ def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, se
                 weight.copy_(0.3 * noise)
             elif "A_log" not in name:  # rates from fast to slow already
                 weight.copy_(3 * weight)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 

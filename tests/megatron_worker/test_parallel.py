@@ -39,12 +39,17 @@ EXPERTS = {
 HYBRID = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
 HYBRID_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)]}
 WINDOWS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, ep=2), Layout(pp=2), Layout(cp=2)]}
+LATENT = {
+    2: [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)],
+    4: [Layout(tp=2, sp=True, cp=2, ep=2)],
+}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},
     "hybrid": {"family": "qwen3_5", "tied": False},
     "hybrid-experts": {"family": "qwen3_5_moe", "tied": False},
     "windows": {"family": "gpt_oss", "tied": False},
+    "latent": {"family": "deepseek_v3", "tied": False},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -59,7 +64,7 @@ ALL_FAULTS = {
 FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
-    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS), strict=True)
+    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS, LATENT), strict=True)
     for own in worlds.values()
     for layout in own
 ]

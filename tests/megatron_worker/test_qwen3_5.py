@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.layout import Layout
-from longshore.training import DELTA_NET, LINEARS, Lora
+from longshore.training import DELTA_NET, Lora
 from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
@@ -107,7 +107,8 @@ def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
     from peft import PeftModel
 
     is_mixture = read_architecture(model).num_experts > 0
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET) if is_mixture else LINEARS
+    of_mlps = () if is_mixture else ("gate_proj", "up_proj", "down_proj")
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *of_mlps, *DELTA_NET)
     driven = start("megatron", model)
     driven.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
     driven.save(tmp_path / "start")

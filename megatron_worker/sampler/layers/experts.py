@@ -8,8 +8,8 @@ an expert have other heights, and give other bits, when other slots choose other
 weights gathered for it reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
 computes just the tokens that chose it.
 
-The formula is the trainer's (megatron_worker/megatron/experts.py): softmax in float32, products in the weights' dtype,
-outputs added up in the order of the experts' numbers.
+The formula is the trainer's: experts are chosen by the same functions (megatron_worker/families/routing.py), products
+are in the weights' dtype, outputs added up in the order of the experts' numbers.
 
 Shape suffixes: T tokens or slots, M those that chose one expert, H hidden size, E experts, K experts of a token.
 """
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_worker.families import routing
 from megatron_worker.families.architecture import ClampedGate, Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
@@ -50,8 +51,7 @@ class SamplerExperts:
 
     router_EH: Tensor
     mlps: tuple[Mlp | StackedMlp, ...]
-    num_chosen: int
-    normalised: bool
+    mixture: Mixture
     shared: tuple[Mlp, Tensor] | None = None
     router_bias_E: Tensor | None = None
 
@@ -80,14 +80,9 @@ class SamplerExperts:
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
-        if self.router_bias_E is not None:
-            logit_TK, expert_TK = F.linear(x_TH, self.router_EH, self.router_bias_E).topk(self.num_chosen, dim=-1)
-            return logit_TK.softmax(dim=-1), expert_TK
-        probability_TE = F.linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
-        weight_TK, expert_TK = probability_TE.topk(self.num_chosen, dim=-1)
-        if self.normalised:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        return weight_TK.to(x_TH.dtype), expert_TK
+        score_TE = routing.scores(x_TH, self.router_EH, self.mixture, self.router_bias_E)
+        expert_TK = routing.choose(score_TE, self.mixture)
+        return routing.weights(score_TE, expert_TK, self.mixture).to(x_TH.dtype), expert_TK
 
 
 def fuse_experts(
@@ -100,10 +95,10 @@ def fuse_experts(
         stacks = [weights[f"{module}.experts.{name}"] for name in names]
         stacked = tuple(StackedMlp(mixture.stacked, *parts) for parts in zip(*stacks, strict=True))
         router = weights[f"{module}.router.weight"], weights[f"{module}.router.bias"]
-        return SamplerExperts(router[0], stacked, mixture.experts_per_token, False, router_bias_E=router[1])
+        return SamplerExperts(router[0], stacked, mixture, router_bias_E=router[1])
     mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(mixture.num_experts))
     shared = None
     if mixture.shared_ffn_size:
         shared = fuse_mlp(f"{module}.shared_expert", weights, slices), weights[f"{module}.shared_expert_gate.weight"]
     router_EH = weights[f"{module}.gate.weight"]
-    return SamplerExperts(router_EH, mlps, mixture.experts_per_token, mixture.is_normalised, shared)
+    return SamplerExperts(router_EH, mlps, mixture, shared)

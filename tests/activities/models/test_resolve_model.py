@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save, save_file
+from safetensors.numpy import load_file, save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
 from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.models.config import FAMILIES
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings
@@ -26,7 +27,7 @@ from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
-from tests.megatron_worker.rows import model_with_tower
+from tests.megatron_worker.rows import distinct_model, model_with_tower
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -215,7 +216,7 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, gpt_oss, qwen2, llama, mistral, ministral, smollm3"
+    known = ", ".join(FAMILIES)
     assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
@@ -399,6 +400,21 @@ def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size()
     with pytest.raises(InvalidInput, match="its first bytes are not the size of a header"):
         read_tensor_entries(read, size, "file")
     assert asked == [(0, 8)]
+
+
+def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp_path) -> None:
+    model = distinct_model(tmp_path, "deepseek_v3", tied=False)
+    found = resolve(config, model)
+    assert found.shape == shape_of(read_config(model))
+    assert (found.shape.num_dense, found.shape.num_layers) == (1, 2)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.2.enorm.weight"] = np.ones(64, np.float32)
+    save_file(tensors, model / "model.safetensors")
+    assert "the weights lack the tensor model.layers.2.eh_proj.weight" in refusal(config, model)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": np.ones((64, 128), np.float32)}, model / "model.safetensors")
+    assert resolve(config, model).shape == found.shape
+    edit(model / "config.json", quantization_config={"quant_method": "fp8"})
+    assert "quantization_config: weights that fp8 has quantized are not read" in refusal(config, model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
