@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"]
+Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3", "nemotron_h"]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -100,6 +100,7 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
         LlamaConfig,
         MistralConfig,
+        NemotronHConfig,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
@@ -127,6 +128,14 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
             experts["shared_expert_intermediate_size"] = sizes["hidden_size"] // 2
             return Qwen3_5MoeTextConfig(**sizes, **delta_net, **experts)
+        case "nemotron_h":  # a layer is one block, and its embeddings are never tied
+            sizes["tie_word_embeddings"] = False
+            kinds, num_layers = ("linear_attention", "full_attention", "moe", "mlp"), sizes.pop("num_hidden_layers")
+            mamba = {"mamba_num_heads": 4, "mamba_head_dim": size, "ssm_state_size": size, "n_groups": 2}
+            experts = {"n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5, "moe_latent_size": 2 * size}
+            ffn = {"moe_intermediate_size": 2 * size, "moe_shared_expert_intermediate_size": 3 * size}
+            blocks = [kinds[layer % 4] for layer in range(num_layers)]
+            return NemotronHConfig(**sizes, **mamba, **experts, **ffn, layers_block_type=blocks)
         case "qwen3":
             return Qwen3Config(**sizes)
         case "qwen3_moe":

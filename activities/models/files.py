@@ -14,8 +14,8 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule, refused_value
 from shared.models.config import (
     DenseConfig,
-    HybridConfig,
     decoder_settings,
+    prefix_of,
     read_model_config,
 )
 from shared.models.shape import ModelShape, shape_of
@@ -45,7 +45,7 @@ _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*rotary_emb)(.+)")
+_OF_LAYER = re.compile(r"(?:backbone|model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)")
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -296,14 +296,13 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
 
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
-    prefix = config.tensor_prefix
-    kinds = config.is_recurrent if isinstance(config, HybridConfig) else (False,) * config.num_hidden_layers
-    embedded = f"{prefix}.embed_tokens.weight"
-    needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
-    for is_recurrent in sorted(set(kinds)):
-        layers = [number for number, kind in enumerate(kinds) if kind == is_recurrent]
+    prefix, names, kinds = prefix_of(config, tensors), config.names, config.layer_kinds
+    embedded = f"{prefix}.{names.embedding}.weight"
+    needed = [embedded, f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+    for own in sorted(set(kinds)):
+        layers = [number for number, kind in enumerate(kinds) if kind == own]
         found = {match[2] for name in tensors if (match := _OF_LAYER.fullmatch(name)) and int(match[1]) in layers}
-        suffixes = sorted(found | {"input_layernorm.weight"})
+        suffixes = sorted(found | {f"{names.mixer_norm}.weight"})
         needed += [f"{prefix}.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes]
     for name in needed:
         if name not in tensors:

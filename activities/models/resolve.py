@@ -53,7 +53,8 @@ _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)"
+    r"(self_attn|linear_attn|mixer(\.experts\.\d+|\.shared_experts)?|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)"
+    r"\.(?P<linear>\w+)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 

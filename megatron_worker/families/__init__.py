@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import qwen3_5
+from megatron_worker.families import nemotron_h, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -22,6 +22,7 @@ from shared.models.config import (
     HybridConfig,
     HybridMixtureConfig,
     MixtureConfig,
+    NemotronHConfig,
     RopeConfig,
     SmolLM3Config,
     read_model_config,
@@ -48,7 +49,10 @@ def read_config(folder: Path) -> DenseConfig:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return read_model_config(values, str(path))
+    config = read_model_config(values, str(path))
+    if isinstance(config, NemotronHConfig):
+        return nemotron_h.named_as_in(folder, config)
+    return config
 
 
 def architecture_of(config: DenseConfig) -> Architecture:
@@ -69,6 +73,9 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "qwen3_5" | "qwen3_5_moe":
             assert isinstance(config, HybridConfig)
             return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
+        case "nemotron_h":
+            assert isinstance(config, NemotronHConfig)
+            return nemotron_h.architecture(config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 

@@ -71,8 +71,7 @@ class LayerNeeds:
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        delta_net = architecture.delta_net
-        return cls(architecture.frequencies(device), None if delta_net is None else delta_net.conv_width)
+        return cls(architecture.frequencies(device), architecture.conv_width)
 
 
 def plan_bin(

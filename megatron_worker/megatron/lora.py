@@ -33,7 +33,7 @@ from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
-from shared.models.peft import PREFIX
+from shared.models.peft import PREFIX, module_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,10 @@ class AdaptedRowLinear(RowParallelLinear):
 
 
 class ExpertLinear(torch.nn.Module):
-    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none."""
+    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none.
+
+    It has no collectives: whoever calls it brings tokens together, and adds outputs up. So do linears beside latents.
+    """
 
     lora: LoraWeights | None = None
 
@@ -226,8 +229,8 @@ def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> l
     """Return A and B of every part, under PEFT's names."""
     slices = []
     for number, part in enumerate(parts):
-        module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
-        split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
+        module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
+        split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
         start, stop = number * rank, (number + 1) * rank
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
         slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)

@@ -131,6 +131,9 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
+        if not all(isinstance(mixer, Attention | DeltaNet) for mixer in self.architecture.mixers):
+            message = f"the small sampler has no decoder of its own for {self.architecture.family}"
+            raise InvalidInput(message, str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
@@ -353,6 +356,7 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
 
 def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
     prefix, mixer = f"{a.tensor_prefix}.layers.{number}", a.mixers[number]
+    assert isinstance(mixer, Attention | DeltaNet)  # else the family was refused
     mlp = f"{prefix}.mlp"
     return Layer(
         input_norm_H=weights[f"{prefix}.input_layernorm.weight"],

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LINEARS, Linear, Lora
+from longshore.training import LINEARS, MAMBA, Linear, Lora
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
@@ -28,6 +28,21 @@ _WITHOUT_EFFECT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
 )
+
+
+# transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
+_RENAMED = (("backbone.", "model."),)
+_IN_ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+_EVERY_LINEAR = (_IN_ALL | {"gate_proj"}, _IN_ALL | set(MAMBA))  # of the models of a family, at the least
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module that a model's tensor belongs to."""
+    module = tensor.rpartition(".")[0]
+    for in_files, in_memory in _RENAMED:
+        if module.startswith(in_files):
+            return in_memory + module.removeprefix(in_files)
+    return module
 
 
 def _listed(value: object) -> object:
@@ -141,9 +156,9 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
 
 
 def _counted(lora: Lora) -> list[Linear]:
-    """Return the targets, sorted; without those of gated delta nets where all others are there."""
-    others = set(LINEARS) - set(DELTA_NET)
-    return sorted(others if others <= set(lora.targets) else lora.targets)
+    """Return the targets, sorted; every linear there is where they are all that some family has."""
+    is_all = any(family <= set(lora.targets) for family in _EVERY_LINEAR)
+    return sorted(LINEARS if is_all else lora.targets)
 
 
 def beside(lora: Lora, linears: Container[str]) -> Lora:

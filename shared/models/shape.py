@@ -4,11 +4,19 @@ from collections.abc import Container
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, Linear
+from longshore.training import DELTA_NET, LATENT_EXPERTS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
+from shared.models.config import (
+    FAMILIES,
+    Block,
+    DenseConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    MixtureConfig,
+    NemotronHConfig,
+)
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")
+_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -21,6 +29,27 @@ class DeltaNetShape(Frozen):
     num_value_heads: int
     key_size: int
     value_size: int
+
+
+class BlocksShape(Frozen):
+    """What each layer is, of a model whose layers are one block each, and the sizes of its Mamba-2 mixers.
+
+    `num_made`: outputs of their first linear. `latent_size`: of its experts; 0: they work in the model's dimensions.
+    """
+
+    layers: tuple[Block, ...]
+    num_groups: int
+    num_made: int
+    latent_size: int
+
+    def numbers(self, num_mlps: int) -> dict[Linear, int]:
+        """Return how many there are of each linear, if a layer with experts has `num_mlps`."""
+        of_mlps, of_latents = self.layers.count("mlp") + num_mlps * self.layers.count("moe"), self.layers.count("moe")
+        return {
+            **dict.fromkeys(_OF_ATTENTION, self.layers.count("attention")),
+            **{"up_proj": of_mlps, "down_proj": of_mlps, "in_proj": self.layers.count("mamba")},
+            **dict.fromkeys(LATENT_EXPERTS, of_latents if self.latent_size else 0),
+        }
 
 
 class ModelShape(Frozen):
@@ -39,10 +68,13 @@ class ModelShape(Frozen):
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
+    blocks: BlocksShape | None = None
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
         num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
+        if self.blocks is not None:
+            return sum(number for name, number in self.blocks.numbers(num_mlps).items() if name in targets)
         of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
         of_delta_nets = sum(name in targets for name in DELTA_NET) * recurrent
@@ -53,6 +85,11 @@ class ModelShape(Frozen):
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
         ffn = self.shared_ffn_size if is_shared else ffn
+        if self.blocks is not None and linear not in _OF_ATTENTION:
+            latent, made = self.blocks.latent_size, self.blocks.num_made
+            between = {"in_proj": made, "fc1_latent_proj": latent, "fc2_latent_proj": self.hidden_size}
+            inputs = {"in_proj": self.hidden_size, "fc1_latent_proj": self.hidden_size, "fc2_latent_proj": latent}
+            return inputs.get(linear, 0), between.get(linear, 0)  # MLPs, shared or not, and experts differ
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -81,6 +118,8 @@ class ModelShape(Frozen):
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     hybrid = config if isinstance(config, HybridConfig) else None
+    if isinstance(config, NemotronHConfig):
+        return _shape_of_blocks(config)
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -95,6 +134,30 @@ def shape_of(config: DenseConfig) -> ModelShape:
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
+    )
+
+
+def _shape_of_blocks(config: NemotronHConfig) -> ModelShape:
+    has_experts, values = "moe" in config.blocks, config.mamba_num_heads * config.mamba_head_dim
+    num_made = 2 * values + 2 * config.n_groups * config.ssm_state_size + config.mamba_num_heads
+    return ModelShape(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        ffn_size=config.intermediate_size if "mlp" in config.blocks else 0,
+        vocab_size=config.vocab_size,
+        num_experts=config.n_routed_experts if has_experts else 0,
+        expert_ffn_size=config.moe_intermediate_size if has_experts else 0,
+        shared_ffn_size=config.moe_shared_expert_intermediate_size if has_experts else 0,
+        head_dim=config.size_of_heads,
+        blocks=BlocksShape(
+            layers=config.blocks,
+            num_groups=config.n_groups,
+            num_made=num_made,
+            latent_size=config.moe_latent_size or 0,
+        ),
     )
 
 
@@ -120,15 +183,16 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
-        *([] if shape.num_experts else [("feed-forward size", shape.ffn_size)]),
+        ("feed-forward size", 0 if shape.num_experts and shape.blocks is None else shape.ffn_size),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
+        ("groups of its Mamba layers", shape.blocks.num_groups if shape.blocks else 0),
     ):
         if size % layout.tp:
             raise InvalidInput(f"tp={layout.tp} does not divide the model's {size} {name}", "layout.tp")
     if layout.sp and layout.tp == 1:
         raise InvalidInput("sp shares tokens out over tensor-parallel ranks: it needs tp of at least 2", "layout.sp")
-    if layout.cp > 1 and shape.delta_net is not None:
+    if layout.cp > 1 and (shape.delta_net or shape.blocks) is not None:
         message = f"cp={layout.cp} cuts sequences, and the states of this model's recurrent layers are not passed on"
         raise InvalidInput(message, "layout.cp")
     if layout.pp > shape.num_layers:
