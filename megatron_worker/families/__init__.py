@@ -75,7 +75,7 @@ def architecture_of(config: DenseConfig) -> Architecture:
             return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
         case "nemotron_h":
             assert isinstance(config, NemotronHConfig)
-            return nemotron_h.architecture(config)
+            return nemotron_h.architecture(_sized(config, _attention(config)), config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 

@@ -80,11 +80,9 @@ def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours:
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
         slices += _mlp(m, *names, m.latent_size or hidden_size, etp, number)
     if m.latent_size:
-        into, back = (m.latent_size, hidden_size), (hidden_size, m.latent_size)
-        names = f"{theirs}.fc1_latent_proj.weight", f"{ours}.latent_in.weight"
-        slices.append(TensorSlice(*names, into, None, 0, m.latent_size))
-        names = f"{theirs}.fc2_latent_proj.weight", f"{ours}.latent_out.weight"
-        slices.append(TensorSlice(*names, back, None, 0, hidden_size))
+        into, out = (m.latent_size, hidden_size), (hidden_size, m.latent_size)
+        for name, own, shape in (("fc1_latent_proj", "latent_in", into), ("fc2_latent_proj", "latent_out", out)):
+            slices.append(TensorSlice(f"{theirs}.{name}.weight", f"{ours}.{own}.weight", shape, None, 0, shape[0]))
     if m.shared_ffn_size and m.shared_is_gated:
         gate = f"{theirs}.shared_expert_gate.weight", f"{ours}.shared_gate.weight"
         slices.append(TensorSlice(*gate, (1, hidden_size), None, 0, 1))

@@ -5,12 +5,13 @@ is not trained: it is read in float32 whatever the model computes in, and carrie
 """
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_worker.families.architecture import Architecture, Attention, Mamba2, Mixer, Mixture, Mlp
+from megatron_worker.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.config import NemotronHConfig, prefix_of
 
@@ -18,24 +19,19 @@ from shared.models.config import NemotronHConfig, prefix_of
 def named_as_in(folder: Path, config: NemotronHConfig) -> NemotronHConfig:
     """Return the config with what the names of this folder's tensors begin with: transformers writes `backbone`."""
     index = folder / "model.safetensors.index.json"
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):  # reading weights says what is wrong
         if index.exists():
             names = list(json.loads(index.read_bytes())["weight_map"])
         else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                names = list(file.keys())
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        names = []  # whoever reads the weights says what is wrong with them
-    return config.model_copy(update={"tensor_prefix": prefix_of(config, names)})
+            names = list(safe_open(folder / "model.safetensors", framework="pt").keys())
+        return config.model_copy(update={"tensor_prefix": prefix_of(config, names)})
+    return config
 
 
-def architecture(config: NemotronHConfig) -> Architecture:
-    attention = Attention(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.size_of_heads,
-        rope=None,
-    )
+def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
+    """Return the architecture, given one whose layers are all attention and experts."""
+    (mixture, *_) = alike.mlps
+    assert isinstance(mixture, Mixture)
     mamba = Mamba2(
         num_heads=config.mamba_num_heads,
         head_size=config.mamba_head_dim,
@@ -45,11 +41,8 @@ def architecture(config: NemotronHConfig) -> Architecture:
         conv_bias=config.use_conv_bias,
         least_step=config.time_step_min,
     )
-    mixture = Mixture(
-        num_experts=config.n_routed_experts,
-        ffn_size=config.moe_intermediate_size,
-        experts_per_token=config.num_experts_per_tok,
-        is_normalised=config.norm_topk_prob,
+    mixture = replace(
+        mixture,
         shared_ffn_size=config.moe_shared_expert_intermediate_size,
         shared_is_gated=False,
         activation="relu2",
@@ -60,18 +53,15 @@ def architecture(config: NemotronHConfig) -> Architecture:
         scale=config.routed_scaling_factor,
         latent_size=config.moe_latent_size or 0,
     )
-    mlp = Mlp(config.intermediate_size, activation="relu2", is_gated=False)
-    mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention}
-    mlps: dict[str, Mlp | Mixture] = {"mlp": mlp, "moe": mixture}
-    whole = Architecture(
-        family=config.model_type,
+    mixers: dict[str, Mixer] = {"mamba": mamba, "attention": replace(alike.attention, rope=None)}
+    mlps: dict[str, Mlp | Mixture] = {
+        "mlp": Mlp(config.intermediate_size, activation="relu2", is_gated=False),
+        "moe": mixture,
+    }
+    whole = replace(
+        alike,
         mixers=tuple(map(mixers.get, config.blocks)),
         mlps=tuple(map(mlps.get, config.blocks)),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        norm_eps=config.rms_norm_eps,
-        tied=False,
-        tensor_prefix=config.tensor_prefix,
         names=config.names,
     )
     return replace(whole, carried=(*config.carried, *(s.name for s in corrections(whole))))

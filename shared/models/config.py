@@ -194,7 +194,7 @@ _BLOCKS: dict[str, Block] = {
 }
 
 
-class NemotronHConfig(DenseConfig):
+class NemotronHConfig(MixtureConfig):
     """The config of Nemotron-H: each layer is one block, a Mamba-2 mixer, attention, an MLP or experts."""
 
     names: ClassVar[TensorNames] = TensorNames(
@@ -214,9 +214,7 @@ class NemotronHConfig(DenseConfig):
     conv_kernel: int = Field(default=4, ge=2, validation_alias=AliasChoices("mamba_d_conv", "conv_kernel"))
     use_conv_bias: bool = Field(default=True, validation_alias=AliasChoices("mamba_conv_bias", "use_conv_bias"))
     time_step_min: float = Field(default=0.001, validation_alias=AliasChoices("mamba_dt_min", "time_step_min"))
-    n_routed_experts: int = Field(
-        default=8, ge=2, validation_alias=AliasChoices("n_routed_experts", "num_local_experts")
-    )
+    num_experts: int = Field(default=8, ge=2, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
     n_shared_experts: Literal[1] = 1
     num_experts_per_tok: int = Field(default=2, ge=1)
     moe_intermediate_size: int = Field(default=7688, ge=1)
@@ -371,18 +369,19 @@ def _not_hybrid(config: HybridConfig) -> str | None:
 
 
 def _not_nemotron(config: NemotronHConfig) -> str | None:
-    experts, groups = config.n_routed_experts, config.n_group
+    size, rest = divmod(config.num_experts, config.n_group)
     if config.sliding_window is not None:
         return f"a sliding_window, here of {config.sliding_window} tokens, is not supported"
     if "attention" not in config.blocks:
         return "layers_block_type: at least one layer of attention is needed"
     if config.mamba_num_heads % config.n_groups:
         return f"n_groups: {config.n_groups} groups do not divide {config.mamba_num_heads} heads of Mamba layers"
-    if experts % groups or experts < 2 * groups:
-        return f"n_group: {experts} experts in {groups} groups, which have to be equal, of two at least"
-    if config.topk_group > groups or config.num_experts_per_tok > config.topk_group * experts // groups:
-        chosen = f"{config.topk_group} of {groups} groups of {experts // groups}"
-        return f"a token goes to {config.num_experts_per_tok} experts in {chosen}"
+    if rest or size < 2:
+        return (
+            f"n_group: {config.num_experts} experts in {config.n_group} groups, which have to be equal, of two at least"
+        )
+    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
+        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
     return None
 
 

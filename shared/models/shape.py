@@ -32,15 +32,14 @@ class DeltaNetShape(Frozen):
 
 
 class BlocksShape(Frozen):
-    """What each layer is, of a model whose layers are one block each, and the sizes of its Mamba-2 mixers.
+    """What each layer is, of a model whose layers are one block each; groups of heads of its Mamba-2 mixers.
 
-    `num_made`: outputs of their first linear. `latent_size`: of its experts; 0: they work in the model's dimensions.
+    `has_latents`: experts work in fewer dimensions than the model.
     """
 
     layers: tuple[Block, ...]
     num_groups: int
-    num_made: int
-    latent_size: int
+    has_latents: bool
 
     def numbers(self, num_mlps: int) -> dict[Linear, int]:
         """Return how many there are of each linear, if a layer with experts has `num_mlps`."""
@@ -48,7 +47,7 @@ class BlocksShape(Frozen):
         return {
             **dict.fromkeys(_OF_ATTENTION, self.layers.count("attention")),
             **{"up_proj": of_mlps, "down_proj": of_mlps, "in_proj": self.layers.count("mamba")},
-            **dict.fromkeys(LATENT_EXPERTS, of_latents if self.latent_size else 0),
+            **dict.fromkeys(LATENT_EXPERTS, of_latents if self.has_latents else 0),
         }
 
 
@@ -86,10 +85,7 @@ class ModelShape(Frozen):
         ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
         ffn = self.shared_ffn_size if is_shared else ffn
         if self.blocks is not None and linear not in _OF_ATTENTION:
-            latent, made = self.blocks.latent_size, self.blocks.num_made
-            between = {"in_proj": made, "fc1_latent_proj": latent, "fc2_latent_proj": self.hidden_size}
-            inputs = {"in_proj": self.hidden_size, "fc1_latent_proj": self.hidden_size, "fc2_latent_proj": latent}
-            return inputs.get(linear, 0), between.get(linear, 0)  # MLPs, shared or not, and experts differ
+            return 0, 0  # MLPs, shared or not, and experts differ
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -118,9 +114,7 @@ class ModelShape(Frozen):
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     hybrid = config if isinstance(config, HybridConfig) else None
-    if isinstance(config, NemotronHConfig):
-        return _shape_of_blocks(config)
-    return ModelShape(
+    shape = ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -135,30 +129,18 @@ def shape_of(config: DenseConfig) -> ModelShape:
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
     )
+    return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
 
-def _shape_of_blocks(config: NemotronHConfig) -> ModelShape:
-    has_experts, values = "moe" in config.blocks, config.mamba_num_heads * config.mamba_head_dim
-    num_made = 2 * values + 2 * config.n_groups * config.ssm_state_size + config.mamba_num_heads
-    return ModelShape(
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        ffn_size=config.intermediate_size if "mlp" in config.blocks else 0,
-        vocab_size=config.vocab_size,
-        num_experts=config.n_routed_experts if has_experts else 0,
-        expert_ffn_size=config.moe_intermediate_size if has_experts else 0,
-        shared_ffn_size=config.moe_shared_expert_intermediate_size if has_experts else 0,
-        head_dim=config.size_of_heads,
-        blocks=BlocksShape(
-            layers=config.blocks,
-            num_groups=config.n_groups,
-            num_made=num_made,
-            latent_size=config.moe_latent_size or 0,
-        ),
+def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
+    without: dict[str, int] = {} if "mlp" in config.blocks else {"ffn_size": 0}
+    if "moe" not in config.blocks:
+        without |= {"num_experts": 0, "expert_ffn_size": 0}
+    shared_ffn_size = config.moe_shared_expert_intermediate_size if "moe" in config.blocks else 0
+    blocks = BlocksShape(
+        layers=config.blocks, num_groups=config.n_groups, has_latents=config.moe_latent_size is not None
     )
+    return shape.model_copy(update={**without, "shared_ffn_size": shared_ffn_size, "blocks": blocks})
 
 
 def _delta_net(config: HybridConfig) -> DeltaNetShape:

@@ -30,6 +30,8 @@ def distinct_model(
     """A tiny model whose norms are not ones and whose biases are not zeros. `config`: changes of its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if family == "nemotron_h":
+        sizes = {"num_layers": 4} | sizes  # one of each kind
     make_tiny_model(folder, ["hello there"], family=family, tied=tied, vocab_size=VOCAB_SIZE, seed=seed, **sizes)
     model = AutoModelForCausalLM.from_pretrained(folder)
     if config:

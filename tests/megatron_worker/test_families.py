@@ -22,7 +22,8 @@ from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
 
 NAMES = list(get_args(Family))
-FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
+NEVER_TIED = {"nemotron_h"}
+FAMILIES = [(family, tied) for family in NAMES for tied in (True, False) if not (tied and family in NEVER_TIED)]
 LENGTHS = (90, 2, 700, 33)
 
 
@@ -69,7 +70,8 @@ def test_named_weights_are_the_files_own(tmp_path, family, tied):
     folder = distinct_model(tmp_path, family, tied)
     files = load_file(folder / "model.safetensors")
     weights = {name: weight.clone() for name, weight in MegatronEngine(folder, Layout(), "float32").named_weights()}
-    assert set(weights) == set(files) - ({"lm_head.weight"} if tied else set())
+    carried = read_architecture(folder).carried  # of the corrections of routers, which are not trained
+    assert set(weights) == {n for n in files if not n.startswith(carried) and not (tied and n == "lm_head.weight")}
     assert all(torch.equal(weights[name], files[name]) for name in weights)
 
 
@@ -104,7 +106,7 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     assert new.attention.rope.scaling is not None
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "nemotron_h"])  # it encodes no positions
 def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
     from transformers import AutoConfig
 

@@ -262,7 +262,7 @@ def test_published_names_are_read(model, kind, tmp_path):
         ({"sliding_window": 128}, "a sliding_window, here of 128"),
         ({"n_shared_experts": 2}, "n_shared_experts"),
         ({"n_group": 8}, "8 experts in 8 groups"),
-        ({"n_group": 4, "num_experts_per_tok": 3}, "3 experts in 1 of 4 groups of 2"),
+        ({"n_group": 4, "num_experts_per_tok": 3}, "1 of 4 groups, for 3 experts"),
     ],
     ids=str,
 )

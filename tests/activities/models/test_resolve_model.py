@@ -215,7 +215,7 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3"
+    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3, nemotron_h"
     assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
