@@ -18,6 +18,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
+from shared.models.merging import Merger
 from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient, start
@@ -174,7 +175,15 @@ def test_twenty_lora_steps_equal_those_of_peft(model, kind, tmp_path):
     driven.save(tmp_path / "end")
     reloaded = PeftModel.from_pretrained(transformers_model(model), tmp_path / "end" / "weights")
     row = [STEPS[0][2]]
-    assert (logprobs(driven, bin_of(row)) - logprobs_in_transformers(reloaded, row)).abs().max() <= 1e-5
+    expected_N = logprobs_in_transformers(reloaded, row)
+    assert (logprobs(driven, bin_of(row)) - expected_N).abs().max() <= 1e-5
+    merged = shutil.copytree(model, tmp_path / "merged")
+    with (tmp_path / "end/weights/adapter_model.safetensors").open("rb") as weights:
+        merger = Merger.of(Lora(rank=4, alpha=8, targets=TARGETS[kind]), weights, "adapter")
+    with (model / "model.safetensors").open("rb") as source, (merged / "model.safetensors").open("wb") as target:
+        merger.merge(source, target, "base")
+    merger.check_used("base")
+    assert (logprobs_in_transformers(transformers_model(merged), row) - expected_N).abs().max() <= 1e-5
 
 
 def test_twenty_full_steps_equal_those_of_torch(model, tmp_path):
