@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.machine import provenance
 from examples.tiny_model import Family
 from longshore.layout import Layout
-from longshore.training import DELTA_NET, LATENT, LINEARS, Full, Lora
+from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.engine import Engine
 from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
@@ -50,11 +50,11 @@ with random weights, in float32 on the CPU, against transformers {transformers} 
 | gradient | of a prefix tree with its sequences', by the largest element of any gradient |
 | LoRA, full | losses of 20 steps with those of PEFT, and of transformers (relative) |
 | saved | logits of the saved model in transformers with those of the model that transformers trained |
-| sampler | log-probabilities that its own decoder's steps draw by with the trainer's (nats) |
+| sampler | log-probabilities that its steps draw by with the trainer's (nats); none: it has no decoder for the family |
 | layouts | of two ranks that hold the family; others are refused by name |
 
-LoRA is beside every linear; beside those of attention and of delta nets in mixtures, as PEFT sees no linears in the
-experts of transformers. How far layouts differ from one rank is in [parallel layouts](layouts.md).
+LoRA is beside every linear; in mixtures beside those of attention, delta nets and Mamba-2, and around experts, as PEFT
+sees no linears in the experts of transformers. How far layouts differ from one rank: [parallel layouts](layouts.md).
 
 """
 
@@ -109,7 +109,8 @@ def lora_steps(model: Path, folder: Path) -> float:
     from peft import PeftModel
 
     is_mixture = read_architecture(model).num_experts > 0
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT) if is_mixture else LINEARS
+    of_mixtures = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT, *MAMBA, *LATENT_EXPERTS)
+    targets = of_mixtures if is_mixture else LINEARS
     engine = MegatronEngine(model, Layout(), "float32")
     engine.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
     engine.save(folder / "lora")
@@ -135,9 +136,10 @@ def _relative(engine: Engine, reference: Any, rate: float) -> float:
 
 
 def sampled(model: Path, engine: Engine) -> float | None:
+    """None: the sampler does not decode the family."""
     try:
         decoder = Decoder(model, torch.float32, torch.device("cpu"))
-    except InvalidInput:  # a family that it has not
+    except InvalidInput:
         return None
     row = random_rows([120])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
@@ -149,7 +151,7 @@ def render() -> None:
     names = ("packed", "tree", "gradient", "lora", "full", "saved", "sampler")
     lines = ["| family | packed | tree | gradient | LoRA | full | saved | sampler | layouts |", "|---" * 9 + "|"]
     for row in result["rows"]:
-        figures = " | ".join("-" if row[name] is None else f"{row[name]:.0e}" for name in names)
+        figures = " | ".join("none" if row[name] is None else f"{row[name]:.0e}" for name in names)
         lines.append(f"| `{row['family']}` | {figures} | {', '.join(row['layouts'])} |")
     PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n")
 

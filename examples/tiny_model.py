@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Family = Literal[
-    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite",
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "nemotron_h",
     "qwen2", "llama", "mistral", "ministral", "smollm3",
 ]  # fmt: skip
 
@@ -107,6 +107,7 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         LlamaConfig,
         MinistralConfig,
         MistralConfig,
+        NemotronHConfig,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
@@ -149,6 +150,19 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "gpt_oss":
             sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": sizes["hidden_size"]}
             return GptOssConfig(**sizes, sliding_window=16)
+        case "nemotron_h":  # a layer is one block, and its embeddings are never tied
+            sizes["tie_word_embeddings"] = False
+            kinds, num_layers = ("linear_attention", "full_attention", "moe", "mlp"), sizes.pop("num_hidden_layers")
+            mamba = {"mamba_num_heads": 4, "mamba_head_dim": size, "ssm_state_size": size, "n_groups": 2}
+            routed: dict[str, Any] = {
+                "n_routed_experts": 8,
+                "n_group": 2,
+                "routed_scaling_factor": 1.5,
+                "moe_latent_size": 2 * size,
+            }
+            ffn = {"moe_intermediate_size": 2 * size, "moe_shared_expert_intermediate_size": 3 * size}
+            blocks = [kinds[layer % 4] for layer in range(num_layers)]
+            return NemotronHConfig(**sizes, **mamba, **routed, **ffn, layers_block_type=blocks)
         case "qwen3":
             return Qwen3Config(**sizes)
         case "qwen3_moe":
@@ -160,10 +174,10 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "mistral":
             return MistralConfig(**sizes, sliding_window=None)
         case "ministral":
-            kinds = [
+            mixers = [
                 "full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])
             ]
-            return MinistralConfig(**sizes, sliding_window=16, layer_types=kinds)
+            return MinistralConfig(**sizes, sliding_window=16, layer_types=mixers)
         case "smollm3":
             sizes.pop("head_dim")
             return SmolLM3Config(**sizes, no_rope_layer_interval=2)

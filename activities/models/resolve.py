@@ -53,7 +53,7 @@ _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|mlp((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.(?P<linear>\w+)"
+    r"(self_attn|linear_attn|(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.(?P<linear>\w+)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 

@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import deepseek_v3, gpt_oss, qwen3_5
+from megatron_worker.families import deepseek_v3, gpt_oss, nemotron_h, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -23,6 +23,7 @@ from shared.models.config import (
     HybridConfig,
     LatentConfig,
     MixtureConfig,
+    NemotronHConfig,
     RopeConfig,
     SmolLM3Config,
     read_model_config,
@@ -49,7 +50,10 @@ def read_config(folder: Path) -> DenseConfig:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return read_model_config(values, str(path))
+    config = read_model_config(values, str(path))
+    if isinstance(config, NemotronHConfig):
+        return nemotron_h.named_as_in(folder, config)
+    return config
 
 
 def architecture_of(config: DenseConfig) -> Architecture:
@@ -76,6 +80,9 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "deepseek_v3" | "glm4_moe_lite":
             assert isinstance(config, LatentConfig)
             return deepseek_v3.architecture(_sized(config, _attention(config)), config)
+        case "nemotron_h":
+            assert isinstance(config, NemotronHConfig)
+            return nemotron_h.architecture(_sized(config, _attention(config)), config)
         case family:
             raise AssertionError(family)  # refused when the file was read
 

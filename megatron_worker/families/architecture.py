@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from shared.models.config import DenseConfig, TensorNames
 
 
 @dataclass(frozen=True)
@@ -156,14 +159,57 @@ class DeltaNet:
         return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
 
 
-Mixer = Attention | DeltaNet
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba-2 mixer (Dao & Gu 2024, arXiv:2405.21060): a recurrent state a head, [head_size, state_size].
+
+    `num_groups`: groups of heads that write and read their states by the same keys and queries (the paper's B and C),
+    and whose outputs are normed together. `least_step`: steps are no smaller.
+    """
+
+    num_heads: int
+    head_size: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    conv_bias: bool
+    least_step: float
+
+    @property
+    def num_values(self) -> int:
+        """Outputs of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """The channels of the convolution: values, keys and queries."""
+        return self.num_values, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    @property
+    def made_sizes(self) -> tuple[int, int, int, int, int]:
+        """What is made of the input: gates, the convolution's channels, and a step for each head."""
+        return self.num_values, *self.mixed_sizes, self.num_heads
+
+
+Mixer = Attention | DeltaNet | Mamba2
+Activation = Literal["silu", "relu2"]
+
+
+def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    """Return what an MLP's last linear is applied to: the activation of its first one's outputs, or where it is gated
+    of their first half, times the second."""
+    gate, up = made.chunk(2, dim=-1) if is_gated else (made, None)
+    active = F.silu(gate) if activation == "silu" else F.relu(gate).square()
+    return active if up is None else active * up
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: the SiLU of one projection times another, and a third of that."""
+    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate."""
 
     ffn_size: int
+    activation: Activation = "silu"
+    is_gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,6 +235,8 @@ class Mixture:
         scoring: the softmax of all experts' scores; or the sigmoid of each one's, to which a correction is added for
             the choice alone; or the softmax of the chosen ones' alone.
         num_groups, chosen_groups: experts are chosen among those of some groups.
+        activation, is_gated: of the experts, as of an Mlp.
+        latent_size: experts work in so many dimensions, between two linears; 0: in the model's.
         stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
             they are not.
     """
@@ -199,11 +247,19 @@ class Mixture:
     is_normalised: bool = True
     shared_ffn_size: int = 0
     shared_is_gated: bool = True
+    activation: Activation = "silu"
+    is_gated: bool = True
     scoring: Literal["softmax", "sigmoid", "chosen softmax"] = "softmax"
     num_groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    latent_size: int = 0
     stacked: ClampedGate | None = None
+
+    @property
+    def shared_mlp(self) -> Mlp:
+        """The expert that all tokens go to."""
+        return Mlp(self.shared_ffn_size, self.activation, self.is_gated)
 
 
 @dataclass(frozen=True)
@@ -211,15 +267,15 @@ class Architecture:
     """A whole model, before any tensor parallelism.
 
     Attributes:
-        mixers: what mixes the tokens of each layer.
-        mlps: each layer's MLP, or its experts.
+        mixers: what mixes the tokens of each layer; None: nothing does.
+        mlps: each layer's MLP, or its experts; None: it has none.
         zero_centred_norms: the norms' weights are kept as their difference from one.
         tensor_prefix, carried: see shared.models.config.DenseConfig.
     """
 
     family: str
-    mixers: tuple[Mixer, ...]
-    mlps: tuple[Mlp | Mixture, ...]
+    mixers: tuple[Mixer | None, ...]
+    mlps: tuple[Mlp | Mixture | None, ...]
     hidden_size: int
     vocab_size: int
     norm_eps: float
@@ -227,6 +283,7 @@ class Architecture:
     zero_centred_norms: bool = False
     tensor_prefix: str = "model"
     carried: tuple[str, ...] = ()
+    names: TensorNames = DenseConfig.names
 
     @property
     def num_layers(self) -> int:
@@ -247,6 +304,12 @@ class Architecture:
         """The windows of the layers of attention; None: of those that have none."""
         attending = [mixer for mixer in self.mixers if isinstance(mixer, Attention | LatentAttention)]
         return frozenset(mixer.window if isinstance(mixer, Attention) else None for mixer in attending)
+
+    @property
+    def conv_width(self) -> int | None:
+        """Of the convolutions of recurrent layers, which are all alike. None: there are none."""
+        widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, DeltaNet | Mamba2))
+        return next(widths, None)
 
     def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
         """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""

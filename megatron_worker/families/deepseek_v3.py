@@ -8,6 +8,7 @@ import dataclasses
 import math
 
 from megatron_worker.families.architecture import Architecture, LatentAttention, Mixture, Mlp
+from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.config import LatentConfig
 
@@ -40,21 +41,11 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
         alike,
         mixers=(latent,) * config.num_hidden_layers,
         mlps=tuple(mlp if is_dense else mixture for is_dense in config.is_dense),
+        names=config.names,
     )
     first = config.num_hidden_layers
     behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))
     return dataclasses.replace(whole, carried=(*alike.carried, *behind, *(s.name for s in corrections(whole))))
-
-
-def corrections(a: Architecture) -> list[TensorSlice]:
-    """Return what routers add to the scores of experts for their choice: float32, whole on every rank."""
-    slices = []
-    for layer, mlp in enumerate(a.mlps):
-        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid":
-            theirs = f"{a.tensor_prefix}.layers.{layer}.mlp.gate.e_score_correction_bias"
-            ours = f"decoder.layers.{layer}.mlp.router.correction"
-            slices.append(TensorSlice(theirs, ours, (mlp.num_experts,), None, 0, mlp.num_experts))
-    return slices
 
 
 def _scale(config: LatentConfig) -> float | None:

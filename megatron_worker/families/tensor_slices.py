@@ -22,8 +22,8 @@ class TensorSlice:
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
     number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
     is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
-    sizes of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the
-    pipeline stage and the expert-parallel rank that hold it.
+    sizes of parts along `split` that are each split over the ranks; none: the whole is. `takes_adapter`: where it is a
+    linear's. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str
@@ -36,6 +36,7 @@ class TensorSlice:
     expert: int | None = None
     is_stack: bool = False
     sections: tuple[int, ...] = ()
+    takes_adapter: bool = True
     stage: int = 0
     ep_rank: int = 0
 
@@ -93,7 +94,7 @@ def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """Return the linears that LoRA can adapt, in model order."""
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
-        if s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
+        if s.takes_adapter and s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
     kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
     return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

@@ -77,11 +77,10 @@ class LayerNeeds:
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        delta_net = architecture.delta_net
         attention = [mixer for mixer in architecture.mixers if isinstance(mixer, Attention)]
         return cls(
             architecture.frequencies(device),
-            None if delta_net is None else delta_net.conv_width,
+            architecture.conv_width,
             architecture.windows,
             any(mixer.has_sinks for mixer in attention),
         )

@@ -17,8 +17,8 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.deepseek_v3 import corrections
 from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens

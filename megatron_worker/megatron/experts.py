@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families import routing
-from megatron_worker.families.architecture import Mixture
+from megatron_worker.families.architecture import Mixture, activate
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -45,16 +45,17 @@ class Router(torch.nn.Module):
 
 
 class Expert(torch.nn.Module):
-    """A SwiGLU MLP, or this rank's slice of it: its output is then to be added up over etp."""
+    """An MLP, or this rank's slice of it, with `ffn_size` channels: its output is then to be added up over etp."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, mixture: Mixture, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear_fc1 = ExpertLinear(hidden_size, 2 * ffn_size, dtype)
+        self.linear_fc1 = ExpertLinear(hidden_size, (2 if mixture.is_gated else 1) * ffn_size, dtype)
         self.linear_fc2 = ExpertLinear(ffn_size, hidden_size, dtype)
+        self._mixture = mixture
 
     def forward(self, hidden_MH: Tensor) -> Tensor:
-        gate_MF, up_MF = self.linear_fc1(hidden_MH).chunk(2, dim=-1)
-        output_MH: Tensor = self.linear_fc2(F.silu(gate_MF) * up_MF)
+        made_MF = self.linear_fc1(hidden_MH)
+        output_MH: Tensor = self.linear_fc2(activate(made_MF, self._mixture.activation, self._mixture.is_gated))
         return output_MH
 
 
@@ -108,9 +109,11 @@ class MegatronExperts(torch.nn.Module):
         if mixture.stacked is not None:
             self.experts = StackedExperts(mixture, self._per_rank, hidden_size, dtype)
         else:
-            self.experts = torch.nn.ModuleDict(
-                {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
-            )
+            sizes = mixture.latent_size or hidden_size, mixture.ffn_size // mesh.etp.size
+            self.experts = torch.nn.ModuleDict({str(number): Expert(mixture, *sizes, dtype) for number in own})
+        latent = mixture.latent_size
+        self.latent_in = ExpertLinear(hidden_size, latent, dtype) if latent else None
+        self.latent_out = ExpertLinear(latent, hidden_size, dtype) if latent else None
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
         is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
         self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
@@ -120,13 +123,19 @@ class MegatronExperts(torch.nn.Module):
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         output_sH = self._routed(hidden_sH)
         if self.shared_expert is not None:
-            shared_s1H, _bias = self.shared_expert(hidden_states)
-            shared_sH = shared_s1H.reshape(output_sH.shape)
+            shared_sH = self.shared_expert(hidden_states)[0].reshape(output_sH.shape)
             output_sH = output_sH + (shared_sH if self.shared_gate is None else self.shared_gate(hidden_sH) * shared_sH)
         return output_sH.view(hidden_states.shape), None
 
     def _routed(self, hidden_sH: Tensor) -> Tensor:
         weight_sK, expert_sK = self.router(hidden_sH)
+        if self.latent_in is None or self.latent_out is None:
+            return self._exchanged(hidden_sH, weight_sK, expert_sK)
+        output_sH: Tensor = self.latent_out(self._exchanged(self.latent_in(hidden_sH), weight_sK, expert_sK))
+        return output_sH
+
+    def _exchanged(self, hidden_sH: Tensor, weight_sK: Tensor, expert_sK: Tensor) -> Tensor:
+        """Let each token's experts work on it, on whichever ranks they are. H: where there is one, the latent size."""
         if self._mesh.experts.size == 1:
             return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)

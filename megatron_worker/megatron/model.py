@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -28,9 +29,11 @@ from megatron_worker.families.architecture import (
     Attention,
     DeltaNet,
     LatentAttention,
+    Mamba2,
     Mixer,
     Mixture,
     Mlp,
+    activate,
 )
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
@@ -39,6 +42,7 @@ from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.latent_attention import LatentSelfAttention
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
+from megatron_worker.megatron.mamba import Mamba2Mixer
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
@@ -48,7 +52,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _OF_EACH_TOKEN = (
     *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
-    *(".query_down.weight", ".latent_down.weight"),
+    *(".query_down.weight", ".latent_down.weight", ".latent_in.weight", ".latent_out.weight"),
 )
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
@@ -73,19 +77,20 @@ class ZeroCentredNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
-class SwigluMLP(MLP):
+class DenseMLP(MLP):
     """Megatron's MLP without its general activation, which passes over the widest tensors more often."""
 
     def __init__(self, config: TransformerConfig, mlp: Mlp, **_: object) -> None:
         own = copy(config)
         own.ffn_hidden_size = mlp.ffn_size  # megatron's second linear goes by this alone
+        own.gated_linear_unit = mlp.is_gated
         linears = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
         super().__init__(own, linears, ffn_hidden_size=mlp.ffn_size)
+        self._mlp = mlp
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
-        gate_up, _bias = self.linear_fc1(hidden_states)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.linear_fc2(F.silu(gate) * up)
+        made, _bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(activate(made, self._mlp.activation, self._mlp.is_gated))
 
 
 class MegatronModel:
@@ -189,7 +194,6 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.mlps[0].ffn_size,
         num_attention_heads=a.attention.num_heads,
         layernorm_epsilon=a.norm_eps,
         normalization="RMSNorm",
@@ -211,7 +215,7 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
-def _layer(mixer: Mixer, mlp: Mlp | Mixture, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
     """Return megatron's spec of a layer, with our parts in it."""
     has_norms = isinstance(mixer, Attention) and mixer.qk_norm
     layer = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
@@ -229,10 +233,18 @@ def _layer(mixer: Mixer, mlp: Mlp | Mixture, mesh: Mesh, norm: type[RMSNorm]) ->
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
         case DeltaNet():
             layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
+        case Mamba2():
+            layer.submodules.self_attention = ModuleSpec(module=Mamba2Mixer, params={"mamba": mixer})
+        case None:
+            layer.submodules.input_layernorm = layer.submodules.self_attention = IdentityOp
+            layer.submodules.self_attn_bda = IdentityFuncOp
     match mlp:
         case Mixture() as mixture:
-            params = {"mixture": mixture, "mesh": mesh, "shared": partial(SwigluMLP, mlp=Mlp(mixture.shared_ffn_size))}
+            params = {"mixture": mixture, "mesh": mesh, "shared": partial(DenseMLP, mlp=mixture.shared_mlp)}
             layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params=params)
         case Mlp():
-            layer.submodules.mlp = ModuleSpec(module=SwigluMLP, params={"mlp": mlp})
+            layer.submodules.mlp = ModuleSpec(module=DenseMLP, params={"mlp": mlp})
+        case None:
+            layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
+            layer.submodules.mlp_bda = IdentityFuncOp
     return layer

@@ -81,7 +81,7 @@ def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
 
 
 def _name(part: TensorSlice, matrix: str) -> str:
-    return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
+    return f"{peft_format.PREFIX}{peft_format.module_of(part.name)}.lora_{matrix}.weight"
 
 
 def _lora_weights(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, LatentAttention, Mixture, Rope
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Rope
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
@@ -114,8 +114,9 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        if any(isinstance(mixer, LatentAttention) for mixer in self.architecture.mixers):
-            raise InvalidInput("multi-head latent attention is not computed by this sampler", str(folder))
+        if not all(type(mixer) in (Attention, DeltaNet) for mixer in self.architecture.mixers):
+            message = f"the small sampler has no decoder of its own for {self.architecture.family}"
+            raise InvalidInput(message, str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
@@ -256,6 +257,7 @@ def _layer(
     a: Architecture, norm: Norm, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int
 ) -> Layer:
     prefix, mixer = f"{a.tensor_prefix}.layers.{number}", a.mixers[number]
+    assert isinstance(mixer, Attention | DeltaNet)  # else the family was refused
     mlp = f"{prefix}.mlp"
     return Layer(
         input_norm=norm.by(weights[f"{prefix}.input_layernorm.weight"]),

@@ -139,7 +139,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
-        self._linears = {s.name.split(".")[-2] for s in base.slices if s.name.endswith(".weight")}
+        self._linears = {s.name.split(".")[-2] for s in base.slices if s.takes_adapter and s.name.endswith(".weight")}
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}

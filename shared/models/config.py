@@ -3,7 +3,9 @@
 A file that leaves a setting out means what transformers takes for it.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -11,7 +13,7 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
 FAMILIES = (
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite"),
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "nemotron_h"),
     *("qwen2", "llama", "mistral", "ministral", "smollm3"),
 )
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
@@ -26,6 +28,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
     "deepseek_v3": {"first_k_dense_replace": 3},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
+    "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
 _SLIDING = "sliding_attention"
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
@@ -33,6 +36,7 @@ _ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
 _WINDOWED = ("gpt_oss", "mistral", "ministral", *_SWITCHED)
 _READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
+_PREDICT_MORE = (*_READ_IMAGES, "nemotron_h")  # their files may hold layers of multi-token prediction
 
 Size = Field(ge=1)
 
@@ -61,6 +65,19 @@ class RopeConfig(BaseModel):
 _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
 
 
+@dataclass(frozen=True)
+class TensorNames:
+    """What Hugging Face calls the parts of a model, and of a layer, where families differ."""
+
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    shared_expert: str = "shared_expert"
+
+
 class DenseConfig(BaseModel):
     """A decoder's settings.
 
@@ -70,6 +87,7 @@ class DenseConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore")
+    names: ClassVar[TensorNames] = TensorNames()
 
     model_type: str
     tensor_prefix: str = "model"
@@ -249,6 +267,8 @@ class LatentConfig(MixtureConfig):
     """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
     that are chosen among groups by scores with a correction, in all layers but the first ones."""
 
+    names: ClassVar[TensorNames] = TensorNames(shared_expert="shared_experts")
+
     num_experts: int = Field(ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
     norm_topk_prob: bool = True
     scoring_func: Literal["sigmoid"] = "sigmoid"
@@ -296,6 +316,50 @@ class LatentConfig(MixtureConfig):
         return self.is_dense
 
 
+Block = Literal["mamba", "attention", "mlp", "moe"]
+_BLOCKS: dict[str, Block] = {
+    **{"M": "mamba", "mamba": "mamba", "linear_attention": "mamba"},
+    **{"*": "attention", "attention": "attention", "full_attention": "attention"},
+    **{"-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe"},
+}
+
+
+class NemotronHConfig(MixtureConfig):
+    """The config of Nemotron-H: each layer is one block, a Mamba-2 mixer, attention, an MLP or experts."""
+
+    names: ClassVar[TensorNames] = TensorNames(
+        *("embeddings", "norm_f", "norm", "norm", "mixer", "mixer"), shared_expert="shared_experts"
+    )
+
+    blocks: tuple[Block, ...]
+    rms_norm_eps: float = Field(default=1e-5, validation_alias="layer_norm_epsilon")
+    tie_word_embeddings: Literal[False] = False  # transformers would tie nothing
+    mlp_hidden_act: Literal["relu2"] = "relu2"
+    use_bias: Literal[False] = False
+    mamba_hidden_act: Literal["silu"] = "silu"
+    mamba_num_heads: int = Field(default=128, ge=1)
+    mamba_head_dim: int = Field(default=64, ge=1)
+    ssm_state_size: int = Field(default=128, ge=1)
+    n_groups: int = Field(default=8, ge=1, validation_alias=AliasChoices("mamba_n_groups", "n_groups"))
+    conv_kernel: int = Field(default=4, ge=2, validation_alias=AliasChoices("mamba_d_conv", "conv_kernel"))
+    use_conv_bias: bool = Field(default=True, validation_alias=AliasChoices("mamba_conv_bias", "use_conv_bias"))
+    time_step_min: float = Field(default=0.001, validation_alias=AliasChoices("mamba_dt_min", "time_step_min"))
+    num_experts: int = Field(default=8, ge=2, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    n_shared_experts: Literal[1] = 1
+    num_experts_per_tok: int = Field(default=2, ge=1)
+    moe_intermediate_size: int = Field(default=7688, ge=1)
+    moe_shared_expert_intermediate_size: int = Field(default=7688, ge=1)
+    moe_latent_size: int | None = Field(default=None, ge=1)
+    n_group: int = Field(default=1, ge=1)
+    topk_group: int = Field(default=1, ge=1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.blocks
+
+
 _KINDS: dict[str, type[DenseConfig]] = {
     "gpt_oss": GptOssConfig,
     "qwen3_moe": MixtureConfig,
@@ -304,6 +368,7 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "smollm3": SmolLM3Config,
     "deepseek_v3": LatentConfig,
     "glm4_moe_lite": LatentConfig,
+    "nemotron_h": NemotronHConfig,
 }
 # Of families that we do not compute: what they need, and the family that is nearest to them among ours.
 _UNKNOWN: dict[str, tuple[str, str]] = {
@@ -314,7 +379,6 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     "olmo3": ("norms behind its blocks", "mistral"),
     "granite": ("multipliers of its residual stream", "llama"),
     "kimi_linear": ("Kimi delta attention", "qwen3_5_moe"),
-    "nemotron_h": ("Mamba-2 layers", "qwen3_5"),
     "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
     "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
 }
@@ -334,7 +398,8 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
 
     Raises:
-        InvalidInput: the model is of no family that we know. No other field has been read then.
+        InvalidInput: the model is of no family that we know (no other field has been read then), or it does not say of
+            which kinds its layers are.
     """
     named = values.get("model_type")
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
@@ -344,7 +409,9 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
         raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
-    ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _READ_IMAGES else ()}
+    ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _PREDICT_MORE else ()}
+    if family == "nemotron_h":
+        ours |= {"tensor_prefix": "backbone", **_named_blocks(values, place)}
     if family not in _READ_IMAGES or named in _TEXT_ALONE:
         return _DEFAULTS.get(family, {}) | values | ours
     text = values.get("text_config")
@@ -356,6 +423,25 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     ours |= {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
     return _DEFAULTS.get(family, {}) | text | of_whole | ours
+
+
+def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return each layer's block: transformers lists words, published files have a letter for each."""
+    words, letters = values.get("layers_block_type"), values.get("hybrid_override_pattern")
+    found = letters if words is None else words
+    if not isinstance(found, list if words is not None else str) or not found:
+        raise InvalidInput("layers_block_type or hybrid_override_pattern has to say what each layer is", place)
+    for kind in found:
+        if not isinstance(kind, str) or kind not in _BLOCKS:
+            raise InvalidInput(f"layers_block_type: a layer of the kind {kind!r:.40} is not known", place)
+    blocks = [_BLOCKS[kind] for kind in found]
+    return {"blocks": blocks, "num_hidden_layers": len(blocks), "layer_types": None}
+
+
+def prefix_of(config: DenseConfig, names: Iterable[str]) -> str:
+    """Return what the names of a model's tensors begin with. transformers reads `backbone` as `model`."""
+    is_other = config.tensor_prefix == "backbone" and any(name.startswith("model.") for name in names)
+    return "model" if is_other else config.tensor_prefix
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
@@ -393,6 +479,8 @@ def _not_computed(config: DenseConfig) -> str | None:
         return problem
     if isinstance(config, GptOssConfig) and config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    if isinstance(config, NemotronHConfig):
+        return _not_nemotron(config)
     if not isinstance(config, MixtureConfig):
         return None
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
@@ -449,6 +537,23 @@ def _not_hybrid(config: HybridConfig) -> str | None:
         return f"linear attention: {heads}"
     if config.rotary_size < 2 or config.rotary_size % 2:
         return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
+    return None
+
+
+def _not_nemotron(config: NemotronHConfig) -> str | None:
+    size, rest = divmod(config.num_experts, config.n_group)
+    if config.sliding_window is not None:
+        return f"a sliding_window, here of {config.sliding_window} tokens, is not supported"
+    if "attention" not in config.blocks:
+        return "layers_block_type: at least one layer of attention is needed"
+    if config.mamba_num_heads % config.n_groups:
+        return f"n_groups: {config.n_groups} groups do not divide {config.mamba_num_heads} heads of Mamba layers"
+    if rest or size < 2:
+        return (
+            f"n_group: {config.num_experts} experts in {config.n_group} groups, which have to be equal, of two at least"
+        )
+    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
+        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
     return None
 
 

@@ -10,18 +10,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LATENT, LINEARS, Linear, Lora
+from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
-_QUERY_KEY_VALUE: frozenset[Linear] = frozenset({"q_proj", "k_proj", "v_proj"})
-# The linears of which models have some: those of attention as it is, of hybrid models, of latents with one for queries
-# and without. All models have the others.
-_OF_SOME = _QUERY_KEY_VALUE | {*DELTA_NET, *LATENT}
-_OF_MODELS = (_QUERY_KEY_VALUE, _QUERY_KEY_VALUE | {*DELTA_NET}, {*LATENT}, {*LATENT[2:], "q_proj"})
+_PLAIN: frozenset[Linear] = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+)  # what takes these takes all: a model has other linears in their places
 
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
@@ -33,6 +31,19 @@ _WITHOUT_EFFECT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
 )
+
+
+# transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
+_RENAMED = (("backbone.", "model."),)
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module that a model's tensor belongs to."""
+    module = tensor.rpartition(".")[0]
+    for in_files, in_memory in _RENAMED:
+        if module.startswith(in_files):
+            return in_memory + module.removeprefix(in_files)
+    return module
 
 
 def _listed(value: object) -> object:
@@ -148,11 +159,9 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
 
 
 def _are_alike(one: set[Linear], other: set[Linear]) -> bool:
-    """Return True if there are models beside which both targets are the same linears."""
+    """Return True if there may be a model beside which both targets are the same linears: one is all of them."""
     smaller, larger = sorted((one, other), key=len)
-    return smaller == larger or any(
-        larger & (some - _QUERY_KEY_VALUE or some) and smaller == larger - (_OF_SOME - some) for some in _OF_MODELS
-    )
+    return smaller == larger or (smaller < larger and larger >= _PLAIN)
 
 
 def beside(lora: Lora, linears: Container[str]) -> Lora:

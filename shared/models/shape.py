@@ -5,11 +5,23 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, LINEARS, Linear
+from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig
+from shared.models.config import (
+    FAMILIES,
+    Block,
+    DenseConfig,
+    GptOssConfig,
+    HybridConfig,
+    LatentConfig,
+    MixtureConfig,
+    NemotronHConfig,
+)
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite")
+_MEGATRON_ALONE = (
+    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
+)
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -22,6 +34,26 @@ class DeltaNetShape(Frozen):
     num_value_heads: int
     key_size: int
     value_size: int
+
+
+class BlocksShape(Frozen):
+    """What each layer is, of a model whose layers are one block each; groups of heads of its Mamba-2 mixers.
+
+    `has_latents`: experts work in fewer dimensions than the model.
+    """
+
+    layers: tuple[Block, ...]
+    num_groups: int
+    has_latents: bool
+
+    def numbers(self, num_mlps: int) -> dict[Linear, int]:
+        """Return how many there are of each linear, if a layer with experts has `num_mlps`."""
+        of_mlps, of_latents = self.layers.count("mlp") + num_mlps * self.layers.count("moe"), self.layers.count("moe")
+        return {
+            **dict.fromkeys(_OF_ATTENTION, self.layers.count("attention")),
+            **{"up_proj": of_mlps, "down_proj": of_mlps, "in_proj": self.layers.count("mamba")},
+            **dict.fromkeys(LATENT_EXPERTS, of_latents if self.has_latents else 0),
+        }
 
 
 class ModelShape(Frozen):
@@ -43,17 +75,21 @@ class ModelShape(Frozen):
     delta_net: DeltaNetShape | None = None
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
+    blocks: BlocksShape | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The linears that a layer or another has."""
+        if self.blocks is not None:
+            return tuple(name for name, number in self.blocks.numbers(1).items() if number)
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
-        return tuple(name for name in LINEARS if name in own)
+        return tuple(name for name in LINEARS if name in own - {*(_OF_MLP if self.has_stacked_experts else ())})
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
         of_layer = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
-        of_layer = 0 if self.has_stacked_experts else of_layer
+        if self.blocks is not None:
+            return sum(number for name, number in self.blocks.numbers(of_layer).items() if name in targets)
         num_mlps = of_layer * (self.num_layers - self.num_dense) + self.num_dense
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
         chosen = [name for name in self.linears if name in targets]
@@ -67,6 +103,8 @@ class ModelShape(Frozen):
         ffn = {"": self.ffn_size, "experts": self.expert_ffn_size, "shared": self.shared_ffn_size}[of]
         if self.latent_linears and linear in self.latent_linears:
             return self.latent_linears[linear]
+        if self.blocks is not None and linear not in _OF_ATTENTION:
+            return 0, 0  # MLPs, shared or not, and experts differ
         if linear in DELTA_NET:
             return self._size_in_delta_net(linear)
         match linear:
@@ -98,7 +136,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
     experts = mixture or stacked
     hybrid = config if isinstance(config, HybridConfig) else None
     latent = config if isinstance(config, LatentConfig) else None
-    return ModelShape(
+    shape = ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -116,6 +154,18 @@ def shape_of(config: DenseConfig) -> ModelShape:
         latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
     )
+    return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
+
+
+def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
+    without: dict[str, int] = {} if "mlp" in config.blocks else {"ffn_size": 0}
+    if "moe" not in config.blocks:
+        without |= {"num_experts": 0, "expert_ffn_size": 0}
+    shared_ffn_size = config.moe_shared_expert_intermediate_size if "moe" in config.blocks else 0
+    blocks = BlocksShape(
+        layers=config.blocks, num_groups=config.n_groups, has_latents=config.moe_latent_size is not None
+    )
+    return shape.model_copy(update={**without, "shared_ffn_size": shared_ffn_size, "blocks": blocks})
 
 
 def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:
@@ -153,15 +203,16 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
-        *([] if shape.num_experts and not shape.num_dense else [("feed-forward size", shape.ffn_size)]),
+        ("feed-forward size", 0 if shape.num_experts and not shape.num_dense and not shape.blocks else shape.ffn_size),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
+        ("groups of its Mamba layers", shape.blocks.num_groups if shape.blocks else 0),
     ):
         if size % layout.tp:
             raise InvalidInput(f"tp={layout.tp} does not divide the model's {size} {name}", "layout.tp")
     if layout.sp and layout.tp == 1:
         raise InvalidInput("sp shares tokens out over tensor-parallel ranks: it needs tp of at least 2", "layout.sp")
-    if layout.cp > 1 and shape.delta_net is not None:
+    if layout.cp > 1 and (shape.delta_net or shape.blocks) is not None:
         message = f"cp={layout.cp} cuts sequences, and the states of this model's recurrent layers are not passed on"
         raise InvalidInput(message, "layout.cp")
     if layout.pp > shape.num_layers:

@@ -19,12 +19,25 @@ from megatron_worker.engine import Batch
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 
-def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, seed: int = 0, **sizes: Any) -> Path:
-    """A tiny model whose norms are not ones and whose biases are not zeros."""
-    from transformers import AutoModelForCausalLM
+def distinct_model(
+    folder: Path,
+    family: Family = "qwen3",
+    tied: bool = True,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Path:
+    """A tiny model whose norms are not ones and whose biases are not zeros. `config`: changes of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if family == "nemotron_h":
+        sizes = {"num_layers": 4} | sizes  # one of each kind
     make_tiny_model(folder, ["hello there"], family=family, tied=tied, vocab_size=VOCAB_SIZE, seed=seed, **sizes)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if config:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **config), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -34,8 +47,12 @@ def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, se
                 weight.copy_((0 if is_zero_centred else 1) + 0.2 * noise)
             elif "bias" in name:
                 weight.copy_(0.3 * noise)
+            elif name.endswith(".D"):
+                weight.copy_(noise)
             elif "A_log" not in name:  # rates from fast to slow already
                 weight.copy_(3 * weight)
+            elif family == "nemotron_h":  # states that last for many tokens
+                weight.sub_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

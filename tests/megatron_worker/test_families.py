@@ -21,7 +21,8 @@ from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
 
 NAMES = list(get_args(Family))
-FAMILIES = [(family, tied) for family in NAMES for tied in (True, False)]
+NEVER_TIED = {"nemotron_h"}
+FAMILIES = [(family, tied) for family in NAMES for tied in (True, False) if not (tied and family in NEVER_TIED)]
 LENGTHS = (90, 2, 700, 33)
 
 
@@ -105,7 +106,7 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     assert new.attention.rope.scaling is not None
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "nemotron_h"])  # it encodes no positions
 def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
     from transformers import AutoConfig
 
