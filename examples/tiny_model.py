@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"]
+Family = Literal[
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3", "gemma3", "gemma4"
+]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -98,6 +100,8 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
+        Gemma3TextConfig,
+        Gemma4TextConfig,
         LlamaConfig,
         MistralConfig,
         Qwen2Config,
@@ -119,7 +123,22 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         "linear_value_head_dim": size,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     }
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])]
+    windows = {"layer_types": kinds, "sliding_window": 24, "final_logit_softcapping": 20.0}
     match family:
+        case "gemma3":
+            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=size)
+        case "gemma4":  # with four layers the last two take the keys and values of those before
+            return Gemma4TextConfig(
+                **{**sizes, **windows, "num_key_value_heads": sizes["num_attention_heads"]},
+                global_head_dim=2 * size,
+                num_global_key_value_heads=sizes["num_key_value_heads"],
+                attention_k_eq_v=True,
+                num_kv_shared_layers=max(0, sizes["num_hidden_layers"] - 2),
+                use_double_wide_mlp=True,
+                hidden_size_per_layer_input=size // 2,
+                vocab_size_per_layer_input=sizes["vocab_size"],
+            )
         case "qwen3_5":
             return Qwen3_5TextConfig(**sizes, **delta_net)
         case "qwen3_5_moe":

@@ -18,6 +18,7 @@ from shared.models.config import (
     decoder_settings,
     read_model_config,
 )
+from shared.models.gemma import GemmaConfig
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -45,7 +46,7 @@ _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*rotary_emb)(.+)")
+_OF_LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.(?!.*rotary_emb)(.+)")
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -126,8 +127,8 @@ class _Config(BaseModel):
     hidden_act: Literal["silu"] = "silu"
     use_sliding_window: Literal[False] = False
     quantization_config: None = None
-    num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    moe_intermediate_size: int = Field(default=0, ge=0)
+    num_experts: int | None = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    moe_intermediate_size: int | None = Field(default=0, ge=0)
 
 
 class _Index(BaseModel):
@@ -297,7 +298,11 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
     prefix = config.tensor_prefix
-    kinds = config.is_recurrent if isinstance(config, HybridConfig) else (False,) * config.num_hidden_layers
+    kinds: tuple[bool, ...] = (False,) * config.num_hidden_layers
+    if isinstance(config, HybridConfig):
+        kinds = config.is_recurrent
+    if isinstance(config, GemmaConfig):
+        kinds = tuple(config.has_values(layer) for layer in range(config.num_hidden_layers))
     embedded = f"{prefix}.embed_tokens.weight"
     needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
     for is_recurrent in sorted(set(kinds)):

@@ -165,7 +165,7 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
     if rank != lora.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
     linear, is_shared = cast(Linear, match["linear"]), match["shared"] is not None
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared)
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared, int(match["layer"]))
     size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and size != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"

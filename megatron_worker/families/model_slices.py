@@ -1,5 +1,6 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
+from megatron_worker.families import gemma
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Mlp
 from megatron_worker.families.qwen3_5 import delta_net_slices
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -10,7 +11,7 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
     embedding = f"{a.tensor_prefix}.embed_tokens.weight", "embedding.word_embeddings.weight"
-    slices = [TensorSlice(*embedding, vocab, 0, 0, rows)]
+    slices = [TensorSlice(*embedding, vocab, 0, 0, rows), *gemma.per_layer_slices(a, tp)]
     for layer in range(a.num_layers):
         slices += _layer(a, tp, etp, layer)
     slices.append(_vector(f"{a.tensor_prefix}.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
@@ -22,19 +23,22 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
     theirs, ours = f"{a.tensor_prefix}.layers.{layer}", f"decoder.layers.{layer}"
     mixer = f"{ours}.self_attention"
-    slices = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
+    slices = _norms(a, theirs, ours) if a.block is None else gemma.norm_slices(a, theirs, ours)
     match a.mixers[layer]:
         case Attention() as attention:
             slices += _attention(attention, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
         case DeltaNet() as delta_net:
             slices += delta_net_slices(delta_net, a.hidden_size, tp, f"{theirs}.linear_attn", mixer)
-    norm = f"{theirs}.post_attention_layernorm.weight"
-    slices.append(_vector(norm, f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
     match a.mlps[layer]:
         case Mixture() as mixture:
             return slices + _mixture(mixture, a.hidden_size, tp, etp, f"{theirs}.mlp", f"{ours}.mlp")
         case Mlp() as mlp:
             return slices + _swiglu(f"{theirs}.mlp", f"{ours}.mlp", a.hidden_size, mlp.ffn_size, tp)
+
+
+def _norms(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
+    names = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+    return [_vector(f"{theirs}.{name}.weight", f"{ours}.{own}.weight", a.hidden_size) for name, own in names.items()]
 
 
 def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
@@ -43,7 +47,8 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
         slices += _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "bias", ())
     if attention.qk_norm:
         slices.append(_vector(f"{theirs}.q_norm.weight", f"{ours}.q_layernorm.weight", attention.head_dim))
-        slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
+        if "k_proj" in attention.projections:
+            slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
     shape = (hidden_size, attention.num_heads * attention.head_dim)
     slices.append(TensorSlice(f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", shape, 1, 0, hidden_size))
     return slices
@@ -52,11 +57,8 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
     """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
     slices, start = [], 0
-    for name, per_group in (
-        ("q_proj", a.heads_per_group * a.rows_per_head),
-        ("k_proj", a.head_dim),
-        ("v_proj", a.head_dim),
-    ):
+    for name in a.projections:
+        per_group = a.heads_per_group * a.rows_per_head if name == "q_proj" else a.head_dim
         stop = start + per_group
         whole = (a.num_kv_heads * per_group, *rest)
         groups = a.num_kv_heads // tp

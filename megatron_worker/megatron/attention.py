@@ -135,7 +135,7 @@ class PackedSelfAttention(SelfAttention):
             query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
         if a.rope is not None:
             query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
-        key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
+        key_TGD, value_TGD = whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
         attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
@@ -143,7 +143,7 @@ class PackedSelfAttention(SelfAttention):
         return output, bias
 
 
-def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+def whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
     """Gather keys and values of the whole bin, in its order."""
     if context is None:
         return key_TGD, value_TGD

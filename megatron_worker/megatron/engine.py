@@ -75,6 +75,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         with self._mesh.agreement():
             carried = self._model.architecture.carried
             read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh, carried)
+            self._model.read_scalars(self._folder)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)

@@ -33,7 +33,7 @@ from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
-from shared.models.peft import PREFIX
+from shared.models.peft import PREFIX, module_of
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> l
     """Return A and B of every part, under PEFT's names."""
     slices = []
     for number, part in enumerate(parts):
-        module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
+        module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
         split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
         start, stop = number * rank, (number + 1) * rank
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)

@@ -131,6 +131,9 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
+        if self.architecture.block is not None:
+            rule = "norms around blocks, which its layers have, are not computed by the sampler's own decoder"
+            raise InvalidInput(f"{self.architecture.family}: {rule}", str(folder / "config.json"))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture

@@ -3,14 +3,17 @@
 A file that leaves a setting out means what transformers takes for it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3")
+FAMILIES = (
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"),
+    *("gemma3", "gemma4"),
+)
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.
@@ -20,11 +23,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"head_dim": 256},
     "mistral": {"sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "gemma3": {
+        **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+        **{"tie_word_embeddings": True, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    },
+    "gemma4": {
+        **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
+        "tie_word_embeddings": True,
+    },
 }
-_READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
+# Of models that read images, whose decoder's settings are in `text_config`: what the names of the decoder's tensors
+# begin with, and those of the others.
+_READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "qwen3_5": ("model.language_model", ("mtp.", "model.visual.")),
+    "qwen3_5_moe": ("model.language_model", ("mtp.", "model.visual.")),
+    "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
+    "gemma4": (
+        "model.language_model",
+        ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    ),
+}
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 
 Size = Field(ge=1)
+SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 class RopeConfig(BaseModel):
@@ -60,6 +84,8 @@ class DenseConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore")
+    known_layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    rope_types: ClassVar[tuple[str, ...]] = SCALINGS
 
     model_type: str
     tensor_prefix: str = "model"
@@ -97,6 +123,10 @@ class DenseConfig(BaseModel):
     def size_of_heads(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def own_problem(self) -> str | None:
+        """Return what of a family's own settings is not computed; None: nothing."""
+        return None
+
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
 
@@ -129,6 +159,7 @@ class MixtureConfig(DenseConfig):
 class HybridConfig(DenseConfig):
     """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
 
+    known_layer_types: ClassVar[tuple[str, ...]] = ("linear_attention", "full_attention")
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
     full_attention_interval: int = Field(default=4, ge=1)
     partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
@@ -169,7 +200,8 @@ _KINDS: dict[str, type[DenseConfig]] = {
 _UNKNOWN: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "qwen3_moe")),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
+    "gemma2": ("a soft cap of attention's scores", "gemma3"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), ("a residual stream in several parts", "gemma4")),
     **dict.fromkeys(("ministral", "ministral3", "olmo3"), ("sliding windows of attention", "mistral")),
     "gpt_oss": ("attention sinks and sliding windows", "qwen3_moe"),
     "granite": ("multipliers of its residual stream", "llama"),
@@ -178,7 +210,6 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
     "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
 }
-_SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
@@ -204,16 +235,18 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
         raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
         raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
-    ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _READ_IMAGES else ()}
+    is_qwen = family in ("qwen3_5", "qwen3_5_moe")
+    ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if is_qwen else ()}
     if family not in _READ_IMAGES or named in _TEXT_ALONE:
         return _DEFAULTS.get(family, {}) | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
-    is_tied = values.get("tie_word_embeddings", False)
+    is_tied = values.get("tie_word_embeddings", _DEFAULTS[family].get("tie_word_embeddings", False))
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
-    ours |= {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
+    prefix, others = _READ_IMAGES[family]
+    ours |= {"tensor_prefix": prefix, "carried": others}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
     return _DEFAULTS.get(family, {}) | text | of_whole | ours
 
@@ -226,12 +259,19 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     """
     decoder = decoder_settings(values, place)
     try:
-        config = _KINDS.get(decoder["model_type"], DenseConfig).model_validate(decoder)
+        config = _kind_of(decoder["model_type"]).model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
     return config
+
+
+def _kind_of(family: str) -> type[DenseConfig]:
+    from shared.models import gemma  # its classes are made from those above
+
+    kinds = _KINDS | {"gemma3": gemma.Gemma3Config, "gemma4": gemma.Gemma4Config}
+    return kinds.get(family, DenseConfig)
 
 
 def _not_computed(config: DenseConfig) -> str | None:
@@ -241,12 +281,14 @@ def _not_computed(config: DenseConfig) -> str | None:
     if config.model_type == "mistral" and config.sliding_window is not None:
         rule = "set it to null if the model was trained without one"
         return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
-    others = [kind for kind in config.layer_types or () if kind != "full_attention"]
-    if others and not isinstance(config, HybridConfig):
+    others = [kind for kind in config.layer_types or () if kind not in config.known_layer_types]
+    if others:
         return f"layer_types: {others[0]} is not supported"
+    if problem := config.own_problem():
+        return problem
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    if problem := _rope_not_computed(config.rope):
+    if problem := rope_problem(config.rope, config.rope_types):
         return problem
     if isinstance(config, SmolLM3Config) and len(config.is_rotated) != config.num_hidden_layers:
         return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
@@ -273,10 +315,11 @@ def _not_hybrid(config: HybridConfig) -> str | None:
     return None
 
 
-def _rope_not_computed(rope: RopeConfig) -> str | None:
-    if rope.rope_type not in _SCALINGS:
-        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(_SCALINGS)}"
-    if rope.rope_type != "default" and rope.factor is None:
+def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
+    """Return what of rotary settings is not computed; None: nothing."""
+    if rope.rope_type not in known:
+        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
+    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
         return f"{rope.rope_type} rope scaling needs factor"
     if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
         return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"

@@ -17,6 +17,8 @@ from shared.field_rules import refused_value
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
+# transformers renames the decoder of some models as it reads them: what its tensors begin with, and its modules.
+_IN_FILES, _IN_MEMORY = "language_model.model.", "model.language_model."
 
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
@@ -28,6 +30,12 @@ _WITHOUT_EFFECT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
 )
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module that a model's tensor belongs to."""
+    module = tensor.rpartition(".")[0]
+    return _IN_MEMORY + module.removeprefix(_IN_FILES) if module.startswith(_IN_FILES) else module
 
 
 def _listed(value: object) -> object:

@@ -1,5 +1,6 @@
 """The sizes of a model that limit its layouts, and the layouts and engines that can hold it."""
 
+import math
 from collections.abc import Container
 
 from longshore.fields import Frozen
@@ -7,8 +8,9 @@ from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, Linear
 from shared.errors import InvalidInput
 from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
+from shared.models.gemma import GemmaConfig
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")
+_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -21,6 +23,15 @@ class DeltaNetShape(Frozen):
     num_value_heads: int
     key_size: int
     value_size: int
+
+
+class LayerShape(Frozen):
+    """The sizes of a layer of a model whose layers differ. `missing`: linears that other layers have."""
+
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    missing: tuple[Linear, ...] = ()
 
 
 class ModelShape(Frozen):
@@ -39,17 +50,25 @@ class ModelShape(Frozen):
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
+    layers: tuple[LayerShape, ...] = ()  # empty: all are alike
+    whole_on_one_stage: str = ""  # what of its layers is not passed on between pipeline stages
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
+        if self.layers:
+            linears = (*_OF_ATTENTION, *_OF_MLP)
+            return sum(name in targets and name not in one.missing for one in self.layers for name in linears)
         num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
         of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
         of_delta_nets = sum(name in targets for name in DELTA_NET) * recurrent
         return of_mlps + of_delta_nets + sum(name in targets for name in _OF_ATTENTION) * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, is_shared: bool = False) -> tuple[int, int]:
+    def linear_size(self, linear: Linear, is_shared: bool = False, layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `is_shared`: of the shared expert."""
+        if self.layers:
+            own = self.layers[layer].model_dump(exclude={"missing"})
+            return self.model_copy(update={**own, "layers": ()}).linear_size(linear)
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ffn = self.expert_ffn_size if self.num_experts else self.ffn_size
         ffn = self.shared_ffn_size if is_shared else ffn
@@ -81,6 +100,7 @@ class ModelShape(Frozen):
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     hybrid = config if isinstance(config, HybridConfig) else None
+    gemma = config if isinstance(config, GemmaConfig) else None
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -95,7 +115,20 @@ def shape_of(config: DenseConfig) -> ModelShape:
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
+        layers=() if gemma is None else _layers(gemma),
+        whole_on_one_stage="" if gemma is None else gemma.not_passed_on,
     )
+
+
+def _layers(config: GemmaConfig) -> tuple[LayerShape, ...]:
+    found = []
+    for layer in range(config.num_hidden_layers):
+        head_dim, num_kv_heads = config.heads_of(layer)
+        missing: tuple[Linear, ...] = () if config.source_of(layer) == layer else ("k_proj",)
+        missing += () if config.has_values(layer) else ("v_proj",)
+        ffn_size = config.ffn_size_of(layer)
+        found.append(LayerShape(num_kv_heads=num_kv_heads, head_dim=head_dim, ffn_size=ffn_size, missing=missing))
+    return tuple(found)
 
 
 def _delta_net(config: HybridConfig) -> DeltaNetShape:
@@ -119,7 +152,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     check_family(engine, shape.family)
     for name, size in (
         ("attention heads", shape.num_heads),
-        ("key/value heads", shape.num_kv_heads),
+        ("key/value heads", math.gcd(shape.num_kv_heads, *(layer.num_kv_heads for layer in shape.layers))),
         *([] if shape.num_experts else [("feed-forward size", shape.ffn_size)]),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
@@ -133,6 +166,9 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
         raise InvalidInput(message, "layout.cp")
     if layout.pp > shape.num_layers:
         message = f"pp={layout.pp} stages need a layer each, the model has {shape.num_layers}"
+        raise InvalidInput(message, "layout.pp")
+    if layout.pp > 1 and shape.whole_on_one_stage:
+        message = f"pp={layout.pp} cuts the layers, and {shape.whole_on_one_stage} are not passed on between stages"
         raise InvalidInput(message, "layout.pp")
     _check_experts(layout, shape)
 

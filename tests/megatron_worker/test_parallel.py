@@ -38,11 +38,15 @@ EXPERTS = {
 }
 HYBRID = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
 HYBRID_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)]}
+GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
+GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},
     "hybrid": {"family": "qwen3_5", "tied": False},
     "hybrid-experts": {"family": "qwen3_5_moe", "tied": False},
+    "gemma3": {"family": "gemma3"},
+    "gemma4": {"family": "gemma4", "num_layers": 4},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -57,7 +61,7 @@ ALL_FAULTS = {
 FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
-    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS), strict=True)
+    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, GEMMA3, GEMMA4), strict=True)
     for own in worlds.values()
     for layout in own
 ]

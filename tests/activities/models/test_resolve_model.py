@@ -215,7 +215,7 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3"
+    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3, gemma3, gemma4"
     assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
@@ -401,13 +401,13 @@ def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size()
     assert asked == [(0, 8)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
 def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
     assert found.shape == theirs.shape == shape_of(read_config(whole))
-    assert found.shape.delta_net is not None
+    assert (found.shape.delta_net is None) == family.startswith("gemma")
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)
