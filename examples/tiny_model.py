@@ -14,8 +14,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Family = Literal[
-    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3", "gemma3", "gemma4"
-]  # fmt: skip
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gpt_oss",
+    "qwen2",
+    "llama",
+    "mistral",
+    "ministral",
+    "smollm3",
+    "gemma3",
+    "gemma4",
+]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -102,7 +113,9 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
         Gemma3TextConfig,
         Gemma4TextConfig,
+        GptOssConfig,
         LlamaConfig,
+        MinistralConfig,
         MistralConfig,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
@@ -127,7 +140,7 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     windows = {"layer_types": kinds, "sliding_window": 24, "final_logit_softcapping": 20.0}
     match family:
         case "gemma3":
-            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=size)
+            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=2 * size)
         case "gemma4":  # with four layers the last two take the keys and values of those before
             return Gemma4TextConfig(
                 **{**sizes, **windows, "num_key_value_heads": sizes["num_attention_heads"]},
@@ -146,6 +159,9 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
             experts["shared_expert_intermediate_size"] = sizes["hidden_size"] // 2
             return Qwen3_5MoeTextConfig(**sizes, **delta_net, **experts)
+        case "gpt_oss":
+            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": sizes["hidden_size"]}
+            return GptOssConfig(**sizes, sliding_window=16)
         case "qwen3":
             return Qwen3Config(**sizes)
         case "qwen3_moe":
@@ -156,6 +172,11 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
             return Qwen2Config(**sizes)
         case "mistral":
             return MistralConfig(**sizes, sliding_window=None)
+        case "ministral":
+            kinds = [
+                "full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])
+            ]
+            return MinistralConfig(**sizes, sliding_window=16, layer_types=kinds)
         case "smollm3":
             sizes.pop("head_dim")
             return SmolLM3Config(**sizes, no_rope_layer_interval=2)

@@ -125,8 +125,6 @@ class _Config(BaseModel):
     vocab_size: int = Field(ge=1)
     tie_word_embeddings: bool = False
     hidden_act: Literal["silu"] = "silu"
-    use_sliding_window: Literal[False] = False
-    quantization_config: None = None
     num_experts: int | None = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: int | None = Field(default=0, ge=0)
 

@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import gemma, qwen3_5
+from megatron_worker.families import gemma, gpt_oss, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -20,6 +20,7 @@ from megatron_worker.families.architecture import (
 from shared.errors import InvalidInput
 from shared.models.config import (
     DenseConfig,
+    GptOssConfig,
     HybridConfig,
     HybridMixtureConfig,
     MixtureConfig,
@@ -56,8 +57,11 @@ def read_config(folder: Path) -> DenseConfig:
 def architecture_of(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
-        case "llama" | "mistral":
-            return _sized(config, _attention(config))
+        case "llama" | "mistral" | "ministral":
+            return _windowed(_sized(config, _attention(config)), config)
+        case "gpt_oss":
+            assert isinstance(config, GptOssConfig)
+            return gpt_oss.architecture(_sized(config, _attention(config)), config)
         case "smollm3":
             assert isinstance(config, SmolLM3Config)
             attention = _attention(config)
@@ -65,9 +69,9 @@ def architecture_of(config: DenseConfig) -> Architecture:
             mixers = tuple(attention if rotated else still for rotated in config.is_rotated)
             return dataclasses.replace(_sized(config, attention), mixers=mixers)
         case "qwen2":
-            return _sized(config, _attention(config, qkv_bias=True))
+            return _windowed(_sized(config, _attention(config, qkv_bias=True)), config)
         case "qwen3" | "qwen3_moe":
-            return _sized(config, _attention(config, qk_norm=True))
+            return _windowed(_sized(config, _attention(config, qk_norm=True)), config)
         case "qwen3_5" | "qwen3_5_moe":
             assert isinstance(config, HybridConfig)
             return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
@@ -79,6 +83,12 @@ def architecture_of(config: DenseConfig) -> Architecture:
             return gemma.architecture(_sized(config, attention), config, ropes)
         case family:
             raise AssertionError(family)  # refused when the file was read
+
+
+def _windowed(alike: Architecture, config: DenseConfig) -> Architecture:
+    """Return an architecture of attention with the window of each layer."""
+    mixers = tuple(dataclasses.replace(alike.attention, window=window) for window in config.windows)
+    return dataclasses.replace(alike, mixers=mixers)
 
 
 def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Attention:

@@ -155,11 +155,25 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """An activation of gate and up: (up + 1) * gate * sigmoid(alpha * gate), of the gate's part below `limit` and the
+    up's within it (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * gate * (self.alpha * gate).sigmoid()
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Experts in the place of an MLP.
 
     `is_normalised`: the chosen experts' weights add up to 1. `shared_ffn_size`: of an expert that all tokens go to,
-    with a gate of its own; 0: there is none.
+    with a gate of its own; 0: there is none. `stacked`: the activation of experts whose tensors are stored together and
+    have biases, as the router has, whose softmax is of the chosen experts' logits alone; None: they are not.
     """
 
     num_experts: int
@@ -167,6 +181,7 @@ class Mixture:
     experts_per_token: int
     is_normalised: bool = True
     shared_ffn_size: int = 0
+    stacked: ClampedGate | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +240,11 @@ class Architecture:
     def delta_net(self) -> DeltaNet | None:
         """The first gated delta net: all are alike. None: there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of the layers of attention; None: of those that have none."""
+        return frozenset(mixer.window for mixer in self.mixers if isinstance(mixer, Attention))
 
     def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
         """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""

@@ -40,7 +40,7 @@ class SharedAttention(Attention):
 def architecture(alike: Architecture, config: GemmaConfig, ropes: Sequence[Rope]) -> Architecture:
     """Return the architecture, given one whose layers are all alike, and the rotary embedding of each layer."""
     layers = range(config.num_hidden_layers)
-    windows = [config.sliding_window if is_local else None for is_local in config.is_local]
+    windows = config.windows
     both = dataclasses.replace(
         alike,
         mlps=tuple(Mlp(config.ffn_size_of(layer), "gelu_tanh") for layer in layers),

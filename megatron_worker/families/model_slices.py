@@ -2,6 +2,7 @@
 
 from megatron_worker.families import gemma
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Mlp
+from megatron_worker.families.gpt_oss import stacked_expert_slices
 from megatron_worker.families.qwen3_5 import delta_net_slices
 from megatron_worker.families.tensor_slices import TensorSlice
 
@@ -51,6 +52,11 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
             slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
     shape = (hidden_size, attention.num_heads * attention.head_dim)
     slices.append(TensorSlice(f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", shape, 1, 0, hidden_size))
+    if attention.output_bias:
+        slices.append(_vector(f"{theirs}.o_proj.bias", f"{ours}.linear_proj.bias", hidden_size))
+    if attention.has_sinks:
+        heads = attention.num_heads
+        slices.append(TensorSlice(f"{theirs}.sinks", f"{ours}.sinks", (heads,), 0, 0, heads // tp))
     return slices
 
 
@@ -69,6 +75,8 @@ def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple
 
 def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:
     router = (m.num_experts, hidden_size)
+    if m.stacked is not None:
+        return stacked_expert_slices(m, hidden_size, etp, theirs, ours)
     slices = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, m.num_experts)]
     for number in range(m.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"

@@ -20,7 +20,8 @@ class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `sections`:
+    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
+    is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
     sizes of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the
     pipeline stage and the expert-parallel rank that hold it.
     """
@@ -33,6 +34,7 @@ class TensorSlice:
     stop: int
     groups: int = 1
     expert: int | None = None
+    is_stack: bool = False
     sections: tuple[int, ...] = ()
     stage: int = 0
     ep_rank: int = 0

@@ -29,11 +29,15 @@ class Router(torch.nn.Module):
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = Parameter(torch.empty(mixture.num_experts, hidden_size, dtype=dtype))
+        self.bias = Parameter(torch.empty(mixture.num_experts, dtype=dtype)) if mixture.stacked else None
         self._num_chosen, self._normalised = mixture.experts_per_token, mixture.is_normalised
 
     def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
-        logit_sE = F.linear(hidden_sH, self.weight)
+        logit_sE = F.linear(hidden_sH, self.weight, self.bias)
+        if self.bias is not None:
+            logit_sK, expert_sK = logit_sE.topk(self._num_chosen, dim=-1)
+            return logit_sK.softmax(dim=-1), expert_sK
         probability_sE = logit_sE.softmax(dim=-1, dtype=torch.promote_types(torch.float32, logit_sE.dtype))
         weight_sK, expert_sK = probability_sE.topk(self._num_chosen, dim=-1)
         if self._normalised:
@@ -53,6 +57,24 @@ class Expert(torch.nn.Module):
         gate_MF, up_MF = self.linear_fc1(hidden_MH).chunk(2, dim=-1)
         output_MH: Tensor = self.linear_fc2(F.silu(gate_MF) * up_MF)
         return output_MH
+
+
+class StackedExperts(torch.nn.Module):
+    """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate."""
+
+    def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert mixture.stacked is not None
+        size, self._gate = mixture.ffn_size, mixture.stacked
+        self.gate_up_proj = Parameter(torch.empty(num_experts, hidden_size, 2 * size, dtype=dtype))
+        self.gate_up_proj_bias = Parameter(torch.empty(num_experts, 2 * size, dtype=dtype))
+        self.down_proj = Parameter(torch.empty(num_experts, size, hidden_size, dtype=dtype))
+        self.down_proj_bias = Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
+
+    def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
+        gate_up = torch.addmm(self.gate_up_proj_bias[number], hidden_MH, self.gate_up_proj[number])
+        activated_MF = self._gate(gate_up[:, ::2], gate_up[:, 1::2])
+        return torch.addmm(self.down_proj_bias[number], activated_MF, self.down_proj[number])
 
 
 class SharedGate(torch.nn.Module):
@@ -83,9 +105,13 @@ class MegatronExperts(torch.nn.Module):
         self._first = mesh.ep.rank * self._per_rank
         own = range(self._first, self._first + self._per_rank)
         self.router = Router(mixture, hidden_size, dtype)
-        self.experts = torch.nn.ModuleDict(
-            {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
-        )
+        self.experts: torch.nn.ModuleDict | StackedExperts
+        if mixture.stacked is not None:
+            self.experts = StackedExperts(mixture, self._per_rank, hidden_size, dtype)
+        else:
+            self.experts = torch.nn.ModuleDict(
+                {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
+            )
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
         self.shared_gate = SharedGate(hidden_size, dtype) if mixture.shared_ffn_size else None
         self._mesh = mesh
@@ -116,6 +142,9 @@ class MegatronExperts(torch.nn.Module):
         choice_B = local.argsort(stable=True)[: sum(counts)]
         token_B = choice_B // expert_RK.shape[1]
         blocks = copied(hidden_RH, token_B, counts).split(counts)
-        made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]
+        if isinstance(self.experts, StackedExperts):
+            made = [self.experts(number, hidden_MH) for number, hidden_MH in enumerate(blocks)]
+        else:
+            made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]
         output_BH = torch.cat(made) * weight_RK.flatten()[choice_B, None]
         return added(output_BH, token_B, counts, len(hidden_RH))

@@ -169,6 +169,8 @@ class TakenAttention(torch.nn.Module):
             key_TGD, value_TGD = whole_context(key_TGD, value_TGD, plan.context)
         if a.is_source:
             kept[number] = key_TGD, value_TGD
-        attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
+        if a.scale is not None:
+            query_THD = query_THD * (a.scale * a.head_dim**0.5)
+        attended_THD = attend(query_THD, key_TGD, value_TGD, plan, a.window)
         output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
         return output, bias

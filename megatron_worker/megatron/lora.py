@@ -80,18 +80,18 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
 
 class AdaptedRowLinear(RowParallelLinear):
-    """A row-parallel linear with an adapter beside it, or none."""
+    """A row-parallel linear with an adapter beside it, or none. Its bias, if any, is added by the layer."""
 
     lora: LoraWeights | None = None
     sequence: Group | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), None
+            return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), self.bias
         if self.lora is None:
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _linear(input_, self.weight, None, self.lora, forward_group=group), None
+        return _linear(input_, self.weight, None, self.lora, forward_group=group), self.bias
 
 
 class ExpertLinear(torch.nn.Module):
@@ -197,7 +197,7 @@ class MegatronAdapter:
         """Initialise as PEFT does: A Kaiming-uniform (a = sqrt 5) from seed and name, made whole, then cut; B zero."""
         for s in self.slices:
             if ".lora_A." in s.name and holds(self._mesh, s):
-                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s.expert)
+                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
     def new_optimizer(self) -> MegatronOptimizer:
@@ -250,7 +250,7 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
         rows[s.parameter] = max(rows.get(s.parameter, 0), s.stop)
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
-        size, columns = mesh.splitting(s.expert).size, s.shape[1]
+        size, columns = mesh.splitting(s).size, s.shape[1]
         own_rows = rows[s.parameter] // (size if s.split == 0 else 1)
         shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

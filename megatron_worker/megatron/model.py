@@ -42,7 +42,7 @@ from megatron_worker.tensors.safetensors_files import model_files
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _OF_EACH_TOKEN = (
-    *(".router.weight", ".shared_gate.weight"),
+    *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
     *(".per_layer.gate.weight", ".per_layer.projection.weight"),
 )
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")

@@ -190,7 +190,7 @@ class Planner:
         passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
         for slot, load in loads.items():
             branches = load.size.num_shared > 0
-            masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if branches else 0.0
+            masks = mask_bytes(tables(load.size.nodes)[1], self._facts)
             backbone = self._backbones[slot.lora, slot.keeps_graph, branches].at(load.size.num_tokens)
             peak = max(peak, live + backbone.forward + masks)
             live += (backbone.kept + masks) * slot.keeps_graph

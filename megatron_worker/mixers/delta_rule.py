@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families.architecture import DeltaNet
-from megatron_worker.tree_attention import find_nodes
+from megatron_worker.mixers.forest_calls import find_nodes
 
 _CHUNK = 64
 _CHUNK_MULTIPLE = 16

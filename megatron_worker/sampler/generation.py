@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_worker.sampler.adapters import LoadedAdapter
-from megatron_worker.sampler.decoder import BLOCK, Cache, Decoder, Prefilled
+from megatron_worker.sampler.decoder import Cache, Decoder, Prefilled
 from megatron_worker.sampler.drawing import Cuts, Drawn, draw, likeliest
+from megatron_worker.sampler.layers.attention import BLOCK
 from megatron_worker.sampler.layers.linears import LoraFactors
 from megatron_worker.sampler.sequence import End, Sequence, Ticket
 from shared.errors import InvalidInput

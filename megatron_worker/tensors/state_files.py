@@ -66,8 +66,8 @@ class StateRanks(Protocol):
         """Return the first of the ranks that hold a part of a tensor, counted along its split."""
         ...
 
-    def splitting(self, expert: int | None) -> Place:
-        """Return the ranks that a tensor, of an expert or not, is split over."""
+    def splitting(self, tensor_slice: TensorSlice, /) -> Place:
+        """Return the ranks that a tensor is split over."""
         ...
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype, /) -> Tensor:
@@ -214,7 +214,7 @@ def _read(
     """Fill this rank's parameters from whole tensors named `prefix + name`; other ranks' tensors are left out."""
     for s in slices:
         if s.parameter in parameters:
-            place = ranks.splitting(s.expert)
+            place = ranks.splitting(s)
             s.write(
                 parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
             )

@@ -11,39 +11,40 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
 FAMILIES = (
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"),
-    *("gemma3", "gemma4"),
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gpt_oss",
+    "qwen2",
+    "llama",
+    "mistral",
+    "ministral",
+    "smollm3",
+    "gemma3",
+    "gemma4",
 )
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 128},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
     "qwen3_5": {"head_dim": 256},
     "qwen3_5_moe": {"head_dim": 256},
-    "mistral": {"sliding_window": 4096},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
+    **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
-    "gemma3": {
-        **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-        **{"tie_word_embeddings": True, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-    },
-    "gemma4": {
-        **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
-        "tie_word_embeddings": True,
-    },
 }
-# Of models that read images, whose decoder's settings are in `text_config`: what the names of the decoder's tensors
-# begin with, and those of the others.
+_SLIDING = "sliding_attention"
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
+_ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
+_WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *_SWITCHED)
+_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+# Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "qwen3_5": ("model.language_model", ("mtp.", "model.visual.")),
-    "qwen3_5_moe": ("model.language_model", ("mtp.", "model.visual.")),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.language_model", ("mtp.", "model.visual."))),
     "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
-    "gemma4": (
-        "model.language_model",
-        ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-    ),
+    "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
 }
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 
@@ -84,7 +85,6 @@ class DenseConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore")
-    known_layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
     rope_types: ClassVar[tuple[str, ...]] = SCALINGS
 
     model_type: str
@@ -103,8 +103,10 @@ class DenseConfig(BaseModel):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = Field(default=None, ge=1)
+    max_window_layers: int = Field(default=28, ge=0)
     layer_types: tuple[str, ...] | None = None
+    quantization_config: None = None
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
@@ -120,15 +122,45 @@ class DenseConfig(BaseModel):
         return len(given) == 2 and given[0] != given[1]
 
     @property
-    def size_of_heads(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+    def window(self) -> int | None:
+        """The window of layers that have one; None: none has."""
+        is_on = self.use_sliding_window or self.model_type not in _SWITCHED
+        return self.sliding_window if is_on and self.model_type in _WINDOWED else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the tokens that one attends to, itself among them; None: all before it."""
+        kinds = self.layer_types or self.default_kinds()
+        return tuple(self.window if kind == _SLIDING else None for kind in kinds)
+
+    def default_kinds(self) -> tuple[str, ...]:
+        """Return the layers' kinds where the file leaves them out: the first `max_window_layers` have no window."""
+        first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
+        kinds = ("full_attention" if self.window is None or layer < first else _SLIDING for layer in self._numbers)
+        return tuple(kinds)
 
     def own_problem(self) -> str | None:
         """Return what of a family's own settings is not computed; None: nothing."""
         return None
 
+    @property
+    def _numbers(self) -> range:
+        return range(self.num_hidden_layers)
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+
+
+class Mxfp4(BaseModel):
+    """The one quantization that is read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    quant_method: Literal["mxfp4"]
 
 
 class SmolLM3Config(DenseConfig):
@@ -156,10 +188,31 @@ class MixtureConfig(DenseConfig):
     mlp_only_layers: tuple[int, ...] | None = None
 
 
+class GptOssConfig(DenseConfig):
+    """The config of gpt-oss. `quantization_config`: of MXFP4, which is read (tensors/mxfp4.py); no other is."""
+
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: int = Field(default=4, ge=1)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = Field(default=7.0, gt=0)
+    quantization_config: Mxfp4 | None = None  # type: ignore[assignment]
+
+    @property
+    def rope(self) -> RopeConfig:
+        if self.rope_scaling is None and self.rope_parameters is None:
+            theta = self.rope_theta or 150_000.0
+            sizes = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+            return RopeConfig(rope_type="yarn", rope_theta=theta, **sizes)
+        return super().rope
+
+    def default_kinds(self) -> tuple[str, ...]:
+        return tuple("full_attention" if layer % 2 else _SLIDING for layer in self._numbers)
+
+
 class HybridConfig(DenseConfig):
     """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
 
-    known_layer_types: ClassVar[tuple[str, ...]] = ("linear_attention", "full_attention")
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
     full_attention_interval: int = Field(default=4, ge=1)
     partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
@@ -191,6 +244,7 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
 
 _KINDS: dict[str, type[DenseConfig]] = {
+    "gpt_oss": GptOssConfig,
     "qwen3_moe": MixtureConfig,
     "qwen3_5": HybridConfig,
     "qwen3_5_moe": HybridMixtureConfig,
@@ -202,8 +256,8 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("multi-head latent attention", "qwen3_moe")),
     "gemma2": ("a soft cap of attention's scores", "gemma3"),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), ("a residual stream in several parts", "gemma4")),
-    **dict.fromkeys(("ministral", "ministral3", "olmo3"), ("sliding windows of attention", "mistral")),
-    "gpt_oss": ("attention sinks and sliding windows", "qwen3_moe"),
+    "ministral3": ("queries whose scale grows with their position", "ministral"),
+    "olmo3": ("norms behind its blocks", "mistral"),
     "granite": ("multipliers of its residual stream", "llama"),
     "kimi_linear": ("Kimi delta attention", "qwen3_5_moe"),
     "nemotron_h": ("Mamba-2 layers", "qwen3_5"),
@@ -238,17 +292,18 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     is_qwen = family in ("qwen3_5", "qwen3_5_moe")
     ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if is_qwen else ()}
     if family not in _READ_IMAGES or named in _TEXT_ALONE:
-        return _DEFAULTS.get(family, {}) | values | ours
+        return _of_family(family)[1] | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
-    is_tied = values.get("tie_word_embeddings", _DEFAULTS[family].get("tie_word_embeddings", False))
+    defaults = _of_family(family)[1]
+    is_tied = values.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
     prefix, others = _READ_IMAGES[family]
     ours |= {"tensor_prefix": prefix, "carried": others}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
-    return _DEFAULTS.get(family, {}) | text | of_whole | ours
+    return defaults | text | of_whole | ours
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
@@ -259,7 +314,7 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     """
     decoder = decoder_settings(values, place)
     try:
-        config = _kind_of(decoder["model_type"]).model_validate(decoder)
+        config = _of_family(decoder["model_type"])[0].model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
@@ -267,24 +322,18 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     return config
 
 
-def _kind_of(family: str) -> type[DenseConfig]:
+def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
+    """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
     from shared.models import gemma  # its classes are made from those above
 
-    kinds = _KINDS | {"gemma3": gemma.Gemma3Config, "gemma4": gemma.Gemma4Config}
-    return kinds.get(family, DenseConfig)
+    return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
 
 
 def _not_computed(config: DenseConfig) -> str | None:
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if getattr(config, name):
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name) and not isinstance(config, GptOssConfig):
             return f"{name}=true is not supported for this family"
-    if config.model_type == "mistral" and config.sliding_window is not None:
-        rule = "set it to null if the model was trained without one"
-        return f"a sliding_window, here of {config.sliding_window} tokens, is not supported: {rule}"
-    others = [kind for kind in config.layer_types or () if kind not in config.known_layer_types]
-    if others:
-        return f"layer_types: {others[0]} is not supported"
-    if problem := config.own_problem():
+    if problem := _windows_not_computed(config) or config.own_problem():
         return problem
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
@@ -294,12 +343,32 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
     if isinstance(config, HybridConfig) and (problem := _not_hybrid(config)):
         return problem
+    if isinstance(config, GptOssConfig) and config.num_experts_per_tok > config.num_experts:
+        return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
     if not isinstance(config, MixtureConfig):
         return None
     if config.decoder_sparse_step != 1 or config.mlp_only_layers:
         return "layers without experts among others with them are not supported"
     if config.num_experts_per_tok > config.num_experts:
         return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return None
+
+
+def _windows_not_computed(config: DenseConfig) -> str | None:
+    if isinstance(config, HybridConfig):
+        return None
+    kinds = config.layer_types or ()
+    others = [kind for kind in kinds if kind not in (_SLIDING, "full_attention")]
+    if others:
+        return f"layer_types: {others[0]} is not supported"
+    if _SLIDING in kinds and config.model_type not in _WINDOWED:
+        return f"layer_types: {_SLIDING} is not of this family"
+    if _SLIDING in kinds and config.window is None:
+        return f"layer_types names layers of {_SLIDING}, and there is no sliding_window"
+    if kinds and config.model_type in _ALIKE and kinds != config.default_kinds():
+        return "layer_types: in this family a window is of all layers, or of none"
+    if kinds and len(kinds) != config.num_hidden_layers:
+        return f"layer_types names {len(kinds)} layers, num_hidden_layers is {config.num_hidden_layers}"
     return None
 
 

@@ -4,7 +4,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shared.models.config import SCALINGS, DenseConfig, RopeConfig, Size, rope_problem
+from shared.models.config import SCALINGS, DenseConfig, RopeConfig, rope_problem
+
+_SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
+_SIZES |= {"head_dim": 256, "tie_word_embeddings": True}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3": {**_SIZES, "vocab_size": 262_208, "num_hidden_layers": 26, "sliding_window": 4096},
+    "gemma4": {**_SIZES, "vocab_size": 262_144, "num_hidden_layers": 30, "sliding_window": 512},
+}
 
 
 class GemmaConfig(DenseConfig):
@@ -14,14 +21,10 @@ class GemmaConfig(DenseConfig):
         rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
     """
 
-    known_layer_types: ClassVar[tuple[str, ...]] = ("sliding_attention", "full_attention")
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    sliding_window: int = Size
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     sliding_window_pattern: int = Field(default=6, ge=1)
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     local_rope: RopeConfig = RopeConfig()
-    rope_local_base_freq: float | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -32,19 +35,14 @@ class GemmaConfig(DenseConfig):
         ours = {"rope_parameters": both.get("full_attention"), "local_rope": both.get("sliding_attention") or {}}
         return values | ours
 
-    @property
-    def is_local(self) -> tuple[bool, ...]:
-        """For each layer, whether it attends within the window."""
-        if self.layer_types is not None:
-            return tuple(kind == "sliding_attention" for kind in self.layer_types)
-        return tuple((layer + 1) % self.sliding_window_pattern > 0 for layer in range(self.num_hidden_layers))
+    def default_kinds(self) -> tuple[str, ...]:
+        """Return the layers' kinds where the file leaves them out: one of some attends to everything."""
+        kinds = ("sliding_attention",) * (self.sliding_window_pattern - 1) + ("full_attention",)
+        return tuple(kinds[layer % len(kinds)] for layer in range(self.num_hidden_layers))
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary settings of a layer."""
-        if not self.is_local[layer]:
-            return self.rope
-        theta = self.local_rope.rope_theta or self.rope_local_base_freq
-        return self.local_rope.model_copy(update={"rope_theta": theta})
+        return self.rope if self.windows[layer] is None else self.local_rope
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return the size of a layer's heads, and the number of its key/value heads."""
@@ -67,14 +65,11 @@ class GemmaConfig(DenseConfig):
         return ""
 
     def own_problem(self) -> str | None:
-        kinds, num_layers = self.is_local, self.num_hidden_layers
-        if len(kinds) != num_layers:
-            return f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}"
         if not self.tie_word_embeddings and self.tensor_prefix.startswith("language_model"):
             return "an output layer that is not tied is not supported beside a tower of vision"
-        for layer, is_local in enumerate(kinds):
+        for layer, window in enumerate(self.windows):
             rope = self.rope_of(layer)
-            if problem := rope_problem(rope, SCALINGS if is_local else self.rope_types):
+            if problem := rope_problem(rope, self.rope_types if window is None else SCALINGS):
                 return problem
             if rope.partial_rotary_factor and rope.rope_type not in ("default", "proportional"):
                 return f"partial_rotary_factor is not supported with rope scaling of type {rope.rope_type!r}"
@@ -89,6 +84,12 @@ class Gemma3Config(GemmaConfig):
     query_pre_attn_scalar: float = Field(default=256, gt=0)
     attn_logit_softcapping: None = None
     use_bidirectional_attention: Literal[False] | None = None
+    rope_theta: float | None = 1_000_000.0
+    rope_local_base_freq: float = 10_000.0
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        rope = super().rope_of(layer)
+        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_local_base_freq})
 
 
 class LayerHeads(BaseModel):
@@ -104,6 +105,7 @@ class Gemma4Config(GemmaConfig):
     """The config of Gemma 4. Versions of transformers write sizes of layers as `global_…`, or as `per_layer_config`."""
 
     rope_types: ClassVar[tuple[str, ...]] = (*SCALINGS, "proportional")
+    rope_scaling: None = None  # not read by transformers: what holds is in `rope_parameters`
     global_head_dim: int = Field(default=512, ge=1)
     num_global_key_value_heads: int | None = Field(default=None, ge=1)
     per_layer_config: dict[int, LayerHeads] | None = None
@@ -123,29 +125,29 @@ class Gemma4Config(GemmaConfig):
         return values if values.get("rope_parameters") else values | {"rope_parameters": both}
 
     @property
-    def is_local(self) -> tuple[bool, ...]:
-        return (*super().is_local[:-1], False)  # as transformers forces it
+    def windows(self) -> tuple[int | None, ...]:
+        return (*super().windows[:-1], None)  # as transformers forces it
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         size, num_kv_heads = super().heads_of(layer)
         if self.per_layer_config is not None:
             own = self.per_layer_config.get(layer, LayerHeads())
             return own.head_dim or size, own.num_key_value_heads or num_kv_heads
-        if self.is_local[layer]:
+        if self.windows[layer] is not None:
             return size, num_kv_heads
         own_num = self.num_global_key_value_heads if self.attention_k_eq_v else None
         return self.global_head_dim, own_num or num_kv_heads
 
     def source_of(self, layer: int) -> int:
         makers = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
-        return max(number for number in makers if self.is_local[number] == self.is_local[layer])
+        return max(number for number in makers if self.windows[number] == self.windows[layer])
 
     def ffn_size_of(self, layer: int) -> int:
         is_wide = self.use_double_wide_mlp and self.source_of(layer) != layer
         return self.intermediate_size * (2 if is_wide else 1)
 
     def has_values(self, layer: int) -> bool:
-        return self.source_of(layer) == layer and (self.is_local[layer] or not self.attention_k_eq_v)
+        return self.source_of(layer) == layer and (self.windows[layer] is not None or not self.attention_k_eq_v)
 
     @property
     def not_passed_on(self) -> str:
@@ -156,13 +158,13 @@ class Gemma4Config(GemmaConfig):
     def own_problem(self) -> str | None:
         if self.enable_moe_block:
             return "enable_moe_block=true is not supported: experts beside an MLP are not computed"
-        if self.rope_scaling is not None:
-            return "rope_scaling is not read for this family: what holds is in rope_parameters"
         if problem := super().own_problem():
             return problem
-        kinds = self.is_local
-        if not set(kinds) <= set(kinds[: self.num_hidden_layers - self.num_kv_shared_layers]):
+        if not set(self.windows) <= set(self.windows[: self.num_hidden_layers - self.num_kv_shared_layers]):
             return f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer that makes what they share"
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
             return f"vocab_size_per_layer_input={self.vocab_size_per_layer_input} is less than the vocabulary's size"
         return None
+
+
+KINDS: dict[str, type[DenseConfig]] = {"gemma3": Gemma3Config, "gemma4": Gemma4Config}

@@ -7,10 +7,10 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, Linear
 from shared.errors import InvalidInput
-from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
+from shared.models.config import FAMILIES, DenseConfig, GptOssConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
 from shared.models.gemma import GemmaConfig
 
-_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
+_MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4")
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OF_MLP: tuple[Linear, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -49,6 +49,7 @@ class ModelShape(Frozen):
     shared_ffn_size: int = 0  # of the expert that all tokens go to
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
+    has_stacked_experts: bool = False  # stored together: no adapter is beside them
     delta_net: DeltaNetShape | None = None
     layers: tuple[LayerShape, ...] = ()  # empty: all are alike
     whole_on_one_stage: str = ""  # what of its layers is not passed on between pipeline stages
@@ -59,6 +60,7 @@ class ModelShape(Frozen):
             linears = (*_OF_ATTENTION, *_OF_MLP)
             return sum(name in targets and name not in one.missing for one in self.layers for name in linears)
         num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
+        num_mlps = 0 if self.has_stacked_experts else num_mlps
         of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0
         of_delta_nets = sum(name in targets for name in DELTA_NET) * recurrent
@@ -99,6 +101,8 @@ class ModelShape(Frozen):
 
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
+    stacked = config if isinstance(config, GptOssConfig) else None
+    experts = mixture or stacked
     hybrid = config if isinstance(config, HybridConfig) else None
     gemma = config if isinstance(config, GemmaConfig) else None
     return ModelShape(
@@ -109,11 +113,12 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        num_experts=mixture.num_experts if mixture else 0,
-        expert_ffn_size=mixture.moe_intermediate_size if mixture else 0,
+        num_experts=experts.num_experts if experts else 0,
+        expert_ffn_size=stacked.intermediate_size if stacked else mixture.moe_intermediate_size if mixture else 0,
         shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
+        has_stacked_experts=stacked is not None,
         delta_net=hybrid and _delta_net(hybrid),
         layers=() if gemma is None else _layers(gemma),
         whole_on_one_stage="" if gemma is None else gemma.not_passed_on,
@@ -183,6 +188,8 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
         raise InvalidInput("a model with experts needs sp with tp: each rank routes tokens of its own", "layout.sp")
     if shape.num_experts % layout.ep:
         raise InvalidInput(f"ep={layout.ep} does not divide the model's {shape.num_experts} experts", "layout.ep")
+    if layout.etp > 1 and shape.has_stacked_experts:
+        raise InvalidInput(f"etp={layout.etp}: this model's experts are stored together and not split", "layout.etp")
     if shape.expert_ffn_size % layout.etp:
         message = f"etp={layout.etp} does not divide the experts' feed-forward size {shape.expert_ffn_size}"
         raise InvalidInput(message, "layout.etp")

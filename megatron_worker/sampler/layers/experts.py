@@ -21,9 +21,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Mixture
+from megatron_worker.families.architecture import ClampedGate, Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
+
+
+@dataclass(frozen=True)
+class StackedMlp:
+    """One of the experts that are stored together: views of it. No adapter is beside it."""
+
+    gate: ClampedGate
+    gate_up_HF: Tensor
+    gate_up_bias_F: Tensor
+    down_FH: Tensor
+    down_bias_H: Tensor
+
+    def __call__(self, x_TH: Tensor, _lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        gate_up = torch.addmm(self.gate_up_bias_F, x_TH, self.gate_up_HF)
+        return torch.addmm(self.down_bias_H, self.gate(gate_up[:, ::2], gate_up[:, 1::2]), self.down_FH)
 
 
 @dataclass(frozen=True)
@@ -34,14 +49,15 @@ class SamplerExperts:
     """
 
     router_EH: Tensor
-    mlps: tuple[Mlp, ...]
+    mlps: tuple[Mlp | StackedMlp, ...]
     num_chosen: int
     normalised: bool
     shared: tuple[Mlp, Tensor] | None = None
+    router_bias_E: Tensor | None = None
 
     @property
     def linears(self) -> list[FusedLinear]:
-        mlps = self.mlps if self.shared is None else (*self.mlps, self.shared[0])
+        mlps = [mlp for mlp in (*self.mlps, *(self.shared or ())) if isinstance(mlp, Mlp)]
         return [linear for mlp in mlps for linear in mlp.linears]
 
     def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool) -> Tensor:
@@ -64,6 +80,9 @@ class SamplerExperts:
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
+        if self.router_bias_E is not None:
+            logit_TK, expert_TK = F.linear(x_TH, self.router_EH, self.router_bias_E).topk(self.num_chosen, dim=-1)
+            return logit_TK.softmax(dim=-1), expert_TK
         probability_TE = F.linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
         weight_TK, expert_TK = probability_TE.topk(self.num_chosen, dim=-1)
         if self.normalised:
@@ -74,7 +93,14 @@ class SamplerExperts:
 def fuse_experts(
     module: str, mixture: Mixture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerExperts:
-    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`."""
+    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`, as do
+    experts that are stored together."""
+    if mixture.stacked is not None:
+        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        stacks = [weights[f"{module}.experts.{name}"] for name in names]
+        stacked = tuple(StackedMlp(mixture.stacked, *parts) for parts in zip(*stacks, strict=True))
+        router = weights[f"{module}.router.weight"], weights[f"{module}.router.bias"]
+        return SamplerExperts(router[0], stacked, mixture.experts_per_token, False, router_bias_E=router[1])
     mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(mixture.num_experts))
     shared = None
     if mixture.shared_ffn_size:

@@ -215,7 +215,7 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3, gemma3, gemma4"
+    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, gpt_oss, qwen2, llama, mistral, ministral, smollm3, gemma3, gemma4"
     assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
@@ -225,7 +225,7 @@ def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
         ("hidden_size", "64"),
         ("hidden_size", 0),
         ("num_hidden_layers", None),
-        ("use_sliding_window", True),
+        ("sliding_window", 0),
         ("hidden_act", "gelu"),
         ("quantization_config", {"bits": 4}),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
@@ -286,7 +286,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     resolve(config, model)
     assert refusal(config, model, engine="fsdp") == (
-        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, smollm3, not qwen3_moe: use megatron"
+        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, ministral, smollm3, not qwen3_moe: use megatron"
     )
 
 
@@ -347,7 +347,7 @@ def test_an_incomplete_index_is_named(config, model) -> None:
 
 
 def test_missing_tensors_and_other_sizes_are_named(config, model) -> None:
-    edit(model / "config.json", num_hidden_layers=3)
+    edit(model / "config.json", num_hidden_layers=3, layer_types=None)
     assert "the weights lack the tensor model.layers.2.input_layernorm.weight" in refusal(config, model)
     edit(model / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
     assert "the weights lack the tensor lm_head.weight" in refusal(config, model)
