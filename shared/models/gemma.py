@@ -65,8 +65,6 @@ class GemmaConfig(DenseConfig):
         return ""
 
     def own_problem(self) -> str | None:
-        if not self.tie_word_embeddings and self.tensor_prefix.startswith("language_model"):
-            return "an output layer that is not tied is not supported beside a tower of vision"
         for layer, window in enumerate(self.windows):
             rope = self.rope_of(layer)
             if problem := rope_problem(rope, self.rope_types if window is None else SCALINGS):
@@ -86,6 +84,13 @@ class Gemma3Config(GemmaConfig):
     use_bidirectional_attention: Literal[False] | None = None
     rope_theta: float | None = 1_000_000.0
     rope_local_base_freq: float = 10_000.0
+
+    def own_problem(self) -> str | None:
+        if self.tensor_prefix != "model" and not self.tie_word_embeddings:
+            return "an output layer that is not tied is not supported beside a tower of vision"
+        if self.tensor_prefix != "model" and self.final_logit_softcapping is not None:
+            return "final_logit_softcapping: transformers has none beside a tower of vision"
+        return super().own_problem()
 
     def rope_of(self, layer: int) -> RopeConfig:
         rope = super().rope_of(layer)

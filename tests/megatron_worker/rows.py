@@ -4,6 +4,7 @@ Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,9 @@ def model_with_tower(folder: Path, family: Family) -> tuple[Path, Path]:
 
     is_tied = family.startswith("gemma")
     alone = distinct_model(folder / "alone", family, tied=is_tied, num_layers=4)
+    if family == "gemma3":  # which caps no logits beside a tower
+        config = json.loads((alone / "config.json").read_text())
+        (alone / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
     decoder = transformers.AutoModelForCausalLM.from_pretrained(alone)
     name, tower, more = _TOWERS[family]
     config = getattr(transformers, f"{name}Config")(text_config=decoder.config.to_dict(), vision_config=tower, **more)
