@@ -296,11 +296,11 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
     prefix = config.tensor_prefix
-    kinds: tuple[bool, ...] = (False,) * config.num_hidden_layers
+    kinds: tuple[int, ...] = (0,) * config.num_hidden_layers
     if isinstance(config, HybridConfig):
         kinds = config.is_recurrent
     if isinstance(config, GemmaConfig):
-        kinds = tuple(config.has_values(layer) for layer in range(config.num_hidden_layers))
+        kinds = tuple(len(config.missing_in(layer)) for layer in range(config.num_hidden_layers))
     embedded = f"{prefix}.embed_tokens.weight"
     needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
     for is_recurrent in sorted(set(kinds)):

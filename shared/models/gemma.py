@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from longshore.training import Linear
 from shared.models.config import SCALINGS, DenseConfig, RopeConfig, rope_problem
 
 _SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -58,6 +59,11 @@ class GemmaConfig(DenseConfig):
     def has_values(self, layer: int) -> bool:
         """False: a layer's values are its keys, or another layer's values."""
         return True
+
+    def missing_in(self, layer: int) -> tuple[Linear, ...]:
+        """Return the linears of attention that a layer has not."""
+        missing: tuple[Linear, ...] = () if self.source_of(layer) == layer else ("k_proj",)
+        return missing if self.has_values(layer) else (*missing, "v_proj")
 
     @property
     def not_passed_on(self) -> str:

@@ -129,9 +129,7 @@ def _layers(config: GemmaConfig) -> tuple[LayerShape, ...]:
     found = []
     for layer in range(config.num_hidden_layers):
         head_dim, num_kv_heads = config.heads_of(layer)
-        missing: tuple[Linear, ...] = () if config.source_of(layer) == layer else ("k_proj",)
-        missing += () if config.has_values(layer) else ("v_proj",)
-        ffn_size = config.ffn_size_of(layer)
+        ffn_size, missing = config.ffn_size_of(layer), config.missing_in(layer)
         found.append(LayerShape(num_kv_heads=num_kv_heads, head_dim=head_dim, ffn_size=ffn_size, missing=missing))
     return tuple(found)
 
