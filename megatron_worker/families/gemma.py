@@ -81,7 +81,7 @@ def _shared_attention(config: Gemma4Config, layer: int, rope: Rope, window: int 
         scale=1.0,
         source=None if source == layer else source,
         is_source=any(config.source_of(after) == layer for after in range(layer + 1, config.num_hidden_layers)),
-        keys_are_values=source == layer and not config.has_values(layer),
+        keys_are_values=config.missing_in(layer) == ("v_proj",),
     )
 
 

@@ -5,7 +5,6 @@ layers, P size of what a layer takes of a token beside the residual stream; T, G
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn.utils import skip_init
 
 from megatron_worker.families.architecture import Architecture, NormedBlock
 from megatron_worker.families.gemma import SharedAttention
@@ -34,15 +33,9 @@ class LayerInputs:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class Weight(torch.nn.Module):
-    """A linear without a bias that every rank has whole, for tokens that it has."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+def _linear(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> torch.nn.Linear:
+    """Return a linear that every rank has whole, for the tokens that it has."""
+    return skip_init(torch.nn.Linear, num_inputs, num_outputs, bias=False, dtype=dtype)
 
 
 class PerLayerEmbedding(torch.nn.Module):
@@ -56,7 +49,7 @@ class PerLayerEmbedding(torch.nn.Module):
         num_rows = -(-a.block.per_layer_vocab_size // tp) * tp
         unused = torch.nn.init.normal_  # no weight is initialised
         self.table = VocabParallelEmbedding(num_rows, a.num_layers * size, init_method=unused, config=config)
-        self.projection = Weight(a.hidden_size, a.num_layers * size, config.params_dtype)
+        self.projection = _linear(a.hidden_size, a.num_layers * size, config.params_dtype)
         self.norm = norm(config, size, a.norm_eps)
         self._scale = float(torch.tensor(size**0.5, dtype=config.params_dtype))
 
@@ -74,8 +67,8 @@ class PerLayerBlock(torch.nn.Module):
 
     def __init__(self, block: NormedBlock, config: TransformerConfig, norm: type[torch.nn.Module]) -> None:
         super().__init__()
-        self.gate = Weight(config.hidden_size, block.per_layer_size, config.params_dtype)
-        self.projection = Weight(block.per_layer_size, config.hidden_size, config.params_dtype)
+        self.gate = _linear(config.hidden_size, block.per_layer_size, config.params_dtype)
+        self.projection = _linear(block.per_layer_size, config.hidden_size, config.params_dtype)
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_s1H: Tensor, taken_sP: Tensor) -> Tensor:
@@ -96,15 +89,14 @@ class NormedLayer(torch.nn.Module):
         norm: type[torch.nn.Module],
         self_attention: ModuleSpec,
         mlp: ModuleSpec,
-        **more: Any,
+        **_: object,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
         self.layer_number, self._number, self.scalar = layer_number, number, 1.0
         self.input_layernorm, self.post_attention_layernorm = norm(config, size, eps), norm(config, size, eps)
         self.pre_mlp_layernorm, self.post_mlp_layernorm = norm(config, size, eps), norm(config, size, eps)
-        groups = {"pg_collection": more.get("pg_collection")}
-        self.self_attention = build_module(self_attention, config=config, layer_number=layer_number, **groups)
+        self.self_attention = build_module(self_attention, config=config, layer_number=layer_number)
         self.mlp = build_module(mlp, config=config)
         self.per_layer = PerLayerBlock(block, config, norm) if block.per_layer_size else None
 

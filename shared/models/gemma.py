@@ -26,6 +26,9 @@ class GemmaConfig(DenseConfig):
     sliding_window_pattern: int = Field(default=6, ge=1)
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     local_rope: RopeConfig = RopeConfig()
+    num_kv_shared_layers: int = Field(default=0, ge=0)
+    attention_k_eq_v: bool = False
+    hidden_size_per_layer_input: int = Field(default=0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -50,25 +53,18 @@ class GemmaConfig(DenseConfig):
         return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
 
     def source_of(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer attends to."""
-        return layer
+        """Return the layer whose keys and values a layer attends to: the last of its kind that makes them."""
+        makers = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
+        return max(number for number in makers if self.windows[number] == self.windows[layer])
+
+    def missing_in(self, layer: int) -> tuple[Linear, ...]:
+        """Return the linears that a layer has not: its keys may be its values, or both be another layer's."""
+        if self.source_of(layer) != layer:
+            return "k_proj", "v_proj"
+        return ("v_proj",) if self.attention_k_eq_v and self.windows[layer] is None else ()
 
     def ffn_size_of(self, layer: int) -> int:
         return self.intermediate_size
-
-    def has_values(self, layer: int) -> bool:
-        """False: a layer's values are its keys, or another layer's values."""
-        return True
-
-    def missing_in(self, layer: int) -> tuple[Linear, ...]:
-        """Return the linears of attention that a layer has not."""
-        missing: tuple[Linear, ...] = () if self.source_of(layer) == layer else ("k_proj",)
-        return missing if self.has_values(layer) else (*missing, "v_proj")
-
-    @property
-    def not_passed_on(self) -> str:
-        """What layers have of others that pipeline stages do not pass on; empty: nothing."""
-        return ""
 
     def own_problem(self) -> str | None:
         for layer, window in enumerate(self.windows):
@@ -88,6 +84,9 @@ class Gemma3Config(GemmaConfig):
     query_pre_attn_scalar: float = Field(default=256, gt=0)
     attn_logit_softcapping: None = None
     use_bidirectional_attention: Literal[False] | None = None
+    num_kv_shared_layers: Literal[0] = 0
+    attention_k_eq_v: Literal[False] = False
+    hidden_size_per_layer_input: Literal[0] = 0
     rope_theta: float | None = 1_000_000.0
     rope_local_base_freq: float = 10_000.0
 
@@ -120,8 +119,6 @@ class Gemma4Config(GemmaConfig):
     global_head_dim: int = Field(default=512, ge=1)
     num_global_key_value_heads: int | None = Field(default=None, ge=1)
     per_layer_config: dict[int, LayerHeads] | None = None
-    attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = Field(default=0, ge=0)
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = Field(default=256, ge=0)
     vocab_size_per_layer_input: int = Field(default=262_144, ge=1)
@@ -149,22 +146,9 @@ class Gemma4Config(GemmaConfig):
         own_num = self.num_global_key_value_heads if self.attention_k_eq_v else None
         return self.global_head_dim, own_num or num_kv_heads
 
-    def source_of(self, layer: int) -> int:
-        makers = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
-        return max(number for number in makers if self.windows[number] == self.windows[layer])
-
     def ffn_size_of(self, layer: int) -> int:
         is_wide = self.use_double_wide_mlp and self.source_of(layer) != layer
         return self.intermediate_size * (2 if is_wide else 1)
-
-    def has_values(self, layer: int) -> bool:
-        return self.source_of(layer) == layer and (self.windows[layer] is not None or not self.attention_k_eq_v)
-
-    @property
-    def not_passed_on(self) -> str:
-        if self.num_kv_shared_layers:
-            return "keys and values that layers share"
-        return "embeddings of each layer" if self.hidden_size_per_layer_input else ""
 
     def own_problem(self) -> str | None:
         if self.enable_moe_block:

@@ -52,7 +52,7 @@ class ModelShape(Frozen):
     has_stacked_experts: bool = False  # stored together: no adapter is beside them
     delta_net: DeltaNetShape | None = None
     layers: tuple[LayerShape, ...] = ()  # empty: all are alike
-    whole_on_one_stage: str = ""  # what of its layers is not passed on between pipeline stages
+    needs_one_stage: bool = False  # layers take keys and values of others, or embeddings of their own
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
@@ -121,7 +121,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         has_stacked_experts=stacked is not None,
         delta_net=hybrid and _delta_net(hybrid),
         layers=() if gemma is None else _layers(gemma),
-        whole_on_one_stage="" if gemma is None else gemma.not_passed_on,
+        needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
     )
 
 
@@ -170,9 +170,9 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     if layout.pp > shape.num_layers:
         message = f"pp={layout.pp} stages need a layer each, the model has {shape.num_layers}"
         raise InvalidInput(message, "layout.pp")
-    if layout.pp > 1 and shape.whole_on_one_stage:
-        message = f"pp={layout.pp} cuts the layers, and {shape.whole_on_one_stage} are not passed on between stages"
-        raise InvalidInput(message, "layout.pp")
+    if layout.pp > 1 and shape.needs_one_stage:
+        what = "keys and values that layers share, and embeddings of each layer"
+        raise InvalidInput(f"pp={layout.pp}: stages do not pass on {what}", "layout.pp")
     _check_experts(layout, shape)
 
 

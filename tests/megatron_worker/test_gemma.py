@@ -199,11 +199,11 @@ def test_a_layer_without_its_number_is_refused(tmp_path):
 
 def test_layouts_and_engines_that_cannot_hold_them_are_refused(tmp_path):
     shape = shape_of(read_config(distinct_model(tmp_path / "shared", "gemma4", num_layers=4)))
-    with pytest.raises(InvalidInput, match="keys and values that layers share are not passed on"):
+    with pytest.raises(InvalidInput, match="stages do not pass on keys and values that layers share"):
         check_layout(Layout(pp=2), shape)
     with pytest.raises(InvalidInput, match=r"tp=4 does not divide the model's 2 key/value heads"):
         check_layout(Layout(tp=4), shape)
-    with pytest.raises(InvalidInput, match="embeddings of each layer are not passed on"):
+    with pytest.raises(InvalidInput, match="and embeddings of each layer"):
         check_layout(Layout(pp=2), shape_of(read_config(distinct_model(tmp_path / "own", "gemma4"))))
     with pytest.raises(InvalidInput, match="fsdp trains"):
         check_layout(Layout(), shape, "fsdp")
