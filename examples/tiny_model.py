@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Family = Literal[
-    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "nemotron_h",
-    "qwen2", "llama", "mistral", "ministral", "smollm3",
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
+    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3",
 ]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -102,6 +102,8 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
         DeepseekV3Config,
+        Gemma3TextConfig,
+        Gemma4TextConfig,
         Glm4MoeLiteConfig,
         GptOssConfig,
         LlamaConfig,
@@ -131,7 +133,22 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         **{"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": size, "qk_rope_head_dim": size // 2},
         **{"num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": sizes["hidden_size"]},
     }
+    mixers = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])]
+    windows = {"layer_types": mixers, "sliding_window": 24, "final_logit_softcapping": 20.0}
     match family:
+        case "gemma3":
+            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=2 * size)
+        case "gemma4":  # with four layers the last two take the keys and values of those before
+            return Gemma4TextConfig(
+                **{**sizes, **windows, "num_key_value_heads": sizes["num_attention_heads"]},
+                global_head_dim=2 * size,
+                num_global_key_value_heads=sizes["num_key_value_heads"],
+                attention_k_eq_v=True,
+                num_kv_shared_layers=max(0, sizes["num_hidden_layers"] - 2),
+                use_double_wide_mlp=True,
+                hidden_size_per_layer_input=size // 2,
+                vocab_size_per_layer_input=sizes["vocab_size"],
+            )
         case "deepseek_v3" | "glm4_moe_lite":
             latents = {**sizes, **latents}
             latents.pop("head_dim")

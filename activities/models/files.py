@@ -40,7 +40,9 @@ _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(r"(?:backbone|model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)")
+_OF_LAYER = re.compile(
+    r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
+)
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -119,8 +121,8 @@ class _Config(BaseModel):
     vocab_size: int = Field(ge=1)
     tie_word_embeddings: bool = False
     hidden_act: Literal["silu"] = "silu"
-    num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    moe_intermediate_size: int = Field(default=0, ge=0)
+    num_experts: int | None = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    moe_intermediate_size: int | None = Field(default=0, ge=0)
 
 
 class _Index(BaseModel):

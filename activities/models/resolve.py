@@ -167,7 +167,7 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
     linear = cast(Linear, match["linear"])
     of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of)
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"]))
     size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and size != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"

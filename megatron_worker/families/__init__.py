@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import deepseek_v3, gpt_oss, nemotron_h, qwen3_5
+from megatron_worker.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -13,6 +13,7 @@ from megatron_worker.families.architecture import (
     Llama3Scaling,
     Mixture,
     Mlp,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -28,6 +29,7 @@ from shared.models.config import (
     SmolLM3Config,
     read_model_config,
 )
+from shared.models.gemma import GemmaConfig
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -83,6 +85,12 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "nemotron_h":
             assert isinstance(config, NemotronHConfig)
             return nemotron_h.architecture(_sized(config, _attention(config)), config)
+        case "gemma3" | "gemma4":
+            assert isinstance(config, GemmaConfig)
+            attention = _attention(config, qk_norm=True)
+            heads = [config.heads_of(layer)[0] for layer in range(config.num_hidden_layers)]
+            ropes = [_rope_with(config.rope_of(layer), size) for layer, size in enumerate(heads)]
+            return gemma.architecture(_sized(config, attention), config, ropes)
         case family:
             raise AssertionError(family)  # refused when the file was read
 
@@ -131,11 +139,16 @@ def _mixture(config: MixtureConfig) -> Mixture:
 
 
 def _rope(config: DenseConfig) -> Rope:
-    parameters = config.rope
+    return _rope_with(config.rope, config.rotary_size)
+
+
+def _rope_with(parameters: RopeConfig, size: int) -> Rope:
     theta = parameters.rope_theta or _DEFAULT_THETA
-    size = config.rotary_size
     if parameters.rope_type == "default":
         return Rope(theta, size)
+    if parameters.rope_type == "proportional":
+        num_turning = int((parameters.partial_rotary_factor or 1.0) * size // 2)
+        return Rope(theta, size, ProportionalScaling(num_turning, parameters.factor or 1.0))
     factor, original = parameters.factor, parameters.original_max_position_embeddings
     assert factor is not None  # else the file was refused
     if parameters.rope_type == "linear":

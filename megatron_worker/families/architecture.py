@@ -48,13 +48,21 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `num_turning` frequencies turn, and they are divided by `factor` (Gemma 4)."""
+
+    num_turning: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over the first `size` dimensions of each head, half
     against half."""
 
     theta: float
     size: int
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling | None = None
 
     def tables(self, position_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the positions' angles, [T, 1, size] each, for `rotary_frequencies`."""
@@ -87,6 +95,11 @@ class Attention:
     window: int | None = None
     has_sinks: bool = False
     scale: float | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """What is made of the input, by Hugging Face's names: queries, keys and values."""
+        return "q_proj", "k_proj", "v_proj"
 
     @property
     def heads_per_group(self) -> int:
@@ -192,14 +205,20 @@ class Mamba2:
 
 
 Mixer = Attention | DeltaNet | Mamba2
-Activation = Literal["silu", "relu2"]
+Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 
 def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
     """Return what an MLP's last linear is applied to: the activation of its first one's outputs, or where it is gated
     of their first half, times the second."""
     gate, up = made.chunk(2, dim=-1) if is_gated else (made, None)
-    active = F.silu(gate) if activation == "silu" else F.relu(gate).square()
+    match activation:
+        case "silu":
+            active = F.silu(gate)
+        case "relu2":
+            active = F.relu(gate).square()
+        case "gelu_tanh":
+            active = F.gelu(gate, approximate="tanh")
     return active if up is None else active * up
 
 
@@ -263,6 +282,21 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class NormedBlock:
+    """A residual block that norms what a mixer and an MLP put out, too, before it is added (Gemma).
+
+    Attributes:
+        per_layer_size: of what each layer takes of a token beside the residual stream, by an embedding of the layer's
+            own with `per_layer_vocab_size` rows and by a projection of the token's embedding. 0: there is none.
+        has_scalar: what leaves a layer is multiplied by a number of the layer's, which is not trained.
+    """
+
+    per_layer_size: int = 0
+    per_layer_vocab_size: int = 0
+    has_scalar: bool = False
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A whole model, before any tensor parallelism.
 
@@ -271,6 +305,9 @@ class Architecture:
         mlps: each layer's MLP, or its experts; None: it has none.
         zero_centred_norms: the norms' weights are kept as their difference from one.
         tensor_prefix, carried: see shared.models.config.DenseConfig.
+        block: None: the residual block is a norm before each mixer and each MLP.
+        embedding_scale: what embeddings are multiplied by, rounded to their dtype.
+        logit_cap: logits become cap * tanh(logit / cap).
     """
 
     family: str
@@ -284,6 +321,9 @@ class Architecture:
     tensor_prefix: str = "model"
     carried: tuple[str, ...] = ()
     names: TensorNames = DenseConfig.names
+    block: NormedBlock | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -291,7 +331,7 @@ class Architecture:
 
     @property
     def attention(self) -> Attention:
-        """The first layer of attention: all are alike but for their rotary embedding."""
+        """The first layer of attention."""
         return next(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
@@ -331,6 +371,9 @@ def rotary_frequencies(rope: Rope) -> Tensor:
             return frequency
         case LinearScaling(factor=factor):
             return frequency / factor
+        case ProportionalScaling() as proportional:
+            is_still = torch.arange(len(frequency)) >= proportional.num_turning
+            return (frequency / proportional.factor).masked_fill(is_still, 0.0)
         case Llama3Scaling() as llama:
             turns = llama.original_max_positions * frequency / (2 * math.pi)
             kept = (turns - llama.low_freq_factor) / (llama.high_freq_factor - llama.low_freq_factor)

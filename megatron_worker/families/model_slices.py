@@ -1,5 +1,6 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
+from megatron_worker.families import gemma
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -21,7 +22,7 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
     embedding = f"{a.tensor_prefix}.{a.names.embedding}.weight", "embedding.word_embeddings.weight"
-    slices = [TensorSlice(*embedding, vocab, 0, 0, rows)]
+    slices = [TensorSlice(*embedding, vocab, 0, 0, rows), *gemma.per_layer_slices(a, tp)]
     for layer in range(a.num_layers):
         slices += _layer(a, tp, etp, layer)
     norm = f"{a.tensor_prefix}.{a.names.final_norm}.weight"
@@ -33,10 +34,8 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 
 def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
     theirs, ours = f"{a.tensor_prefix}.layers.{layer}", f"decoder.layers.{layer}"
-    mixer, mlp, slices = f"{ours}.self_attention", f"{theirs}.{a.names.mlp}", []
-    if a.mixers[layer] is not None:
-        norm = f"{theirs}.{a.names.mixer_norm}.weight"
-        slices.append(_vector(norm, f"{ours}.input_layernorm.weight", a.hidden_size))
+    mixer, mlp = f"{ours}.self_attention", f"{theirs}.{a.names.mlp}"
+    slices = _norms(a, layer, theirs, ours) if a.block is None else gemma.norm_slices(a, theirs, ours)
     match a.mixers[layer]:
         case LatentAttention() as latent:
             slices += latent_slices(latent, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
@@ -46,9 +45,6 @@ def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
             slices += delta_net_slices(delta_net, a.hidden_size, tp, f"{theirs}.linear_attn", mixer)
         case Mamba2() as mamba:
             slices += mamba_slices(mamba, a.hidden_size, tp, f"{theirs}.mixer", mixer)
-    if a.mlps[layer] is not None:
-        norm = f"{theirs}.{a.names.mlp_norm}.weight"
-        slices.append(_vector(norm, f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
     match a.mlps[layer]:
         case Mixture() as mixture:
             slices += _mixture(mixture, a.hidden_size, tp, etp, mlp, f"{ours}.mlp", a.names.shared_expert)
@@ -57,13 +53,23 @@ def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
     return slices
 
 
+def _norms(a: Architecture, layer: int, theirs: str, ours: str) -> list[TensorSlice]:
+    norms = []
+    if a.mixers[layer] is not None:
+        norms.append(_vector(f"{theirs}.{a.names.mixer_norm}.weight", f"{ours}.input_layernorm.weight", a.hidden_size))
+    if a.mlps[layer] is not None:
+        norms.append(_vector(f"{theirs}.{a.names.mlp_norm}.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
+    return norms
+
+
 def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
     slices = _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "weight", (hidden_size,))
     if attention.qkv_bias:
         slices += _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "bias", ())
     if attention.qk_norm:
         slices.append(_vector(f"{theirs}.q_norm.weight", f"{ours}.q_layernorm.weight", attention.head_dim))
-        slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
+        if "k_proj" in attention.projections:
+            slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
     shape = (hidden_size, attention.num_heads * attention.head_dim)
     slices.append(TensorSlice(f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", shape, 1, 0, hidden_size))
     if attention.output_bias:
@@ -77,11 +83,8 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
     """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
     slices, start = [], 0
-    for name, per_group in (
-        ("q_proj", a.heads_per_group * a.rows_per_head),
-        ("k_proj", a.head_dim),
-        ("v_proj", a.head_dim),
-    ):
+    for name in a.projections:
+        per_group = a.heads_per_group * a.rows_per_head if name == "q_proj" else a.head_dim
         stop = start + per_group
         whole = (a.num_kv_heads * per_group, *rest)
         groups = a.num_kv_heads // tp

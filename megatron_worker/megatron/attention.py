@@ -154,7 +154,7 @@ class PackedSelfAttention(SelfAttention):
             query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
         if a.scale is not None:
             query_THD = query_THD * (a.scale * size**0.5)
-        key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
+        key_TGD, value_TGD = whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
         attended_THD = attend(query_THD, key_TGD, value_TGD, plan, a.window, self.sinks)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
@@ -162,7 +162,7 @@ class PackedSelfAttention(SelfAttention):
         return output, bias
 
 
-def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+def whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
     """Gather keys and values of the whole bin, in its order."""
     if context is None:
         return key_TGD, value_TGD

@@ -78,6 +78,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             model, a = self._model, self._model.architecture
             slices, views = [*self._slices_here, *corrections(a)], {**model.flat.views, **model.constants}
             read_model(self._folder, slices, views, self._mesh, a.carried)
+            model.read_scalars(self._folder)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)

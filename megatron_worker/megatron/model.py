@@ -10,6 +10,7 @@ that are this context-parallel rank's, s those of them that this rank has betwee
 
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ from megatron_worker.families.architecture import (
     Mlp,
     activate,
 )
+from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
+from megatron_worker.megatron.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
 from megatron_worker.megatron.latent_attention import LatentSelfAttention
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
@@ -47,12 +50,14 @@ from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
+from megatron_worker.tensors.safetensors_files import model_files
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _OF_EACH_TOKEN = (
     *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
     *(".query_down.weight", ".latent_down.weight", ".latent_in.weight", ".latent_out.weight"),
+    *(".per_layer.gate.weight", ".per_layer.projection.weight"),
 )
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
@@ -103,9 +108,10 @@ class MegatronModel:
         a = architecture
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
-        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group)
+        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap)
         self.dtype = dtype
         self.needs = LayerNeeds.of(a, mesh.device)
+        self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
@@ -141,6 +147,14 @@ class MegatronModel:
         """The output embedding of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
 
+    def read_scalars(self, folder: Path) -> None:
+        """Read the numbers of layers that are not trained. Raises InvalidInput where one is missing."""
+        block, layers = self.architecture.block, self._gpt.decoder.layers
+        if block is not None and block.has_scalar:
+            with model_files(folder) as files:
+                for layer in layers:
+                    layer.read_scalar(files, self.architecture.tensor_prefix)
+
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
@@ -154,12 +168,18 @@ class MegatronModel:
         Args:
             received_s1H: what the stage before gave; None for the first.
         """
+        per_layer_sLP = None
         if received_s1H is None:
             received_s1H = self._gpt.embedding(part.token_id_t[None], None)
             if self._mesh.layout.sp:
                 received_s1H = own_rows(received_s1H, self._mesh.tp)
+            if self._embedding_scale != 1:
+                received_s1H = received_s1H * self._embedding_scale
+            if (per_layer := getattr(self._gpt.embedding, "per_layer", None)) is not None:
+                per_layer_sLP = per_layer(part.token_id_t, received_s1H)
+        plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=part.plan)
+        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:
             return hidden_s1H
@@ -174,7 +194,7 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            [_layer(a.mixers[number], a.mlps[number], mesh, norm) for number in layers], layer_norm=norm
+            [_layer_of(a, number, mesh, norm) for number in layers], layer_norm=norm
         ),
         vocab_size=padded_vocab,
         max_sequence_length=0,
@@ -183,6 +203,8 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
         position_embedding_type="none",
         share_embeddings_and_output_weights=a.tied,
     )
+    if a.block is not None and a.block.per_layer_size and mesh.is_first_stage:
+        gpt.embedding.per_layer = PerLayerEmbedding(a, mesh, config, norm)
     for module in gpt.modules():
         if isinstance(module, AdaptedLinear) and mesh.layout.sp:
             module.sequence = mesh.tp
@@ -215,6 +237,15 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
+def _layer_of(a: Architecture, number: int, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+    """Return megatron's spec of a layer, or of one of ours in its place."""
+    spec = _layer(a.mixers[number], a.mlps[number], mesh, norm)
+    if a.block is None:
+        return spec
+    parts = {"self_attention": spec.submodules.self_attention, "mlp": spec.submodules.mlp}
+    return ModuleSpec(module=NormedLayer, params={"number": number, "block": a.block, "norm": norm, **parts})
+
+
 def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
     """Return megatron's spec of a layer, with our parts in it."""
     has_norms = isinstance(mixer, Attention) and mixer.qk_norm
@@ -224,6 +255,9 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
         case LatentAttention():
             params = {"attention": mixer, "tp": mesh.tp, "norm": norm}
             layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
+        case SharedAttention():
+            params = {"attention": mixer, "norm": norm}
+            layer.submodules.self_attention = ModuleSpec(module=TakenAttention, params=params)
         case Attention():
             attention = layer.submodules.self_attention
             attention.module, attention.params = PackedSelfAttention, {**attention.params, "attention": mixer}

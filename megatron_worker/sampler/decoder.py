@@ -114,9 +114,9 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        if not all(type(mixer) in (Attention, DeltaNet) for mixer in self.architecture.mixers):
-            message = f"the small sampler has no decoder of its own for {self.architecture.family}"
-            raise InvalidInput(message, str(folder))
+        a = self.architecture
+        if a.block is not None or not all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers):
+            raise InvalidInput(f"the small sampler has no decoder of its own for {a.family}", str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture

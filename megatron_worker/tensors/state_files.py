@@ -162,7 +162,7 @@ def write_adapter(
     tensors = _whole(slices, parameters, ranks, torch.float32)
     with all_drawn(tensors):
         if folder is not None:
-            peft_format.write_config(folder, lora)
+            peft_format.write_config(folder, lora, (s.name for s in slices))
         entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
         write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
 

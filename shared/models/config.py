@@ -13,7 +13,8 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
 FAMILIES = (
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "nemotron_h"),
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
+    *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
     *("qwen2", "llama", "mistral", "ministral", "smollm3"),
 )
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
@@ -33,12 +34,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _SLIDING = "sliding_attention"
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
 _ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
-_WINDOWED = ("gpt_oss", "mistral", "ministral", *_SWITCHED)
-_READ_IMAGES = ("qwen3_5", "qwen3_5_moe")  # their decoder's settings are in `text_config`
+_WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *_SWITCHED)
+_TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+# Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
+_READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.language_model", ("mtp.", "model.visual."))),
+    "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
+    "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
+}
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 _PREDICT_MORE = (*_READ_IMAGES, "nemotron_h")  # their files may hold layers of multi-token prediction
 
 Size = Field(ge=1)
+SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 class RopeConfig(BaseModel):
@@ -88,6 +96,7 @@ class DenseConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     names: ClassVar[TensorNames] = TensorNames()
+    rope_types: ClassVar[tuple[str, ...]] = SCALINGS
 
     model_type: str
     tensor_prefix: str = "model"
@@ -140,6 +149,10 @@ class DenseConfig(BaseModel):
         first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
         kinds = ("full_attention" if self.window is None or layer < first else _SLIDING for layer in self._numbers)
         return tuple(kinds)
+
+    def own_problem(self) -> str | None:
+        """Return what of a family's own settings is not computed; None: nothing."""
+        return None
 
     @property
     def _numbers(self) -> range:
@@ -374,7 +387,8 @@ _KINDS: dict[str, type[DenseConfig]] = {
 _UNKNOWN: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "deepseek_v3")),
     "deepseek_v2": ("experts that a softmax chooses among groups", "deepseek_v3"),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4"), ("sliding windows and norms of its own", "qwen3")),
+    "gemma2": ("a soft cap of attention's scores", "gemma3"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), ("a residual stream in several parts", "gemma4")),
     "ministral3": ("queries whose scale grows with their position", "ministral"),
     "olmo3": ("norms behind its blocks", "mistral"),
     "granite": ("multipliers of its residual stream", "llama"),
@@ -382,7 +396,6 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
     "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
 }
-_SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
@@ -413,16 +426,18 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     if family == "nemotron_h":
         ours |= {"tensor_prefix": "backbone", **_named_blocks(values, place)}
     if family not in _READ_IMAGES or named in _TEXT_ALONE:
-        return _DEFAULTS.get(family, {}) | values | ours
+        return _of_family(family)[1] | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
-    is_tied = values.get("tie_word_embeddings", False)
+    defaults = _of_family(family)[1]
+    is_tied = values.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
-    ours |= {"tensor_prefix": "model.language_model", "carried": ("mtp.", "model.visual.")}
+    prefix, others = _READ_IMAGES[family]
+    ours |= {"tensor_prefix": prefix, "carried": others}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
-    return _DEFAULTS.get(family, {}) | text | of_whole | ours
+    return defaults | text | of_whole | ours
 
 
 def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
@@ -452,7 +467,7 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     """
     decoder = decoder_settings(values, place)
     try:
-        config = _KINDS.get(decoder["model_type"], DenseConfig).model_validate(decoder)
+        config = _of_family(decoder["model_type"])[0].model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
@@ -460,18 +475,25 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     return config
 
 
+def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
+    """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
+    from shared.models import gemma  # its classes are made from those above
+
+    return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
+
+
 def _not_computed(config: DenseConfig) -> str | None:
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name) and not isinstance(config, GptOssConfig):
             return f"{name}=true is not supported for this family"
-    if problem := _windows_not_computed(config):
+    if problem := _windows_not_computed(config) or config.own_problem():
         return problem
     if isinstance(quantized := config.quantization_config, dict):
         method = quantized.get("quant_method", "a method that it does not name")
         return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    if problem := _rope_not_computed(config.rope):
+    if problem := rope_problem(config.rope, config.rope_types):
         return problem
     if isinstance(config, SmolLM3Config) and len(config.is_rotated) != config.num_hidden_layers:
         return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
@@ -557,10 +579,11 @@ def _not_nemotron(config: NemotronHConfig) -> str | None:
     return None
 
 
-def _rope_not_computed(rope: RopeConfig) -> str | None:
-    if rope.rope_type not in _SCALINGS:
-        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(_SCALINGS)}"
-    if rope.rope_type != "default" and rope.factor is None:
+def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
+    """Return what of rotary settings is not computed; None: nothing."""
+    if rope.rope_type not in known:
+        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
+    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
         return f"{rope.rope_type} rope scaling needs factor"
     if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
         return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"

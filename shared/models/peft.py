@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,8 @@ _PLAIN: frozenset[Linear] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
 
+# What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
+_TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
 # hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
@@ -34,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 # transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
-_RENAMED = (("backbone.", "model."),)
+_RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
 
 
 def module_of(tensor: str) -> str:
@@ -73,7 +75,11 @@ class _Config(BaseModel):
 def _switched_on(config: _Config) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}).items()
-    return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
+    return [
+        name
+        for name, value in more
+        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
+    ]
 
 
 def config_of(lora: Lora) -> dict[str, object]:
@@ -111,9 +117,12 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
     return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets, rank_stabilized=read.use_rslora)
 
 
-def write_config(folder: Path, lora: Lora) -> None:
+def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
+    """Write `adapter_config.json` beside these tensors."""
+    is_beside_towers = any(".language_model." in name for name in tensors)
+    config = config_of(lora) | ({"exclude_modules": _TOWERS} if is_beside_towers else {})
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_config(folder: Path, expected: Lora | None = None) -> Lora:

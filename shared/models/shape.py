@@ -1,5 +1,6 @@
 """The sizes of a model that limit its layouts, and the layouts and engines that can hold it."""
 
+import math
 from collections.abc import Container
 from typing import Literal
 
@@ -17,9 +18,10 @@ from shared.models.config import (
     MixtureConfig,
     NemotronHConfig,
 )
+from shared.models.gemma import GemmaConfig
 
 _MEGATRON_ALONE = (
-    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"),
+    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
     *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
 )
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -56,6 +58,15 @@ class BlocksShape(Frozen):
         }
 
 
+class LayerShape(Frozen):
+    """The sizes of a layer of a model whose layers differ. `missing`: linears that other layers have."""
+
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    missing: tuple[Linear, ...] = ()
+
+
 class ModelShape(Frozen):
     """The sizes of a model that limit its layouts, read from a Hugging Face `config.json`."""
 
@@ -73,6 +84,8 @@ class ModelShape(Frozen):
     is_gated: bool = False  # attention: q_proj has a gate for each query
     has_stacked_experts: bool = False  # stored together: no adapter is beside them
     delta_net: DeltaNetShape | None = None
+    layers: tuple[LayerShape, ...] = ()  # empty: all are alike
+    needs_one_stage: bool = False  # layers take keys and values of others, or embeddings of their own
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
@@ -87,6 +100,9 @@ class ModelShape(Frozen):
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
+        if self.layers:
+            own = [name for name in (*_OF_ATTENTION, *_OF_MLP) if name in targets]
+            return sum(name not in layer.missing for layer in self.layers for name in own)
         of_layer = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
         if self.blocks is not None:
             return sum(number for name, number in self.blocks.numbers(of_layer).items() if name in targets)
@@ -97,8 +113,11 @@ class ModelShape(Frozen):
         of_attention = len(chosen) - of_mlps - of_delta_nets
         return of_mlps * num_mlps + of_delta_nets * recurrent + of_attention * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "") -> tuple[int, int]:
+    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
+        if self.layers:
+            own = self.layers[layer].model_dump(exclude={"missing"})
+            return self.model_copy(update={**own, "layers": ()}).linear_size(linear)
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ffn = {"": self.ffn_size, "experts": self.expert_ffn_size, "shared": self.shared_ffn_size}[of]
         if self.latent_linears and linear in self.latent_linears:
@@ -136,6 +155,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
     experts = mixture or stacked
     hybrid = config if isinstance(config, HybridConfig) else None
     latent = config if isinstance(config, LatentConfig) else None
+    gemma = config if isinstance(config, GemmaConfig) else None
     shape = ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -153,6 +173,8 @@ def shape_of(config: DenseConfig) -> ModelShape:
         delta_net=hybrid and _delta_net(hybrid),
         latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
+        layers=() if gemma is None else _layers(gemma),
+        needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
@@ -181,6 +203,15 @@ def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:
     return sizes | {"q_a_proj": (hidden_size, rank), "q_b_proj": (rank, keys)}
 
 
+def _layers(config: GemmaConfig) -> tuple[LayerShape, ...]:
+    found = []
+    for layer in range(config.num_hidden_layers):
+        head_dim, num_kv_heads = config.heads_of(layer)
+        ffn_size, missing = config.ffn_size_of(layer), config.missing_in(layer)
+        found.append(LayerShape(num_kv_heads=num_kv_heads, head_dim=head_dim, ffn_size=ffn_size, missing=missing))
+    return tuple(found)
+
+
 def _delta_net(config: HybridConfig) -> DeltaNetShape:
     return DeltaNetShape(
         layers=config.is_recurrent,
@@ -202,7 +233,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     check_family(engine, shape.family)
     for name, size in (
         ("attention heads", shape.num_heads),
-        ("key/value heads", shape.num_kv_heads),
+        ("key/value heads", math.gcd(shape.num_kv_heads, *(layer.num_kv_heads for layer in shape.layers))),
         ("feed-forward size", 0 if shape.num_experts and not shape.num_dense and not shape.blocks else shape.ffn_size),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
@@ -218,6 +249,9 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     if layout.pp > shape.num_layers:
         message = f"pp={layout.pp} stages need a layer each, the model has {shape.num_layers}"
         raise InvalidInput(message, "layout.pp")
+    if layout.pp > 1 and shape.needs_one_stage:
+        what = "keys and values that layers share, and embeddings of each layer"
+        raise InvalidInput(f"pp={layout.pp}: stages do not pass on {what}", "layout.pp")
     _check_experts(layout, shape)
 
 

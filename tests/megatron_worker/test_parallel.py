@@ -45,6 +45,8 @@ LATENT = {
 }
 MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2)]}
 MAMBA_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2)], 4: [Layout(pp=2, ep=2, dp=2)]}
+GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
+GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},
@@ -54,6 +56,8 @@ MODELS: dict[str, dict] = {
     "latent": {"family": "deepseek_v3", "tied": False},
     "mamba": {"family": "nemotron_h", "config": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}},
     "mamba-experts": {"family": "nemotron_h"},
+    "gemma3": {"family": "gemma3"},
+    "gemma4": {"family": "gemma4", "num_layers": 4},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -70,7 +74,7 @@ ALL_TRIALS = [
     (name, layout)
     for name, worlds in zip(
         MODELS,
-        (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS, LATENT, MAMBA, MAMBA_EXPERTS),
+        (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS, LATENT, MAMBA, MAMBA_EXPERTS, GEMMA3, GEMMA4),
         strict=True,
     )
     for own in worlds.values()

@@ -94,7 +94,7 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
     [
         ("deepseek_v2", {"intermediate_size": None}),
         ("gpt_oss", {"attention_bias": True}),
-        ("gemma3_text", {"hidden_act": None}),
+        ("gemma2", {"hidden_act": None}),
         (None, {}),
     ],
 )

@@ -417,13 +417,13 @@ def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp
     assert "quantization_config: weights that fp8 has quantized are not read" in refusal(config, model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
 def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
     assert found.shape == theirs.shape == shape_of(read_config(whole))
-    assert found.shape.delta_net is not None
+    assert (found.shape.delta_net is None) == family.startswith("gemma")
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)
