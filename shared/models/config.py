@@ -3,12 +3,14 @@
 A file that leaves a setting out means what transformers takes for it.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
+from shared.models import gemma
+from shared.models.dense import SLIDING, WINDOWED, DenseConfig, RopeConfig, Size, rope_problem
 
 FAMILIES = (
     "qwen3",
@@ -35,10 +37,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
 }
-_SLIDING = "sliding_attention"
-_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
 _ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
-_WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *_SWITCHED)
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 # Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -47,112 +46,6 @@ _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
 }
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
-
-Size = Field(ge=1)
-SCALINGS = ("default", "llama3", "linear", "yarn")
-
-
-class RopeConfig(BaseModel):
-    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
-
-
-# transformers takes an empty object for none.
-_AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
-
-
-class DenseConfig(BaseModel):
-    """A decoder's settings.
-
-    Attributes:
-        tensor_prefix: what the names of its tensors begin with. It and `carried` are not taken from the file.
-        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-    rope_types: ClassVar[tuple[str, ...]] = SCALINGS
-
-    model_type: str
-    tensor_prefix: str = "model"
-    carried: tuple[str, ...] = ()
-    vocab_size: int = Size
-    hidden_size: int = Size
-    intermediate_size: int = Size
-    num_hidden_layers: int = Size
-    num_attention_heads: int = Size
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    hidden_act: Literal["silu"] = "silu"
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = Field(default=None, ge=1)
-    max_window_layers: int = Field(default=28, ge=0)
-    layer_types: tuple[str, ...] | None = None
-    quantization_config: None = None
-    rope_theta: float | None = None
-    rope_scaling: _AnyRope = None
-    rope_parameters: _AnyRope = None
-
-    @property
-    def rope(self) -> RopeConfig:
-        return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
-
-    @property
-    def ropes_disagree(self) -> bool:
-        """True if both are given and say different things. Versions of transformers take one, or the other."""
-        given = [self._with_theta(one) for one in (self.rope_scaling, self.rope_parameters) if one is not None]
-        return len(given) == 2 and given[0] != given[1]
-
-    @property
-    def window(self) -> int | None:
-        """The window of layers that have one; None: none has."""
-        is_on = self.use_sliding_window or self.model_type not in _SWITCHED
-        return self.sliding_window if is_on and self.model_type in _WINDOWED else None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """For each layer the tokens that one attends to, itself among them; None: all before it."""
-        kinds = self.layer_types or self.default_kinds()
-        return tuple(self.window if kind == _SLIDING else None for kind in kinds)
-
-    def default_kinds(self) -> tuple[str, ...]:
-        """Return the layers' kinds where the file leaves them out: the first `max_window_layers` have no window."""
-        first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
-        kinds = ("full_attention" if self.window is None or layer < first else _SLIDING for layer in self._numbers)
-        return tuple(kinds)
-
-    def own_problem(self) -> str | None:
-        """Return what of a family's own settings is not computed; None: nothing."""
-        return None
-
-    @property
-    def _numbers(self) -> range:
-        return range(self.num_hidden_layers)
-
-    @property
-    def size_of_heads(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    def _with_theta(self, rope: RopeConfig) -> RopeConfig:
-        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
 
 
 class Mxfp4(BaseModel):
@@ -207,7 +100,7 @@ class GptOssConfig(DenseConfig):
         return super().rope
 
     def default_kinds(self) -> tuple[str, ...]:
-        return tuple("full_attention" if layer % 2 else _SLIDING for layer in self._numbers)
+        return tuple("full_attention" if layer % 2 else SLIDING for layer in self._numbers)
 
 
 class HybridConfig(DenseConfig):
@@ -324,8 +217,6 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
     """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
-    from shared.models import gemma  # its classes are made from those above
-
     return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
 
 
@@ -358,13 +249,13 @@ def _windows_not_computed(config: DenseConfig) -> str | None:
     if isinstance(config, HybridConfig):
         return None
     kinds = config.layer_types or ()
-    others = [kind for kind in kinds if kind not in (_SLIDING, "full_attention")]
+    others = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
     if others:
         return f"layer_types: {others[0]} is not supported"
-    if _SLIDING in kinds and config.model_type not in _WINDOWED:
-        return f"layer_types: {_SLIDING} is not of this family"
-    if _SLIDING in kinds and config.window is None:
-        return f"layer_types names layers of {_SLIDING}, and there is no sliding_window"
+    if SLIDING in kinds and config.model_type not in WINDOWED:
+        return f"layer_types: {SLIDING} is not of this family"
+    if SLIDING in kinds and config.window is None:
+        return f"layer_types names layers of {SLIDING}, and there is no sliding_window"
     if kinds and config.model_type in _ALIKE and kinds != config.default_kinds():
         return "layer_types: in this family a window is of all layers, or of none"
     if kinds and len(kinds) != config.num_hidden_layers:
@@ -381,15 +272,4 @@ def _not_hybrid(config: HybridConfig) -> str | None:
         return f"linear attention: {heads}"
     if config.rotary_size < 2 or config.rotary_size % 2:
         return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
-    return None
-
-
-def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
-    """Return what of rotary settings is not computed; None: nothing."""
-    if rope.rope_type not in known:
-        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
-    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
-        return f"{rope.rope_type} rope scaling needs factor"
-    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
-        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
     return None
