@@ -12,7 +12,9 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule, refused_value
-from shared.models.config import DenseConfig, LatentConfig, decoder_settings, prefix_of, read_model_config
+from shared.models.config import decoder_settings, prefix_of, read_model_config
+from shared.models.dense import DenseConfig
+from shared.models.families import LatentConfig
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty

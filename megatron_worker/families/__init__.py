@@ -18,16 +18,15 @@ from megatron_worker.families.architecture import (
     YarnScaling,
 )
 from shared.errors import InvalidInput
-from shared.models.config import (
-    DenseConfig,
+from shared.models.config import read_model_config
+from shared.models.dense import DenseConfig, RopeConfig
+from shared.models.families import (
     GptOssConfig,
     HybridConfig,
     LatentConfig,
     MixtureConfig,
     NemotronHConfig,
-    RopeConfig,
     SmolLM3Config,
-    read_model_config,
 )
 from shared.models.gemma import GemmaConfig
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.models.config import DenseConfig, TensorNames
+from shared.models.dense import DenseConfig, TensorNames
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from megatron_worker.families.architecture import Architecture, LatentAttention, Mixture, Mlp
 from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
-from shared.models.config import LatentConfig
+from shared.models.families import LatentConfig
 
 
 def architecture(alike: Architecture, config: LatentConfig) -> Architecture:

@@ -8,7 +8,7 @@ import dataclasses
 
 from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
-from shared.models.config import GptOssConfig
+from shared.models.families import GptOssConfig
 
 
 def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:

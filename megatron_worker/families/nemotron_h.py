@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_worker.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
 from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
-from shared.models.config import NemotronHConfig, prefix_of
+from shared.models.config import prefix_of
+from shared.models.families import NemotronHConfig
 
 
 def named_as_in(folder: Path, config: NemotronHConfig) -> NemotronHConfig:

@@ -4,13 +4,24 @@ A file that leaves a setting out means what transformers takes for it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
+from shared.models import gemma
+from shared.models.dense import SLIDING, WINDOWED, DenseConfig, rope_problem
+from shared.models.families import (
+    BLOCKS,
+    GptOssConfig,
+    HybridConfig,
+    HybridMixtureConfig,
+    LatentConfig,
+    MixtureConfig,
+    NemotronHConfig,
+    SmolLM3Config,
+)
 
 FAMILIES = (
     *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
@@ -31,10 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
-_SLIDING = "sliding_attention"
-_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
 _ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
-_WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *_SWITCHED)
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 # Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -43,334 +51,7 @@ _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
 }
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
-_PREDICT_MORE = (*_READ_IMAGES, "nemotron_h")  # their files may hold layers of multi-token prediction
-
-Size = Field(ge=1)
-SCALINGS = ("default", "llama3", "linear", "yarn")
-
-
-class RopeConfig(BaseModel):
-    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
-
-
-# transformers takes an empty object for none.
-_AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """What Hugging Face calls the parts of a model, and of a layer, where families differ."""
-
-    embedding: str = "embed_tokens"
-    final_norm: str = "norm"
-    mixer_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    attention: str = "self_attn"
-    mlp: str = "mlp"
-    shared_expert: str = "shared_expert"
-
-
-class DenseConfig(BaseModel):
-    """A decoder's settings.
-
-    Attributes:
-        tensor_prefix: what the names of its tensors begin with. It and `carried` are not taken from the file.
-        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-    names: ClassVar[TensorNames] = TensorNames()
-    rope_types: ClassVar[tuple[str, ...]] = SCALINGS
-
-    model_type: str
-    tensor_prefix: str = "model"
-    carried: tuple[str, ...] = ()
-    vocab_size: int = Size
-    hidden_size: int = Size
-    intermediate_size: int = Size
-    num_hidden_layers: int = Size
-    num_attention_heads: int = Size
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    hidden_act: Literal["silu"] = "silu"
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = Field(default=None, ge=1)
-    max_window_layers: int = Field(default=28, ge=0)
-    layer_types: tuple[str, ...] | None = None
-    rope_theta: float | None = None
-    rope_scaling: _AnyRope = None
-    rope_parameters: _AnyRope = None
-    quantization_config: dict[str, Any] | None = None
-
-    @property
-    def rope(self) -> RopeConfig:
-        return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
-
-    @property
-    def ropes_disagree(self) -> bool:
-        """True if both are given and say different things. Versions of transformers take one, or the other."""
-        given = [self._with_theta(one) for one in (self.rope_scaling, self.rope_parameters) if one is not None]
-        return len(given) == 2 and given[0] != given[1]
-
-    @property
-    def window(self) -> int | None:
-        """The window of layers that have one; None: none has."""
-        is_on = self.use_sliding_window or self.model_type not in _SWITCHED
-        return self.sliding_window if is_on and self.model_type in _WINDOWED else None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """For each layer the tokens that one attends to, itself among them; None: all before it."""
-        kinds = self.layer_types or self.default_kinds()
-        return tuple(self.window if kind == _SLIDING else None for kind in kinds)
-
-    def default_kinds(self) -> tuple[str, ...]:
-        """Return the layers' kinds where the file leaves them out: the first `max_window_layers` have no window."""
-        first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
-        kinds = ("full_attention" if self.window is None or layer < first else _SLIDING for layer in self._numbers)
-        return tuple(kinds)
-
-    def own_problem(self) -> str | None:
-        """Return what of a family's own settings is not computed; None: nothing."""
-        return None
-
-    @property
-    def _numbers(self) -> range:
-        return range(self.num_hidden_layers)
-
-    @property
-    def size_of_heads(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_size(self) -> int:
-        """The part of a head that is rotated."""
-        return self.size_of_heads
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        """For each layer, its kind: those of one kind have tensors of the same names."""
-        return (None,) * self.num_hidden_layers
-
-    def _with_theta(self, rope: RopeConfig) -> RopeConfig:
-        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
-
-
-class Mxfp4(BaseModel):
-    """The one quantization that is read."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    quant_method: Literal["mxfp4"]
-
-
-class SmolLM3Config(DenseConfig):
-    """The config of SmolLM3, some of whose layers encode no positions."""
-
-    no_rope_layers: tuple[int, ...] | None = None  # 1: the layer rotates, 0: it does not
-    no_rope_layer_interval: int = Field(default=4, ge=1)
-
-    @property
-    def is_rotated(self) -> tuple[bool, ...]:
-        """For each layer, whether it encodes positions."""
-        if self.no_rope_layers is not None:
-            return tuple(map(bool, self.no_rope_layers[: self.num_hidden_layers]))
-        return tuple((layer + 1) % self.no_rope_layer_interval > 0 for layer in range(self.num_hidden_layers))
-
-
-class MixtureConfig(DenseConfig):
-    """The config of a mixture of experts. Transformers 4 writes `num_experts`, 5 writes `num_local_experts`."""
-
-    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    num_experts_per_tok: int = Size
-    moe_intermediate_size: int = Size
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] | None = None
-
-    @property
-    def shared_ffn_size(self) -> int:
-        """Of an expert that every token goes to; 0: there is none."""
-        return 0
-
-
-class GptOssConfig(DenseConfig):
-    """The config of gpt-oss. `quantization_config`: of MXFP4, which is read (tensors/mxfp4.py); no other is."""
-
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
-    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    num_experts_per_tok: int = Field(default=4, ge=1)
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = Field(default=7.0, gt=0)
-    quantization_config: Mxfp4 | None = None  # type: ignore[assignment]
-
-    @property
-    def rope(self) -> RopeConfig:
-        if self.rope_scaling is None and self.rope_parameters is None:
-            theta = self.rope_theta or 150_000.0
-            sizes = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-            return RopeConfig(rope_type="yarn", rope_theta=theta, **sizes)
-        return super().rope
-
-    def default_kinds(self) -> tuple[str, ...]:
-        return tuple("full_attention" if layer % 2 else _SLIDING for layer in self._numbers)
-
-
-class HybridConfig(DenseConfig):
-    """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
-
-    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
-    full_attention_interval: int = Field(default=4, ge=1)
-    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
-    linear_conv_kernel_dim: int = Field(default=4, ge=2)
-    linear_key_head_dim: int = Field(default=128, ge=1)
-    linear_value_head_dim: int = Field(default=128, ge=1)
-    linear_num_key_heads: int = Field(default=16, ge=1)
-    linear_num_value_heads: int = Field(default=32, ge=1)
-
-    @property
-    def is_recurrent(self) -> tuple[bool, ...]:
-        """For each layer, whether it is a gated delta net."""
-        if self.layer_types is not None:
-            return tuple(kind == "linear_attention" for kind in self.layer_types)
-        return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.is_recurrent
-
-    @property
-    def rotary_size(self) -> int:
-        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
-
-
-class HybridMixtureConfig(HybridConfig, MixtureConfig):
-    """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
-
-    intermediate_size: int = 0
-    norm_topk_prob: Literal[True] = True
-    shared_expert_intermediate_size: int = Size
-
-    @property
-    def shared_ffn_size(self) -> int:
-        return self.shared_expert_intermediate_size
-
-
-class LatentConfig(MixtureConfig):
-    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
-    that are chosen among groups by scores with a correction, in all layers but the first ones."""
-
-    names: ClassVar[TensorNames] = TensorNames(shared_expert="shared_experts")
-
-    num_experts: int = Field(ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
-    norm_topk_prob: bool = True
-    scoring_func: Literal["sigmoid"] = "sigmoid"
-    topk_method: Literal["noaux_tc"] = "noaux_tc"
-    moe_layer_freq: Literal[1] = 1
-    n_shared_experts: int = Size
-    n_group: int = Size
-    topk_group: int = Size
-    routed_scaling_factor: float
-    first_k_dense_replace: int | None = Field(default=None, ge=0)  # of deepseek_v3
-    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None  # of glm4_moe_lite
-    q_lora_rank: int | None = Field(ge=1)
-    kv_lora_rank: int = Size
-    qk_nope_head_dim: int = Size
-    qk_rope_head_dim: int = Size
-    v_head_dim: int = Size
-    rope_interleave: bool = True
-    partial_rotary_factor: float = 1.0
-    num_predicting_layers: int = Field(
-        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
-    )
-
-    @property
-    def size_of_heads(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def rotary_size(self) -> int:
-        return self.qk_rope_head_dim
-
-    @property
-    def shared_ffn_size(self) -> int:
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    @property
-    def is_dense(self) -> tuple[bool, ...]:
-        """For each layer, whether it has an MLP in the place of experts."""
-        if self.mlp_layer_types is not None:
-            return tuple(kind == "dense" for kind in self.mlp_layer_types)
-        first = self.first_k_dense_replace if self.model_type == "deepseek_v3" else 1
-        return tuple(layer < (first or 0) for layer in range(self.num_hidden_layers))
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.is_dense
-
-
-Block = Literal["mamba", "attention", "mlp", "moe"]
-_BLOCKS: dict[str, Block] = {
-    **{"M": "mamba", "mamba": "mamba", "linear_attention": "mamba"},
-    **{"*": "attention", "attention": "attention", "full_attention": "attention"},
-    **{"-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe"},
-}
-
-
-class NemotronHConfig(MixtureConfig):
-    """The config of Nemotron-H: each layer is one block, a Mamba-2 mixer, attention, an MLP or experts."""
-
-    names: ClassVar[TensorNames] = TensorNames(
-        *("embeddings", "norm_f", "norm", "norm", "mixer", "mixer"), shared_expert="shared_experts"
-    )
-
-    blocks: tuple[Block, ...]
-    rms_norm_eps: float = Field(default=1e-5, validation_alias="layer_norm_epsilon")
-    tie_word_embeddings: Literal[False] = False  # transformers would tie nothing
-    mlp_hidden_act: Literal["relu2"] = "relu2"
-    use_bias: Literal[False] = False
-    mamba_hidden_act: Literal["silu"] = "silu"
-    mamba_num_heads: int = Field(default=128, ge=1)
-    mamba_head_dim: int = Field(default=64, ge=1)
-    ssm_state_size: int = Field(default=128, ge=1)
-    n_groups: int = Field(default=8, ge=1, validation_alias=AliasChoices("mamba_n_groups", "n_groups"))
-    conv_kernel: int = Field(default=4, ge=2, validation_alias=AliasChoices("mamba_d_conv", "conv_kernel"))
-    use_conv_bias: bool = Field(default=True, validation_alias=AliasChoices("mamba_conv_bias", "use_conv_bias"))
-    time_step_min: float = Field(default=0.001, validation_alias=AliasChoices("mamba_dt_min", "time_step_min"))
-    num_experts: int = Field(default=8, ge=2, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
-    n_shared_experts: Literal[1] = 1
-    num_experts_per_tok: int = Field(default=2, ge=1)
-    moe_intermediate_size: int = Field(default=7688, ge=1)
-    moe_shared_expert_intermediate_size: int = Field(default=7688, ge=1)
-    moe_latent_size: int | None = Field(default=None, ge=1)
-    n_group: int = Field(default=1, ge=1)
-    topk_group: int = Field(default=1, ge=1)
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.blocks
+_PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
 
 _KINDS: dict[str, type[DenseConfig]] = {
@@ -447,9 +128,9 @@ def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(found, list if words is not None else str) or not found:
         raise InvalidInput("layers_block_type or hybrid_override_pattern has to say what each layer is", place)
     for kind in found:
-        if not isinstance(kind, str) or kind not in _BLOCKS:
+        if not isinstance(kind, str) or kind not in BLOCKS:
             raise InvalidInput(f"layers_block_type: a layer of the kind {kind!r:.40} is not known", place)
-    blocks = [_BLOCKS[kind] for kind in found]
+    blocks = [BLOCKS[kind] for kind in found]
     return {"blocks": blocks, "num_hidden_layers": len(blocks), "layer_types": None}
 
 
@@ -477,8 +158,6 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
     """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
-    from shared.models import gemma  # its classes are made from those above
-
     return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
 
 
@@ -536,13 +215,13 @@ def _windows_not_computed(config: DenseConfig) -> str | None:
     if isinstance(config, HybridConfig):
         return None
     kinds = config.layer_types or ()
-    others = [kind for kind in kinds if kind not in (_SLIDING, "full_attention")]
+    others = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
     if others:
         return f"layer_types: {others[0]} is not supported"
-    if _SLIDING in kinds and config.model_type not in _WINDOWED:
-        return f"layer_types: {_SLIDING} is not of this family"
-    if _SLIDING in kinds and config.window is None:
-        return f"layer_types names layers of {_SLIDING}, and there is no sliding_window"
+    if SLIDING in kinds and config.model_type not in WINDOWED:
+        return f"layer_types: {SLIDING} is not of this family"
+    if SLIDING in kinds and config.window is None:
+        return f"layer_types names layers of {SLIDING}, and there is no sliding_window"
     if kinds and config.model_type in _ALIKE and kinds != config.default_kinds():
         return "layer_types: in this family a window is of all layers, or of none"
     if kinds and len(kinds) != config.num_hidden_layers:
@@ -576,15 +255,4 @@ def _not_nemotron(config: NemotronHConfig) -> str | None:
         )
     if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
         return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
-    return None
-
-
-def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
-    """Return what of rotary settings is not computed; None: nothing."""
-    if rope.rope_type not in known:
-        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
-    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
-        return f"{rope.rope_type} rope scaling needs factor"
-    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
-        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
     return None

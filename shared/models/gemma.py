@@ -1,11 +1,11 @@
-"""The settings of Gemma 3 and 4. See config.py, which refuses what is not computed."""
+"""The settings of Gemma 3 and 4, and what of them is not computed."""
 
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longshore.training import Linear
-from shared.models.config import SCALINGS, DenseConfig, RopeConfig, rope_problem
+from shared.models.dense import SCALINGS, DenseConfig, RopeConfig, rope_problem
 
 _SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
 _SIZES |= {"head_dim": 256, "tie_word_embeddings": True}

@@ -8,16 +8,9 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.models.config import (
-    FAMILIES,
-    Block,
-    DenseConfig,
-    GptOssConfig,
-    HybridConfig,
-    LatentConfig,
-    MixtureConfig,
-    NemotronHConfig,
-)
+from shared.models.config import FAMILIES
+from shared.models.dense import DenseConfig
+from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
 from shared.models.gemma import GemmaConfig
 
 _MEGATRON_ALONE = (

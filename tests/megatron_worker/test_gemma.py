@@ -65,6 +65,42 @@ def test_settings_mean_what_they_do_in_transformers(model, tmp_path, change):
     assert (found - before).abs().max() > 1e-3 or change == {"rope_parameters": None}
 
 
+SIZES = {
+    **{"vocab_size": 301, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "pad_token_id": None},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 310},
+}
+VARIANTS = {
+    "as 31B": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "as E2B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "embeddings alone": {"hidden_size_per_layer_input": 8},
+    "one shared": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "attention_k_eq_v": True},
+    "scaled": {
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0},
+            "full_attention": {
+                **{"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0}
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_gemma4_score_as_in_transformers(tmp_path, variant):
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    model, rows = Gemma4ForCausalLM(Gemma4TextConfig(**SIZES | VARIANTS[variant])), random_rows((90, 2, 33))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(0.3 if "q_norm" in name else 1 if "norm" in name else 5)
+    model.save_pretrained(tmp_path)
+    found = logprobs(MegatronEngine(tmp_path, Layout(), "float32"), bin_of(rows))
+    assert (found - logprobs_in_transformers(model.eval(), rows)).abs().max() <= 1e-5
+
+
 def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
     driven = start("megatron", model, "full")
     results = []
@@ -152,6 +188,8 @@ def test_a_decoder_is_trained_beside_its_tower(tmp_path, family):
     adapted = start("megatron", folder, "lora")
     train(adapted, [[STEPS[0]], [STEPS[1]]])
     adapted.save(tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter/weights/adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
     whole = transformers_model(folder, "AutoModelForImageTextToText")
     with_adapter = PeftModel.from_pretrained(whole, tmp_path / "adapter" / "weights")
     assert (logprobs(adapted, bin_of(row)) - logprobs_in_transformers(with_adapter, row)).abs().max() <= 1e-5
