@@ -10,7 +10,7 @@ Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G k
 of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +129,8 @@ class Decoder:
     Raises InvalidInput when the folder cannot be used.
     """
 
+    computes_slots_alone = False
+
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
         self.dtype, self.device = dtype, device
@@ -156,13 +158,7 @@ class Decoder:
         Raises:
             InvalidInput: the folder cannot be used. The weights may have been replaced in part, if a file is damaged.
         """
-        if read_architecture(folder) != self.architecture:
-            raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
-        targets = self.named_weights()
-        with model_files(folder) as files:
-            refuse_unknown(files, self._slices, folder, self.architecture.carried)
-            for s in self._slices:
-                targets[s.name].copy_(files.local(s, s.name, 0, 1))
+        read_into(self.named_weights(), folder, self.architecture, self._slices)
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -349,6 +345,20 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder, a.carried)
         return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
+
+
+def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slices: Sequence[TensorSlice]) -> None:
+    """Read every tensor into the one of its Hugging Face name, which may be of another dtype.
+
+    Raises:
+        InvalidInput: the folder cannot be used, or is of another architecture.
+    """
+    if read_architecture(folder) != a:
+        raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
+    with model_files(folder) as files:
+        refuse_unknown(files, slices, folder, a.carried)
+        for s in slices:
+            targets[s.name].copy_(files.local(s, s.name, 0, 1))
 
 
 def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
