@@ -24,7 +24,7 @@ from longshore.training import DELTA_NET, LINEARS, Full, Lora
 from megatron_worker.engine import Engine
 from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
@@ -135,7 +135,7 @@ def _relative(engine: Engine, reference: Any, rate: float) -> float:
 
 
 def sampled(model: Path, engine: Engine) -> float:
-    decoder = Decoder(model, torch.float32, torch.device("cpu"))
+    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
     row = random_rows([120])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
     return _furthest(logprobs_by_steps(decoder, row.ids, range(50, 100), {}), expected[49:99])

@@ -195,7 +195,22 @@ def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torc
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(tuple(model._keep_in_fp32_modules_strict or ())):
             tensor.data = tensor.float()
+    bound_steps(model)
     return model.requires_grad_(False).eval()
+
+
+def bound_steps(model: Any) -> None:
+    """Bound the steps of Mamba-2 from below in all calls: transformers does where it reads several tokens alone."""
+    for mixer in model.modules():
+        if hasattr(mixer, "time_step_limit"):
+            mixer.in_proj.register_forward_hook(partial(_with_bounded_steps, mixer))
+
+
+def _with_bounded_steps(mixer: Any, _: nn.Module, __: Any, made_1TO: Tensor) -> Tensor:
+    least = mixer.time_step_limit[0]
+    before_softplus = torch.tensor(least, dtype=torch.float64).expm1().log().to(mixer.dt_bias) - mixer.dt_bias
+    step_1TN = made_1TO[..., -len(before_softplus) :]
+    return torch.cat([made_1TO[..., : -len(before_softplus)], step_1TN.maximum(before_softplus)], dim=-1)
 
 
 class _Known(tuple[Any, ...]):

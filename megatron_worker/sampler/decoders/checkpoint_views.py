@@ -121,7 +121,8 @@ def _linears_of(a: Architecture, key: str, stack: Stack, weight_EOI: Tensor) -> 
     for number, weight_OI in enumerate(weight_EOI):
         parts = tuple(part for _, part in sorted(stack[number].items()))
         if (sum(part.shape[0] for part in parts), *{part.shape[1] for part in parts}) != weight_OI.shape:
-            _refuse(a, f"{key}.{number}", f"its shape is {list(weight_OI.shape)}, and its parts are {parts}")
+            shapes = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+            _refuse(a, f"{key}.{number}", f"its shape is {list(weight_OI.shape)}, and its rows are {shapes or 'none'}")
         linears.append(FusedLinear(f"{key}.{number}", parts, weight_OI, None))
     return linears
 

@@ -76,7 +76,7 @@ def open_decoder(folder: Path, dtype: torch.dtype, device: torch.device, by_tran
     Raises:
         InvalidInput: the folder cannot be used.
     """
-    if not by_transformers and _is_own(read_architecture(folder)):
+    if not by_transformers and computed_by_own(read_architecture(folder)):
         return Decoder(folder, dtype, device)
     # Its import takes seconds, and most samplers do without it.
     from megatron_worker.sampler.decoders.by_transformers import TransformersDecoder
@@ -84,6 +84,7 @@ def open_decoder(folder: Path, dtype: torch.dtype, device: torch.device, by_tran
     return TransformersDecoder(folder, dtype, device)
 
 
-def _is_own(a: Architecture) -> bool:
+def computed_by_own(a: Architecture) -> bool:
+    """Return True if our own decoder computes an architecture."""
     attentions = [mixer for mixer in a.mixers if isinstance(mixer, Attention)]
     return a.family in _OWN and all((m.window, m.has_sinks, m.scale) == (None, False, None) for m in attentions)
