@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from activities.sampling.client import Sampler
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LINEARS, Lora
+from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import slices_of
@@ -25,6 +27,7 @@ from megatron_worker.sampler.decoders.interface import computed_by_own, open_dec
 from megatron_worker.sampler.generation import reliable_width
 from megatron_worker.sampler.sleep import Sleep
 from megatron_worker.weight_sync.buckets import weights_sha256
+from megatron_worker.weight_sync.gathering import LastSent
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.driving import train
@@ -188,6 +191,18 @@ def test_weights_and_adapters_come_by_a_sync(tmp_path, family):
         assert one.models.find("a").weights_sha256() == loaded.weights_sha256()
 
 
+def test_changes_apply_to_tensors_that_are_kept_wider_than_they_are_sent(model, tmp_path):
+    """As transformers keeps the biases of some routers in float32."""
+    driven, sent = start("megatron", model, "full", "bfloat16"), LastSent()
+    with listening(model, tmp_path, 1, torch.float32, by_transformers=True) as [one]:
+        for version in range(3):
+            train(driven, [[random_rows([40, 17])]], learning_rate=1e-5)
+            done = sync(driven, None, [one], version, "delta", sent)
+            assert done.problems == {} and (done.num_bytes < done.weight_bytes) == (version > 0)
+            found = one.tensors()
+            assert all(torch.equal(found[name], tensor.float()) for name, tensor in driven.named_weights())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_asleep_it_holds_no_weights_and_awake_the_same(tmp_path, dtype):
     model = distinct_model(tmp_path / "model", "qwen3_moe", tied=False)
@@ -326,21 +341,21 @@ def test_the_sampler_draws_by_it(tmp_path):
         for seed, (name, targets) in enumerate((("all", LINEARS), ("some", ("k_proj", "up_proj"))))
     }
     how, prompt = Sampling(max_tokens=20, ignore_eos=True), tuple(ids_of(30))
-    found = []
-    for options in ((), ("--by-transformers",)):
-        with running(model, tmp_path, *options) as ready, Sampler(ready.url, ready.api_key) as sampler:
-            for name, folder in folders.items():
-                sampler.load_adapter(name, str(folder))
-            drawn = {name: sampler.sample(name, prompt, how, n=4, seed=3) for name in (NAME, *folders)}
-            found.append({name: [one.token_ids for one in samples] for name, samples in drawn.items()})
-            scores = sampler.score("all", prompt)
-    assert found[0] == found[1] and len({str(ids) for ids in found[1].values()}) == 3
+    with running(model, tmp_path, "--by-transformers") as ready, Sampler(ready.url, ready.api_key) as sampler:
+        for name, folder in folders.items():
+            sampler.load_adapter(name, str(folder))
+        with ThreadPoolExecutor(3) as pool:
+            asked = {name: pool.submit(sampler.sample, name, prompt, how, 4, 3) for name in (NAME, *folders)}
+            drawn = {name: samples.result() for name, samples in asked.items()}
+        scores = {name: sampler.score(name, prompt) for name in drawn}
+    assert len({one.token_ids for samples in drawn.values() for one in samples}) == 12
     for name, samples in drawn.items():
         engine = MegatronEngine(model, Layout(), "float32")
         if name in folders:
             engine.load_adapter(name, folders[name], None, trainable=False)
+        probed = Dispatcher(engine).probe(name if name in folders else None, prompt)
+        assert torch.tensor(scores[name]).sub(torch.tensor(probed)).abs().max() <= AGREEMENT
         rows = [Row([*prompt, *one.token_ids], [0.0] * 30 + [1.0] * 20) for one in samples]
         with torch.no_grad():
             logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
         assert (logprob_N - torch.tensor([v for one in samples for v in one.logprobs])).abs().max() <= AGREEMENT
-    assert len(scores) == 29
