@@ -85,6 +85,12 @@ def _shared_attention(config: Gemma4Config, layer: int, rope: Rope, window: int 
     )
 
 
+def scalars(a: Architecture) -> list[TensorSlice]:
+    """Return the numbers that layers' outputs are multiplied by."""
+    names = [f"{a.tensor_prefix}.layers.{layer}.layer_scalar" for layer in range(a.num_layers)]
+    return [TensorSlice(name, name, (1,), None, 0, 1) for name in names] if a.block and a.block.has_scalar else []
+
+
 def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
     """Return the tensors of a layer beside its mixer and its MLP."""
     assert a.block is not None

@@ -39,13 +39,13 @@ from megatron_worker.families.architecture import (
 from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
-from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
-from megatron_worker.megatron.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
-from megatron_worker.megatron.latent_attention import LatentSelfAttention
+from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
+from megatron_worker.megatron.layers.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
+from megatron_worker.megatron.layers.latent_attention import LatentSelfAttention
+from megatron_worker.megatron.layers.mamba import Mamba2Mixer
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
-from megatron_worker.megatron.mamba import Mamba2Mixer
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of

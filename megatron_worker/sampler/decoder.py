@@ -11,7 +11,7 @@ Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G k
 of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,17 +106,24 @@ class Cache:
             state.fill(slot, read)
 
 
+def computes(a: Architecture) -> bool:
+    """Return True if `Decoder` computes an architecture."""
+    return a.block is None and all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers)
+
+
 class Decoder:
     """A decoder of one of our families, whole on one device.
 
     Raises InvalidInput when the folder cannot be used.
     """
 
+    computes_slots_alone = False
+
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        a = self.architecture
-        if a.block is not None or not all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers):
-            raise InvalidInput(f"the small sampler has no decoder of its own for {a.family}", str(folder))
+        if not computes(self.architecture):
+            family = self.architecture.family
+            raise InvalidInput(f"the small sampler has no decoder of its own for {family}", str(folder))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
@@ -143,13 +150,7 @@ class Decoder:
         Raises:
             InvalidInput: the folder cannot be used. The weights may have been replaced in part, if a file is damaged.
         """
-        if read_architecture(folder) != self.architecture:
-            raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
-        targets = self.named_weights()
-        with model_files(folder) as files:
-            refuse_unknown(files, self._slices, folder, self.architecture.carried)
-            for s in self._slices:
-                targets[s.name].copy_(files.local(s, s.name, 0, 1))
+        read_into(self.named_weights(), folder, self.architecture, self._slices)
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -251,6 +252,20 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder, a.carried)
         return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
+
+
+def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slices: Sequence[TensorSlice]) -> None:
+    """Read every tensor into the one of its Hugging Face name, which may be of another dtype.
+
+    Raises:
+        InvalidInput: the folder cannot be used, or is of another architecture.
+    """
+    if read_architecture(folder) != a:
+        raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
+    with model_files(folder) as files:
+        refuse_unknown(files, slices, folder, a.carried)
+        for s in slices:
+            targets[s.name].copy_(files.local(s, s.name, 0, 1))
 
 
 def _layer(

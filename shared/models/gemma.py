@@ -63,6 +63,10 @@ class GemmaConfig(DenseConfig):
             return "k_proj", "v_proj"
         return ("v_proj",) if self.attention_k_eq_v and self.windows[layer] is None else ()
 
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return tuple(map(self.missing_in, range(self.num_hidden_layers)))
+
     def ffn_size_of(self, layer: int) -> int:
         return self.intermediate_size
 

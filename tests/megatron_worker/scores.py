@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Engine, Outputs
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import forward
 from megatron_worker.sampler.layers.linears import LoraFactors
 from tests.megatron_worker.rows import Row
@@ -33,7 +33,7 @@ def logprobs_in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
 
 
 def logprobs_by_steps(
-    decoder: Decoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, LoraFactors]
+    decoder: AnyDecoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, LoraFactors]
 ) -> Tensor:
     """Of the ids at these places, each drawn in a slot behind those before it, the first ones read as a prompt."""
     read, cache = decoder.prefill(tuple(ids[: steps.start]), lora_weights), decoder.new_cache(2)

@@ -248,7 +248,7 @@ def test_layouts_and_engines_that_cannot_hold_them_are_refused(tmp_path):
 
 
 def test_the_sampler_s_own_decoder_refuses_them(model):
-    with pytest.raises(InvalidInput, match="norms around blocks"):
+    with pytest.raises(InvalidInput, match="no decoder of its own for gemma"):
         Decoder(model, torch.float32, torch.device("cpu"))
 
 
