@@ -369,9 +369,7 @@ class ChatTemplate:
             else:
                 raise Unrendered("the template's generation blocks cannot be matched with the messages' weights")
             after = self._control.match(marked.text, end)
-            yield WeightedSpan(
-                start, after.end() if after and after.group() in self.stops else end, weight
-            )
+            yield WeightedSpan(start, after.end() if after and after.group() in self.stops else end, weight)
 
 
 def _next_end(marked: _Marked, i: int) -> int:
