@@ -21,7 +21,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,23 +147,19 @@ def fine_tune(model: Path, rows: Path, folder: Path, threads: int, runs: Runs, p
     reference = Reference(model, threads)
     fresh = reference.fresh_adapter(folder / "fresh_adapter")
     if "sft" not in parts.done:
-        began = time.monotonic()
         data = ["--dataset", str(folder / "train.jsonl"), "--eval-dataset", str(folder / "held_out.jsonl")]
         run = runs.submit(
             "sft", "sft", "--model", str(model), "--initial-adapter", fresh.as_uri(), *data, *SFT_RUN, "--name", "gsm8k"
         )
         metrics = runs.cli("metrics", run["run_id"])
         losses = {row["step"]: round(row["metrics"]["loss"], 5) for row in metrics["evaluations"]}
-        figures = {"run_id": run["run_id"], "adapter": run["adapter"], "held_out": losses}
-        parts.add("sft", figures | {"seconds": round(time.monotonic() - began, 1)})
+        parts.add("sft", {"run_id": run["run_id"], "adapter": run["adapter"], "held_out": losses})
     if "sft_in_transformers" not in parts.done:
-        began = time.monotonic()
         asked = [reference.tokens(json.loads(line)) for line in held_out]
         counts = {"tokens": sum(len(ids) for ids, _ in asked), "targets": sum(num for _, num in asked)}
         order = runs.order(parts.done["sft"]["run_id"])
         steps = [[reference.tokens(json.loads(train[row])) for row in step] for step in order]
-        figures = {"held_out": dict(reference.train(fresh, steps, asked)), **counts}
-        parts.add("sft_in_transformers", figures | {"seconds": round(time.monotonic() - began, 1)})
+        parts.add("sft_in_transformers", {"held_out": dict(reference.train(fresh, steps, asked)), **counts})
     if "in_peft" not in parts.done:
         adapter = Path(parts.done["sft"]["adapter"].removeprefix("file://"))
         asked = [reference.tokens(json.loads(line)) for line in held_out]
@@ -261,7 +256,6 @@ def reinforce(model: Path, folder: Path, seeds: list[int], runs: Runs, parts: Pa
             name = f"rl_seed_{seed}" + "_shuffled" * shuffled
             if name in parts.done:
                 continue
-            began = time.monotonic()
             run = runs.submit(name, *options, "--seed", str(seed), *["--shuffle-rewards"] * shuffled)
             metrics = [step["metrics"] for step in runs.cli("steps", run["run_id"])]
             figures = {
@@ -270,7 +264,6 @@ def reinforce(model: Path, folder: Path, seeds: list[int], runs: Runs, parts: Pa
                 "held_out": [round(each["eval_reward_mean"], 3) for each in metrics if "eval_reward_mean" in each],
                 "sampled": [round(each["reward_mean"], 3) for each in metrics if "reward_mean" in each],
                 "probe": max(each.get("probe_difference_max", 0.0) for each in metrics),
-                "seconds": round(time.monotonic() - began, 1),
             }
             parts.add(name, figures)
 
