@@ -9,6 +9,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
+from shared.models.switches import refuse_unknown_switches
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3")
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
@@ -231,7 +232,17 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
+    refuse_unknown_switches(decoder, _read_by(type(config)), config.model_type, place)
     return config
+
+
+def _read_by(kind: type[BaseModel]) -> set[str]:
+    """Return the names in a file of the settings that a class reads."""
+    names = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        if isinstance(field.validation_alias, AliasChoices):
+            names |= {name for name in field.validation_alias.choices if isinstance(name, str)}
+    return names
 
 
 def _not_computed(config: DenseConfig) -> str | None:
