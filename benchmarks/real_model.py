@@ -30,7 +30,7 @@ from benchmarks.machine import provenance
 from examples.real_model import Unreachable, make_real_model
 from longshore.training import DELTA_NET, LINEARS, Adam
 from shared.grading.graders import StringCheckGrader
-from shared.jobs.job import Job
+from shared.jobs.job import Job, JobPlan
 from shared.jobs.packed import Plan
 from shared.storage.paths import RunKeys
 
@@ -134,6 +134,7 @@ class Runs:
         store = self._root / "store"
         [job] = (store / RunKeys(run_id).prefix / "logs").rglob("job.json")
         plan = Job.model_validate_json(job.read_bytes()).plan
+        assert isinstance(plan, JobPlan)
         read = Plan(Path(plan.data.plan.uri.removeprefix("file://")))
         return [[int(row) for units in read.bins(step) for row in units] for step in range(read.header.num_steps)]
 
