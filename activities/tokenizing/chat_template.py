@@ -94,9 +94,7 @@ class ChatTemplate:
         is_of_tools: bool = False,
     ) -> None:
         self._of_tools = (
-            ChatTemplate(tool_source, special_tokens, control_tokens, end_tokens=end_tokens, is_of_tools=True)
-            if tool_source
-            else None
+            ChatTemplate(tool_source, special_tokens, control_tokens, None, end_tokens, True) if tool_source else None
         )
         self._end_tokens = end_tokens
         self._probe_tools = [_PROBE_TOOL] if is_of_tools else None
