@@ -4,7 +4,8 @@ It trains nothing, and needs no host, worker or store.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,16 +16,16 @@ from activities.formats.examples import Chat
 from activities.host_context import HostContext
 from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, read_config
 from activities.models.resolve import check_contents
-from activities.sources.models import Location, locate
+from activities.sources.models import locate
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from longshore.fields import Frozen
-from longshore.layout import EngineName, Layout
+from longshore.layout import Layout
 from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.models.config import DenseConfig
-from shared.models.memory import rank_bytes
-from shared.models.shape import ModelShape, check_family, check_layout, shape_of
+from shared.models.memory import Laid, LayoutBytes, layout_bytes
+from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings, Settings
 
 _RANKS = (2, 4, 8)
@@ -37,18 +38,6 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "tool calls": ([_ASK, {"role": "assistant", "tool_calls": [_CALL]}], None),
     "thoughts": ([_ASK, _ANSWER | {"reasoning_content": "The moon."}], None),
 }
-
-
-class LayoutBytes(Frozen):
-    """A layout, and about the bytes of the rank that holds the most; or why it is refused."""
-
-    engine: EngineName
-    layout: str
-    ranks: int
-    base_bytes: int = 0
-    lora_bytes: int = 0
-    full_bytes: int = 0
-    refused: str | None = None
 
 
 class ModelLook(Frozen):
@@ -83,59 +72,41 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
         host = HostContext(Settings(root=Path(root), download=DownloadSettings(file_roots=(Path("/"),))))
         location = locate(str(folder.resolve()), "default", host.settings, HUB_PATTERNS, lambda _: None)
         problems = list[str]()
-        config = _tried(problems, lambda: read_config(location))
         found: dict[str, Any] = {"folder": str(folder)}
-        if config is not None:
-            found |= _computed(config) | _chats(location, config, host, folder, problems)
-            if (weights := _tried(problems, lambda: check_contents(location, read_all))) is not None:
-                found |= _sizes(weights, config, lora, _ITEM_BYTES[dtype])
+        with _noted(problems):
+            config = read_config(location)
+            shape = shape_of(config)
+            counts = {linear: shape.num_linears((linear,)) for linear in LINEARS if all(shape.linear_size(linear))}
+            found |= {"shape": shape, "targets": {linear: num for linear, num in counts.items() if num}}
+            with _noted(problems):
+                check_tokenizer(location, config.vocab_size, host)
+                check_chat_template(location)
+                found |= _chats(TokenizerFiles(folder=folder, place=location.store.uri).load())
+            with _noted(problems):
+                found |= _sizes(check_contents(location, read_all), config, lora, _ITEM_BYTES[dtype])
         return ModelLook(**found, problems=tuple(problems))
 
 
-def _tried(problems: list[str], check: Callable[[], Any]) -> Any:
-    """Return what a check returns; None, and a problem more, if it raises InvalidInput."""
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Note an InvalidInput instead of raising it."""
     try:
-        return check()
+        yield
     except InvalidInput as error:
         problems.append(str(error))
-        return None
 
 
-def _computed(config: DenseConfig) -> dict[str, Any]:
-    shape = shape_of(config)
-    counts = {linear: shape.num_linears((linear,)) for linear in LINEARS if all(shape.linear_size(linear))}
-    return {"shape": shape, "targets": {linear: num for linear, num in counts.items() if num}}
-
-
-def _chats(
-    location: Location, config: DenseConfig, host: HostContext, folder: Path, problems: list[str]
-) -> dict[str, Any]:
-    """Try the tokenizer and the chat template."""
-    before = len(problems)
-    _tried(problems, lambda: check_tokenizer(location, config.vocab_size, host))
-    _tried(problems, lambda: check_chat_template(location))
-    if len(problems) > before:
-        return {}
-    place = location.store.uri
-    tokenizer: ModelTokenizer | None = _tried(problems, lambda: TokenizerFiles(folder=folder, place=place).load())
-    if tokenizer is None or tokenizer.template is None:
-        return {}
-    template = tokenizer.template
-    process: TemplateProcess | None = _tried(problems, lambda: TemplateProcess(template, place))
-    if process is None:
-        return {}
-    with process:
-        return {"stops": process.stops, "conversations": dict(_refused_rows(process))}
-
-
-def _refused_rows(process: TemplateProcess) -> Iterator[tuple[str, str | None]]:
-    for name, (messages, tools) in _PROBES.items():
-        weights = [float(message["role"] == "assistant") for message in messages]
-        try:
-            process.spans([Chat("", messages, tools, weights)])
-            yield name, None
-        except InvalidInput as error:
-            yield name, error.message
+def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """Try what the chat template shows."""
+    assert tokenizer.template is not None
+    refused: dict[str, str | None] = {}
+    with TemplateProcess(tokenizer.template, tokenizer.place) as process:
+        for name, (messages, tools) in _PROBES.items():
+            problems: list[str] = []
+            with _noted(problems):
+                process.spans([Chat("", messages, tools, [0.0, 1.0])])
+            refused[name] = next(iter(problems), None)
+        return {"stops": process.stops, "conversations": refused}
 
 
 def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
@@ -145,21 +116,11 @@ def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -
         if not name.startswith(config.carried) and not (config.tie_word_embeddings and name == "lm_head.weight")
     }
     shape = shape_of(config)
-
-    def row(engine: EngineName, layout: Layout) -> LayoutBytes:
-        told: dict[str, Any] = {"engine": engine, "layout": layout.label, "ranks": layout.world_size}
-        try:
-            check_layout(layout, shape, engine)
-        except InvalidInput as error:
-            return LayoutBytes(**told, refused=str(error))
-        of = rank_bytes(own, shape, layout, engine, item_bytes, lora)
-        return LayoutBytes(**told, base_bytes=of.base, lora_bytes=of.lora, full_bytes=of.full)
-
-    num_parameters = sum(math.prod(dims) for dims in own.values())
-    return {"num_parameters": num_parameters, "layouts": tuple(row(*each) for each in _layouts(shape))}
+    rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
+    return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
 
 
-def _layouts(shape: ModelShape) -> Iterator[tuple[EngineName, Layout]]:
+def _layouts(shape: ModelShape) -> Iterator[Laid]:
     """Yield one rank, and each dimension alone over 2, 4 and 8."""
     yield "megatron", Layout()
     for num in _RANKS:
@@ -168,8 +129,4 @@ def _layouts(shape: ModelShape) -> Iterator[tuple[EngineName, Layout]]:
         if shape.num_experts:
             yield "megatron", Layout(ep=num, dp=num)
         yield "megatron", Layout(dp=num)
-    try:
-        check_family("fsdp", shape.family)
-    except InvalidInput:
-        return
     yield from (("fsdp", Layout(dp=num)) for num in _RANKS)

@@ -6,58 +6,64 @@ What passes hold (activations, logits) is not in it: a worker measures that for 
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
 from longshore.training import Linear, Lora
-from shared.models.shape import ModelShape
+from shared.errors import InvalidInput
+from shared.models.shape import ModelShape, check_layout
 
+Shapes = Mapping[str, tuple[int, ...]]
+Laid = tuple[EngineName, Layout]
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLIT_INPUTS = ("o_proj", "down_proj", "out_proj")  # tensor parallelism splits these by input, others by output
 _MASTER_BYTES, _ADAM_BYTES, _GRADIENT_BYTES = 4, 8, 4
 
 
-class RankBytes(NamedTuple):
-    """Bytes on the rank that holds the most: of the frozen base, and of all beside it or in its place for training."""
+class LayoutBytes(Frozen):
+    """A layout, and about the bytes of the rank that holds the most; or why it cannot hold the model.
 
-    base: int
-    lora: int
-    full: int
+    `base_bytes`: of the frozen weights; `lora_bytes` and `full_bytes`: with all that training an adapter, or every
+    weight, adds to them.
+    """
+
+    engine: EngineName
+    layout: str
+    base_bytes: int = 0
+    lora_bytes: int = 0
+    full_bytes: int = 0
+    refused: str | None = None
 
 
-def rank_bytes(
-    tensors: Mapping[str, tuple[int, ...]],
-    shape: ModelShape,
-    layout: Layout,
-    engine: EngineName,
-    item_bytes: int,
-    lora: Lora,
-) -> RankBytes:
+def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora, laid: Laid) -> LayoutBytes:
     """Estimate what a rank holds of a model.
 
     Args:
         tensors: the shapes of its weights, by Hugging Face's names, without those that are not computed.
         item_bytes: of a number of its weights: 2 in bfloat16, 4 in float32.
-
-    Returns:
-        The frozen base alone; with an adapter, its gradients and AdamW's state; and the same of full training.
     """
-    if engine == "fsdp":
-        total = -(-sum(math.prod(dims) for dims in tensors.values()) // layout.dp)
-        return _trained(total, _adapter_size(shape, Layout(), lora), 1, item_bytes, 1)
-    base = _largest_stage(tensors, shape, layout)
-    copies = layout.dp * layout.cp  # over which AdamW's state is split
-    return _trained(base, _adapter_size(shape, layout, lora), copies, item_bytes, copies)
-
-
-def _trained(base: int, adapter: int, adapter_copies: int, item_bytes: int, base_copies: int) -> RankBytes:
+    engine, layout = laid
+    try:
+        check_layout(layout, shape, engine)
+    except InvalidInput as error:
+        return LayoutBytes(engine=engine, layout=layout.label, refused=str(error))
+    if engine == "fsdp":  # the base and its state are split over all ranks
+        base, adapter = sum(map(math.prod, tensors.values())) // layout.dp, _adapter_size(shape, Layout(), lora)
+    else:
+        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(shape, layout, lora)
     state = _ADAM_BYTES + (_MASTER_BYTES if item_bytes < _MASTER_BYTES else 0)
+    copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # over which AdamW's state is split
     held = base * item_bytes
-    of_adapter = adapter * (item_bytes + _GRADIENT_BYTES) + adapter * state // adapter_copies
-    return RankBytes(held, held + of_adapter, held + base * _GRADIENT_BYTES + base * state // base_copies)
+    return LayoutBytes(
+        engine=engine,
+        layout=layout.label,
+        base_bytes=held,
+        lora_bytes=held + adapter * (item_bytes + _GRADIENT_BYTES) + adapter * state // copies,
+        full_bytes=held + base * _GRADIENT_BYTES + base * state // copies,
+    )
 
 
-def _largest_stage(tensors: Mapping[str, tuple[int, ...]], shape: ModelShape, layout: Layout) -> int:
+def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
     """Count the parameters of the rank of a pipeline that has the most."""
     stages = [0] * layout.pp
     is_tied = "lm_head.weight" not in tensors
@@ -82,20 +88,18 @@ def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
 
 def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:
     """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
-    total = 0
+
+    def factors(linear: Linear, ways: int, is_shared: bool = False) -> int:
+        in_size, out_size = shape.linear_size(linear, is_shared)
+        split = (in_size // ways, out_size) if linear in _SPLIT_INPUTS else (in_size, out_size // ways)
+        return lora.rank * sum(split)
+
+    total, num_experts = 0, shape.num_experts * shape.num_layers
     for linear in lora.targets:
         num = shape.num_linears((linear,))
-        if shape.num_experts and linear in ("gate_proj", "up_proj", "down_proj"):
-            experts = shape.num_experts * shape.num_layers
-            total += -(-experts // layout.ep) * _factors(shape, linear, layout.etp, lora.rank, is_shared=False)
-            total += (num - experts) * _factors(shape, linear, layout.tp, lora.rank, is_shared=True)
+        if num_experts and linear in ("gate_proj", "up_proj", "down_proj"):
+            total += num_experts // layout.ep * factors(linear, layout.etp)
+            total += (num - num_experts) * factors(linear, layout.tp, is_shared=True)
         else:
-            total += num * _factors(shape, linear, layout.tp, lora.rank, is_shared=False)
-    return -(-total // layout.pp)
-
-
-def _factors(shape: ModelShape, linear: Linear, ways: int, rank: int, is_shared: bool) -> int:
-    in_size, out_size = shape.linear_size(linear, is_shared)
-    if linear in _SPLIT_INPUTS:
-        return rank * (in_size // ways + out_size)
-    return rank * (in_size + out_size // ways)
+            total += num * factors(linear, layout.tp)
+    return total // layout.pp

@@ -16,9 +16,10 @@ from service.cli.output.fetching import Body, fetch_files, fetch_tar, fetched
 from service.cli.output.render import ago, plain, print_table, say, size
 
 if TYPE_CHECKING:
-    from activities.model_look import LayoutBytes, ModelLook
+    from activities.model_look import ModelLook
     from service.cli.client import CliClient
     from service.inference.published_models import ModelView
+    from shared.models.memory import LayoutBytes
     from shared.models.merging import Merger
     from shared.storage.artifacts import FileEntry
 
