@@ -44,10 +44,10 @@ SFT_RUN = [
     *("--prompt-field", "question", "--completion-field", "answer"),
 ]
 RL_RUN = [
-    *("--algorithm", "grpo", "--steps", "12", "--prompts-per-step", "12", "--group-size", "8", "--mini-batches", "2"),
-    *("--lr", "1e-4", "--lora-rank", "16", "--lora-alpha", "32", "--max-completion-tokens", "12", "--eval-every", "6"),
-    *("--eval-samples", "6", "--eval-temperature", "1", "--max-tokens", "128", "--bin-tokens", "1024"),
-    *("--publish-every", "12", "--dtype", "float32"),
+    *("--algorithm", "grpo", "--steps", "10", "--prompts-per-step", "8", "--group-size", "8", "--mini-batches", "2"),
+    *("--lr", "2e-4", "--lora-rank", "16", "--lora-alpha", "32", "--max-completion-tokens", "12", "--eval-every", "5"),
+    *("--eval-samples", "4", "--eval-temperature", "1", "--max-tokens", "128", "--bin-tokens", "1024"),
+    *("--publish-every", "10", "--dtype", "float32"),
 ]
 GRADER = StringCheckGrader(
     name="names the capital", operation="like", input="{{ sample.output_text }}", reference="{{ item.answer }}"
