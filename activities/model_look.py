@@ -21,15 +21,16 @@ from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from longshore.fields import Frozen
 from longshore.layout import Layout
-from longshore.training import LINEARS, Linear, Lora
+from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.models.config import DenseConfig
+from shared.models.dense import DenseConfig
 from shared.models.memory import Laid, LayoutBytes, layout_bytes
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings, Settings
 
 _RANKS = (2, 4, 8)
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of weights in MXFP4
 _TOOL = {"type": "function", "function": {"name": "tide", "description": "Tells tides.", "parameters": {}}}
 _CALL = {"id": "callnr001", "type": "function", "function": {"name": "tide", "arguments": {"port": "Kiel"}}}
 _ASK, _ANSWER = {"role": "user", "content": "When is it?"}, {"role": "assistant", "content": "At six."}
@@ -76,7 +77,7 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
         with _noted(problems):
             config = read_config(location)
             shape = shape_of(config)
-            counts = {linear: shape.num_linears((linear,)) for linear in LINEARS if all(shape.linear_size(linear))}
+            counts = {linear: shape.num_linears((linear,)) for linear in shape.linears}
             found |= {"shape": shape, "targets": {linear: num for linear, num in counts.items() if num}}
             with _noted(problems):
                 check_tokenizer(location, config.vocab_size, host)
@@ -111,13 +112,19 @@ def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
 
 def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
     own = {
-        name: tensor.shape
+        name: _read_as(name, tensor.shape)
         for name, tensor in weights.tensors.items()
         if not name.startswith(config.carried) and not (config.tie_word_embeddings and name == "lm_head.weight")
+        and not name.endswith(_SCALES)
     }
     shape = shape_of(config)
     rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
     return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
+
+
+def _read_as(name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what is read of a tensor: a byte of MXFP4 has two numbers."""
+    return (*dims[:2], 2 * math.prod(dims[2:])) if name.endswith(_BLOCKS) else dims
 
 
 def _layouts(shape: ModelShape) -> Iterator[Laid]:

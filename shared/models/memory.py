@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Linear, Lora
+from longshore.training import Lora
 from shared.errors import InvalidInput
 from shared.models.shape import ModelShape, check_layout
 
@@ -48,9 +48,12 @@ def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora
     except InvalidInput as error:
         return LayoutBytes(engine=engine, layout=layout.label, refused=str(error))
     if engine == "fsdp":  # the base and its state are split over all ranks
-        base, adapter = sum(map(math.prod, tensors.values())) // layout.dp, _adapter_size(shape, Layout(), lora)
+        base, adapter = (
+            sum(map(math.prod, tensors.values())) // layout.dp,
+            _adapter_size(tensors, shape, Layout(), lora),
+        )
     else:
-        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(shape, layout, lora)
+        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(tensors, shape, layout, lora)
     state = _ADAM_BYTES + (_MASTER_BYTES if item_bytes < _MASTER_BYTES else 0)
     copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # over which AdamW's state is split
     held = base * item_bytes
@@ -71,7 +74,7 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
         size = -(-math.prod(dims) // _ways(name, dims, layout))
         if match := _LAYER.search(name):
             stages[int(match[1]) * layout.pp // shape.num_layers] += size
-        elif "embed_tokens" in name:
+        elif "embed" in name:  # of each layer, too
             stages[0] += size
             stages[-1] += size if is_tied and layout.pp > 1 else 0
         else:
@@ -86,20 +89,23 @@ def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
     return layout.tp if len(dims) > 1 and not name.endswith((".gate.weight", "_gate.weight")) else 1
 
 
-def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:
+def _adapter_size(tensors: Shapes, shape: ModelShape, layout: Layout, lora: Lora) -> int:
     """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
-
-    def factors(linear: Linear, ways: int, is_shared: bool = False) -> int:
-        in_size, out_size = shape.linear_size(linear, is_shared)
-        split = (in_size // ways, out_size) if linear in _SPLIT_INPUTS else (in_size, out_size // ways)
-        return lora.rank * sum(split)
-
-    total, num_experts = 0, shape.num_experts * shape.num_layers
-    for linear in lora.targets:
-        num = shape.num_linears((linear,))
-        if num_experts and linear in ("gate_proj", "up_proj", "down_proj"):
-            total += num_experts // layout.ep * factors(linear, layout.etp)
-            total += (num - num_experts) * factors(linear, layout.tp, is_shared=True)
-        else:
-            total += num * factors(linear, layout.tp)
+    total = 0
+    for name, dims in tensors.items():
+        linears = [linear for linear in _linears_of(name) if linear in lora.targets]
+        if len(dims) < 2 or (len(dims) == 3 and shape.has_stacked_experts):
+            continue
+        is_expert = ".experts." in name
+        num, ways = math.prod(dims[:-2]), layout.etp if is_expert else layout.tp
+        in_size, out_size = dims[-1], dims[-2] // len(_linears_of(name))
+        for linear in linears:
+            split = in_size // ways + out_size if linear in _SPLIT_INPUTS else in_size + out_size // ways
+            total += num * lora.rank * split // (layout.ep if is_expert else 1)
     return total // layout.pp
+
+
+def _linears_of(name: str) -> tuple[str, ...]:
+    """Return the linears whose weight a tensor is; stacked experts have two of theirs in one."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    return ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)

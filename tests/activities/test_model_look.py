@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from activities.model_look import look_at
 from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
+from shared.models.config import FAMILIES
 from shared.settings import DownloadSettings, Settings
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.templates import CHATML
@@ -68,7 +69,7 @@ def test_it_says_what_would_be_computed_and_what_each_layout_wants(folder: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_are_those_that_an_engine_counts(tmp_path: Path, family: str, dtype: str) -> None:
     from longshore.layout import Layout
     from longshore.training import Full
