@@ -114,7 +114,8 @@ def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -
     own = {
         name: _read_as(name, tensor.shape)
         for name, tensor in weights.tensors.items()
-        if not name.startswith(config.carried) and not (config.tie_word_embeddings and name == "lm_head.weight")
+        if not name.startswith(config.carried)
+        and not (config.tie_word_embeddings and name == "lm_head.weight")
         and not name.endswith(_SCALES)
     }
     shape = shape_of(config)
