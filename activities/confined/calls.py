@@ -40,6 +40,7 @@ _PRELOADED = (
     "pyarrow.parquet",
     "activities.grading.grade",
     "activities.models.files",
+    "activities.publishing.export_files",
     "activities.trajectories.pack_trajectories",
     "activities.tokenizing.preview",
     "activities.tokenizing.render_prompts",

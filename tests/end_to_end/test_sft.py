@@ -71,6 +71,8 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     for asked, folder in ((run_id, "run"), (f"{run_id}:v1", "adapter")):
         assert stack.cli("download", asked, "--into", str(tmp_path / folder)).code == 0
     assert stack.cli("export", f"{run_id}:v1", "--merged", "--into", str(tmp_path / "merged")).code == 0
+    into = str(tmp_path / "gguf")
+    gguf = stack.cli("export", f"{run_id}:v1", "--gguf", "--type", "f16", "--into", into, "--json").json["files"]
     assert stack.cli("download", run_id, "--checkpoint", "60", "--into", str(tmp_path / "checkpoint")).code == 0
     assert (tmp_path / "checkpoint" / "weights" / "adapter_config.json").exists()
     missing = stack.cli("download", run_id, "--checkpoint", "7", check=False)
@@ -80,6 +82,10 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     with torch.no_grad():
         before, ours = base(ids).logits, merged(ids).logits
         theirs = [PeftModel.from_pretrained(base, tmp_path / name)(ids).logits for name in ("run", "adapter")]
+    options_of_gguf = {"gguf_file": gguf[0], "config": base.config, "dtype": torch.float32}
+    read_back = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", **options_of_gguf)
+    with torch.no_grad():
+        assert (read_back(ids).logits - ours).abs().max() < 5e-3
     assert torch.allclose(ours, theirs[0], atol=1e-4) and torch.equal(*theirs) and not torch.allclose(ours, before)
     said = stack.cli("chat", run_id, "How many crates are on quay 3?", "--temperature", "0", "--max-tokens", "8")
     assert said.code == 0 and said.stdout.strip(), said

@@ -1,0 +1,133 @@
+"""Exports of published adapters and models: asked for, followed, listed and deleted. Each belongs to its version."""
+
+import asyncio
+from typing import Literal
+
+from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError
+from temporalio.common import WorkflowIDConflictPolicy
+
+from longshore.fields import Artifact, Frozen
+from service.accounts import audit
+from service.errors import Conflict
+from service.inference.published_models import PublishedModels
+from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
+from shared.errors import InvalidInput, NotFound
+from shared.runs.exports import EXPORTS, Export, ExportRequest
+from shared.settings import Settings
+from shared.storage.artifacts import find_artifact, read_manifest
+from shared.storage.paths import content_key, published_version
+from shared.storage.store import ObjectStore
+
+EXPORT_WORKFLOW = "ExportWorkflow"
+
+
+class ExportView(Frozen):
+    """An export of one version. `label`: its format, and its type where the format has several.
+
+    `num_bytes`: of all files, once it has succeeded. `error`: why it failed.
+    """
+
+    model: str
+    label: str
+    state: Literal["running", "succeeded", "failed"]
+    num_bytes: int | None = None
+    error: str | None = None
+
+
+class Exports:
+    """Starts exports and tells of them. What was exported once is not exported again."""
+
+    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, published: PublishedModels) -> None:
+        self._settings = settings
+        self._store = store
+        self._temporal = temporal
+        self._published = published
+
+    async def start(self, tenant: str, model_id: str, export: Export) -> ExportView:
+        """Start an export, unless it is there or under way.
+
+        Raises:
+            NotFound: nothing is published under this name.
+            InvalidInput: it is a run's checkpoint, or a whole model that is to be merged.
+        """
+        request = await asyncio.to_thread(self._request, tenant, model_id, export)
+        audit.touched(request.name)
+        if await asyncio.to_thread(find_artifact, self._store, request.key) is None:
+            await self._temporal.start(
+                EXPORT_WORKFLOW,
+                request,
+                self._workflow(request.key),
+                tenant,
+                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            )
+        return await self.view(tenant, request.name, export)
+
+    async def view(self, tenant: str, model_id: str, export: Export) -> ExportView:
+        """Return how an export stands. Raises NotFound when nobody asked for it."""
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, export)
+        found = await asyncio.to_thread(self._found, name, key, export)
+        if found is not None:
+            return found
+        async with self._temporal.client() as client:
+            with unless_unknown():
+                handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
+                status = (await handle.describe(rpc_timeout=PATIENCE)).status
+                if status == WorkflowExecutionStatus.RUNNING:
+                    return ExportView(model=name, label=export.label, state="running")
+                try:
+                    await handle.result(rpc_timeout=PATIENCE)
+                except WorkflowFailureError as error:
+                    return ExportView(model=name, label=export.label, state="failed", error=str(cause_of(error)))
+        found = await asyncio.to_thread(self._found, name, key, export)  # it has ended since
+        if found is None:
+            raise NotFound(f"there is no export {export.label} of {name}: nobody asked for it")
+        return found
+
+    def list(self, tenant: str, model_id: str) -> tuple[ExportView, ...]:
+        """Return the exports of a version that are complete. Blocking."""
+        found = (self._found(*self._place(tenant, model_id, export), export) for export in EXPORTS)
+        return tuple(view for view in found if view is not None)
+
+    def artifact(self, tenant: str, model_id: str, export: Export) -> Artifact:
+        """Return the files of an export. Blocking. Raises NotFound while it is not complete."""
+        name, key = self._place(tenant, model_id, export)
+        if (artifact := find_artifact(self._store, key)) is None:
+            raise NotFound(f"there is no export {export.label} of {name}, or it is not complete")
+        return artifact
+
+    async def delete(self, tenant: str, model_id: str, export: Export) -> ExportView:
+        """Delete an export's files. Raises NotFound; Conflict while it is being written."""
+        view = await self.view(tenant, model_id, export)
+        if view.state == "running":
+            raise Conflict("this export is being written: delete it when it has ended")
+        audit.touched(view.model)
+        _, key = await asyncio.to_thread(self._place, tenant, model_id, export)
+        await asyncio.to_thread(self._published.delete_below, key)
+        return view
+
+    def _request(self, tenant: str, model_id: str, export: Export) -> ExportRequest:
+        name, key = self._place(tenant, model_id, export)
+        target = self._published.target_of(tenant, name)
+        if target.adapter is None and export.format == "merged":
+            raise InvalidInput("this is a whole model: there is nothing to merge, and its files are as they are", name)
+        return ExportRequest(
+            key=key, name=name, tenant=tenant, model=target.model, adapter=target.adapter, export=export
+        )
+
+    def _place(self, tenant: str, model_id: str, export: Export) -> tuple[str, str]:
+        """Return the name of a version, and the key of its export: below the version's own, to go when it goes."""
+        found = self._published.find(tenant, model_id)
+        if found.kind == "checkpoints":
+            rule = "it goes when its run keeps newer ones; publish it, or download the adapter"
+            raise InvalidInput(f"a checkpoint is not exported: {rule}", found.id)
+        key = published_version(tenant, found.kind, found.name, found.version)
+        return found.id, f"{key}/exports/{export.label}"
+
+    def _found(self, name: str, key: str, export: Export) -> ExportView | None:
+        if (artifact := find_artifact(self._store, key)) is None:
+            return None
+        size = read_manifest(self._store, key, artifact.sha256).num_bytes
+        return ExportView(model=name, label=export.label, state="succeeded", num_bytes=size)
+
+    def _workflow(self, key: str) -> str:
+        return f"export-{content_key(self._settings.control_queue, key)}"
