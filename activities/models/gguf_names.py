@@ -3,6 +3,12 @@
 import re
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.models.config import RopeConfig
+from shared.models.merging import Floats
+
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 """The names of these architectures in GGUF files, and the `model_type` of their configs."""
 
@@ -77,3 +83,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items() if key != "trim_offsets"}
     return [_plain(one) for one in value] if isinstance(value, list) else value
+
+
+def rope_factors(rope: RopeConfig, head_size: int) -> Floats:
+    """Return by what llama.cpp divides the frequency of each pair, for Llama 3's scaling."""
+    assert rope.factor is not None and rope.original_max_position_embeddings is not None
+    frequencies = (rope.rope_theta or 10_000.0) ** (-np.arange(0, head_size, 2) / head_size)
+    turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)
+    share = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return (1 / ((1 - share) / rope.factor + share)).astype(np.float32)
+
+
+def swapped(rows_OI: NDArray[Any], outer: int, head_size: int) -> NDArray[Any]:
+    """Return the rows of whole heads, each a table of `outer` rows, with these tables transposed; for 0 as they are."""
+    if not head_size:
+        return rows_OI
+    tables = rows_OI.reshape(-1, outer, head_size // outer, rows_OI.shape[-1]).swapaxes(1, 2)
+    return np.ascontiguousarray(tables).reshape(rows_OI.shape)

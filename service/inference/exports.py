@@ -12,9 +12,9 @@ from service.errors import Conflict
 from service.inference.published_models import PublishedModels
 from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
 from shared.errors import InvalidInput, NotFound
-from shared.runs.exports import EXPORTS, Export, ExportRequest
+from shared.runs.exports import LABELS, Export, ExportRequest
 from shared.settings import Settings
-from shared.storage.artifacts import find_artifact, read_manifest
+from shared.storage.artifacts import Manifest, find_artifact, read_manifest
 from shared.storage.paths import content_key, published_version
 from shared.storage.store import ObjectStore
 
@@ -50,84 +50,67 @@ class Exports:
             NotFound: nothing is published under this name.
             InvalidInput: it is a run's checkpoint, or a whole model that is to be merged.
         """
-        request = await asyncio.to_thread(self._request, tenant, model_id, export)
-        audit.touched(request.name)
-        if await asyncio.to_thread(find_artifact, self._store, request.key) is None:
-            await self._temporal.start(
-                EXPORT_WORKFLOW,
-                request,
-                self._workflow(request.key),
-                tenant,
-                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, export.label)
+        audit.touched(name)
+        target = await asyncio.to_thread(self._published.target_of, tenant, name)
+        if target.adapter is None and export.format == "merged":
+            raise InvalidInput("this is a whole model: there is nothing to merge, and its files are as they are", name)
+        if await asyncio.to_thread(find_artifact, self._store, key) is None:
+            request = ExportRequest(
+                key=key, name=name, tenant=tenant, model=target.model, adapter=target.adapter, export=export
             )
-        return await self.view(tenant, request.name, export)
+            conflict = WorkflowIDConflictPolicy.USE_EXISTING
+            await self._temporal.start(
+                EXPORT_WORKFLOW, request, self._workflow(key), tenant, id_conflict_policy=conflict
+            )
+        return await self.view(tenant, name, export.label)
 
-    async def view(self, tenant: str, model_id: str, export: Export) -> ExportView:
+    async def view(self, tenant: str, model_id: str, label: str) -> ExportView:
         """Return how an export stands. Raises NotFound when nobody asked for it."""
-        name, key = await asyncio.to_thread(self._place, tenant, model_id, export)
-        found = await asyncio.to_thread(self._found, name, key, export)
-        if found is not None:
-            return found
-        async with self._temporal.client() as client:
-            with unless_unknown():
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
+        view = ExportView(model=name, label=label, state="running")
+        if await asyncio.to_thread(find_artifact, self._store, key) is None:
+            async with self._temporal.client() as client:
                 handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
-                status = (await handle.describe(rpc_timeout=PATIENCE)).status
-                if status == WorkflowExecutionStatus.RUNNING:
-                    return ExportView(model=name, label=export.label, state="running")
-                try:
-                    await handle.result(rpc_timeout=PATIENCE)
-                except WorkflowFailureError as error:
-                    return ExportView(model=name, label=export.label, state="failed", error=str(cause_of(error)))
-        found = await asyncio.to_thread(self._found, name, key, export)  # it has ended since
-        if found is None:
-            raise NotFound(f"there is no export {export.label} of {name}: nobody asked for it")
-        return found
+                with unless_unknown():
+                    if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
+                        return view
+                    try:
+                        await handle.result(rpc_timeout=PATIENCE)
+                    except WorkflowFailureError as error:
+                        return view.model_copy(update={"state": "failed", "error": str(cause_of(error))})
+        manifest = await asyncio.to_thread(self._manifest, tenant, name, label)
+        return view.model_copy(update={"state": "succeeded", "num_bytes": manifest.num_bytes})
 
-    def list(self, tenant: str, model_id: str) -> tuple[ExportView, ...]:
-        """Return the exports of a version that are complete. Blocking."""
-        found = (self._found(*self._place(tenant, model_id, export), export) for export in EXPORTS)
-        return tuple(view for view in found if view is not None)
-
-    def artifact(self, tenant: str, model_id: str, export: Export) -> Artifact:
+    def artifact(self, tenant: str, model_id: str, label: str) -> Artifact:
         """Return the files of an export. Blocking. Raises NotFound while it is not complete."""
-        name, key = self._place(tenant, model_id, export)
+        name, key = self._place(tenant, model_id, label)
         if (artifact := find_artifact(self._store, key)) is None:
-            raise NotFound(f"there is no export {export.label} of {name}, or it is not complete")
+            raise NotFound(f"there is no export {label} of {name}, or it is not complete")
         return artifact
 
-    async def delete(self, tenant: str, model_id: str, export: Export) -> ExportView:
+    async def delete(self, tenant: str, model_id: str, label: str) -> ExportView:
         """Delete an export's files. Raises NotFound; Conflict while it is being written."""
-        view = await self.view(tenant, model_id, export)
+        view = await self.view(tenant, model_id, label)
         if view.state == "running":
             raise Conflict("this export is being written: delete it when it has ended")
         audit.touched(view.model)
-        _, key = await asyncio.to_thread(self._place, tenant, model_id, export)
-        await asyncio.to_thread(self._published.delete_below, key)
+        await asyncio.to_thread(self._published.delete_below, self._place(tenant, view.model, label)[1])
         return view
 
-    def _request(self, tenant: str, model_id: str, export: Export) -> ExportRequest:
-        name, key = self._place(tenant, model_id, export)
-        target = self._published.target_of(tenant, name)
-        if target.adapter is None and export.format == "merged":
-            raise InvalidInput("this is a whole model: there is nothing to merge, and its files are as they are", name)
-        return ExportRequest(
-            key=key, name=name, tenant=tenant, model=target.model, adapter=target.adapter, export=export
-        )
+    def _manifest(self, tenant: str, model_id: str, label: str) -> Manifest:
+        artifact = self.artifact(tenant, model_id, label)
+        return read_manifest(self._store, self._place(tenant, model_id, label)[1], artifact.sha256)
 
-    def _place(self, tenant: str, model_id: str, export: Export) -> tuple[str, str]:
+    def _place(self, tenant: str, model_id: str, label: str) -> tuple[str, str]:
         """Return the name of a version, and the key of its export: below the version's own, to go when it goes."""
+        if label not in LABELS:
+            raise NotFound(f"there is no export {label[:32]}; these are: {', '.join(LABELS)}")
         found = self._published.find(tenant, model_id)
         if found.kind == "checkpoints":
             rule = "it goes when its run keeps newer ones; publish it, or download the adapter"
             raise InvalidInput(f"a checkpoint is not exported: {rule}", found.id)
-        key = published_version(tenant, found.kind, found.name, found.version)
-        return found.id, f"{key}/exports/{export.label}"
-
-    def _found(self, name: str, key: str, export: Export) -> ExportView | None:
-        if (artifact := find_artifact(self._store, key)) is None:
-            return None
-        size = read_manifest(self._store, key, artifact.sha256).num_bytes
-        return ExportView(model=name, label=export.label, state="succeeded", num_bytes=size)
+        return found.id, f"{published_version(tenant, found.kind, found.name, found.version)}/exports/{label}"
 
     def _workflow(self, key: str) -> str:
         return f"export-{content_key(self._settings.control_queue, key)}"

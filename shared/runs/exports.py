@@ -39,18 +39,8 @@ class Export(Frozen):
         """`merged`, `fp8`, `gguf-q8_0`, …: equal for exports that have equal files."""
         return "-".join(filter(None, (self.format, self.stored_as)))
 
-    @classmethod
-    def of_label(cls, label: str) -> "Export | None":
-        """Return the export of a label; None for a text that is none."""
-        return next((each for each in EXPORTS if each.label == label), None)
 
-
-EXPORTS = (
-    Export(format="merged"),
-    Export(format="fp8"),
-    *(Export(format="gguf", type=each) for each in _TYPES["gguf"]),
-    *(Export(format="mlx", type=each) for each in _TYPES["mlx"]),
-)
+LABELS = ("merged", "fp8", *(f"{name}-{each}" for name, types in _TYPES.items() for each in types))
 
 
 class ExportRequest(Frozen):

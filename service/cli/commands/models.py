@@ -11,7 +11,7 @@ import typer
 
 from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import NOT_FOUND, USAGE, Stop
-from service.cli.output import delivering
+from service.cli.output.delivering import deliver, destination
 from service.cli.output.fetching import fetch_files, fetch_tar
 from service.cli.output.render import ago, plain, print_table, say, size
 
@@ -205,29 +205,26 @@ def export(
         raise Stop("name one of --merged, --gguf, --fp8, --mlx, and one of --into, --to, --push", USAGE)
     if stored_as and not formats:
         raise Stop("--type is of --gguf or --mlx", USAGE)
-    sink = delivering.destination(to, push)
+    put = destination(to, push)
     path, label = f"/models/{name}", ""
     if merged and _view(client, name).kind == "model":
         say(f"{name} is a whole model already: there is nothing to merge")
     elif formats:
-        view = _exported(client, name, formats[0], stored_as)
+        view = _exported(client, name, {"format": formats[0], "type": stored_as})
         path, label = f"/models/{view.model}/exports/{view.label}", view.label
-    if sink is not None:
-        files, place = delivering.deliver(client, path, sink), sink.place
+    if put is not None:
+        files, place = deliver(client, path, put), str(to or push)
     else:
         target = _free(into or Path("-".join(filter(None, (name.replace(":", "-"), label)))))
-        files, place = fetch_files(client, path, "files", target), str(target)
-    document = {"name": name, "place": place, "files": [each.path for each in files]}
-    if sink is None:
-        document["folder"] = str(target.resolve())
-    return CommandAnswer(document, partial(print, place))
+        files, place = fetch_files(client, path, "files", target), str(target.resolve())
+    document = {"name": name, "folder": place, "files": [each.path for each in files]}
+    return CommandAnswer(document, partial(print, to or push or target))
 
 
-def _exported(client: "CliClient", name: str, chosen: str, stored_as: str | None) -> "ExportView":
+def _exported(client: "CliClient", name: str, body: dict[str, str | None]) -> "ExportView":
     """Have the service write an export, and wait for it. Raises Stop with the reason if it failed."""
     from service.inference.exports import ExportView
 
-    body = {"format": chosen} | ({"type": stored_as} if stored_as else {})
     view = client.post(f"/models/{name}/exports", ExportView, is_repeatable=True, json=body)
     if view.state == "running":
         say(f"the service writes {view.label} of {view.model}; interrupted, the same command goes on with it")

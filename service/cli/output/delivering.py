@@ -4,9 +4,10 @@ Credentials are those that boto3 and huggingface_hub find for themselves. They a
 no argument of a process.
 """
 
+import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,87 +21,74 @@ if TYPE_CHECKING:
     from shared.storage.artifacts import FileEntry
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where files go. `put` takes a file here and its path there."""
-
-    place: str
-    put: Callable[[Path, str], None]
+Put = Callable[[Path, str], object]
+"""Takes a file here, and its path at the destination."""
 
 
-def destination(to: str | None, push: str | None) -> Destination | None:
-    """Return the destination of `--to` or `--push`; None if there is neither.
+def destination(to: str | None, push: str | None) -> Put | None:
+    """Return what puts files at the destination of `--to` or `--push`; None if there is neither.
 
     Raises:
         Stop: it is none, or there is no token for it.
     """
-    if to is not None:
-        return _s3(to)
-    return None if push is None else _hub(push)
+    with _told():
+        if to is not None:
+            return _s3(to)
+        return None if push is None else _hub(push)
 
 
-def deliver(client: "CliClient", path: str, target: Destination) -> "tuple[FileEntry, ...]":
+def deliver(client: "CliClient", path: str, put: Put) -> "tuple[FileEntry, ...]":
     """Pass on the files that `path/files` lists, each checked against its hash. One file at a time is on this disk."""
     from shared.storage.artifacts import FileEntry
 
     entries = client.get(f"{path}/files", tuple[FileEntry, ...])
-    for entry in sorted(entries, key=lambda entry: (entry.path == "config.json", entry.path)):
+    for entry in entries:
         with tempfile.TemporaryDirectory(prefix="longshore-export-") as folder:
             file = Path(folder) / entry.path
             file.parent.mkdir(parents=True, exist_ok=True)
             client.save(f"{path}/files/{entry.path}", file)
             check_files(Path(folder), (entry,))
-            target.put(file, entry.path)
-        say(f"{target.place}: {entry.path}")
+            with _told():
+                put(file, entry.path)
+        say(f"{entry.path} is there")
     return entries
 
 
-def _s3(uri: str) -> Destination:
-    from shared.errors import LongshoreError
+def _s3(uri: str) -> Put:
     from shared.storage.store import S3Store, open_store
 
-    try:
-        store = open_store(uri, read_settings().s3)
-    except LongshoreError as error:
-        raise Stop(f"--to: {error}", USAGE) from None
+    store = open_store(uri, read_settings().s3)
     if not isinstance(store, S3Store):
         raise Stop(f"--to: {uri} is no s3:// URI; a folder is named with --into", USAGE)
-
-    def put(file: Path, path: str) -> None:
-        try:
-            store.put_file(path, file)
-        except LongshoreError as error:
-            raise Stop(f"--to: {error}") from None
-
-    return Destination(store.uri, put)
+    return lambda file, path: store.put_file(path, file)
 
 
-def _hub(repository: str) -> Destination:
-    from httpx import HTTPError
+def _hub(repository: str) -> Put:
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repository)
-    except ValueError:
-        repository = ""
-    if "/" not in repository:
-        raise Stop(
-            "--push: a repository of the hub is ORG/NAME, of letters, digits, dots, dashes and underscores", USAGE
-        )
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", repository, re.ASCII):
+        raise Stop("--push: a repository of the hub is ORG/NAME: letters, digits, dots, dashes, underscores", USAGE)
     if (token := get_token()) is None:
         raise Stop("--push: there is no token for the hub", USAGE, "set HF_TOKEN, or sign in with `hf auth login`")
     api = HfApi(token=token)
+    api.create_repo(repository, private=True, exist_ok=True)
+    return lambda file, path: api.upload_file(path_or_fileobj=file, path_in_repo=path, repo_id=repository)
 
-    def put(file: Path, path: str) -> None:
-        try:
-            api.create_repo(repository, private=True, exist_ok=True)
-            api.upload_file(path_or_fileobj=file, path_in_repo=path, repo_id=repository)
-        except HfHubHTTPError as error:  # whose own text has headers of the request
-            status = error.response.status_code if error.response is not None else "no answer"
-            raise Stop(f"--push: the hub refuses {path} for {repository}: {status}") from None
-        except HTTPError as error:
-            raise Stop(f"--push: the hub cannot be reached ({type(error).__name__})") from None
 
-    return Destination(f"{api.endpoint}/{repository}", put)
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raise the errors of S3 and of the hub as Stop, without what their requests held."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from shared.errors import LongshoreError
+
+    try:
+        yield
+    except LongshoreError as error:
+        raise Stop(f"--to: {error}") from None
+    except HfHubHTTPError as error:
+        problem = f"the hub answers {error.response.status_code} to {error.response.url.path}"
+        raise Stop(f"--push: {problem}") from None
+    except (HTTPError, ValueError) as error:
+        raise Stop(f"--push: {type(error).__name__} from the hub's library") from None
