@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _BLOCK_BYTES = 8 << 20
-_LLAMA_3 = (8.0, 32.0)  # factors of Llama 3.1 and 3.3, and of 3.2
+_TRAINED = range(8, 21)  # powers of two: how many positions a Llama was trained on before its rotation was scaled
 _SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -129,8 +129,8 @@ def _config(family: str, fields: _Fields, tensors: Mapping[str, "ReaderTensor"])
     rope = RopeConfig(rope_theta=fields.get(f"{family}.rope.freq_base", (int, float), 10_000.0))
     if "rope_freqs.weight" in tensors:
         found = np.asarray(tensors["rope_freqs.weight"].data)
-        update = {"rope_type": "llama3", "original_max_position_embeddings": 8192}
-        known = (rope.model_copy(update=update | {"factor": factor}) for factor in _LLAMA_3)
+        update = {"rope_type": "llama3", "factor": float(found.max())}
+        known = (rope.model_copy(update=update | {"original_max_position_embeddings": 2**n}) for n in _TRAINED)
         matching = [one for one in known if np.allclose(rope_factors(one, head_size), found, rtol=1e-4)]
         rope = matching[0] if matching else fields.refuse("tensor rope_freqs.weight is not that of a Llama 3")
     return config | {

@@ -67,6 +67,7 @@ NOBODYS = {
 }
 # The rest of a path: a place within what an id names.
 PLACES = {"step": "1", "path": "README.md", "job_id": "000001", "fence": "e000001-a00", "tenant": TENANT, "number": "1"}
+PLACES["export"] = "fp8"
 ART_JOB = "/v1/preview/training-jobs/{job_id}"
 
 
