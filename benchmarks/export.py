@@ -52,8 +52,8 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    sizes = {"hidden_size": hidden, "num_layers": layers, "head_dim": hidden // 4}
-    tiny = make_tiny_model(folder / "whole", CORPUS, family="llama", **sizes)
+    whole, head_dim = folder / "whole", hidden // 4
+    tiny = make_tiny_model(whole, CORPUS, family="llama", hidden_size=hidden, num_layers=layers, head_dim=head_dim)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model", max_shard_size="200MB")
     for path in tiny.iterdir():
