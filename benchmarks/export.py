@@ -1,15 +1,19 @@
 """Peak memory of an export beside the largest file of weights: `python -m benchmarks.export [--hidden 1024 ...]`.
 
 A tiny-vocabulary Llama with wide layers in bfloat16, an adapter of zeros beside it. Each format is written by a process
-of its own; its memory is what it had at most, less what it had before.
+of its own; its memory is what it had at most (looked at
+200 times a second), less what it had before.
 """
 
 import argparse
 import json
 import multiprocessing
 import tempfile
+import threading
 import time
 from pathlib import Path
+
+import psutil
 
 from activities.publishing.export_files import ExportSource, write_export
 from examples.tiny_model import make_tiny_model
@@ -35,15 +39,21 @@ def measured(source: ExportSource, target: str, answers: "multiprocessing.Queue[
     import gguf  # noqa: F401
     import safetensors  # noqa: F401
 
-    before, begun = _memory("VmRSS"), time.perf_counter()
+    own, ended = psutil.Process(), threading.Event()
+    seen = [own.memory_info().rss]
+
+    def look() -> None:
+        while not ended.wait(0.005):
+            seen.append(own.memory_info().rss)
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    begun = time.perf_counter()
     write_export(source, target)
-    answers.put((_memory("VmHWM") - before, time.perf_counter() - begun))
-
-
-def _memory(name: str) -> int:
-    """Return a line of this process's status, in bytes. (`ru_maxrss` begins with the parent's.)"""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+    took = time.perf_counter() - begun
+    ended.set()
+    watching.join()
+    answers.put((max(seen) - seen[0], took))
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:

@@ -43,7 +43,7 @@ class Fp8:
     """E4M3 with a float32 scale for each block of 128 by 128, as DeepSeek-V3 and Qwen3 publish: w = code * scale."""
 
     rows = FP8_BLOCK
-    error = float(16 / _FP8_LARGEST)  # half a step between the largest numbers
+    error = float(17 / _FP8_LARGEST)  # half a step between the largest numbers is 16; products are rounded
 
     def tensors(self, entry: Entry) -> tuple[Written, ...]:
         scales = written(f"{entry.name}_scale_inv", "F32", *(size // FP8_BLOCK for size in entry.shape))
