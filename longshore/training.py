@@ -11,10 +11,18 @@ from longshore.layout import EngineName, Layout, engine_takes_the_layout
 Linear = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "in_proj", "fc1_latent_proj", "fc2_latent_proj",
 ]  # fmt: skip
 LINEARS: tuple[Linear, ...] = get_args(Linear)
 DELTA_NET: tuple[Linear, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The linears of a gated delta net, which some layers of a hybrid model have in the place of attention."""
+LATENT: tuple[Linear, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Linears of multi-head latent attention, in the place of those that make queries, keys and values."""
+MAMBA: tuple[Linear, ...] = ("in_proj",)
+"""The linears of a Mamba-2 mixer that take adapters: PEFT refuses them beside its `out_proj`."""
+LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
+"""The linears around experts that work in fewer dimensions than the model."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"

@@ -28,10 +28,10 @@ from activities.models.files import (
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
-from longshore.training import Linear, Lora
+from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.models.merging import floats_of
-from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, WEIGHTS, beside, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -56,7 +56,7 @@ _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)"
+    r"(self_attn|linear_attn|(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.(?P<linear>\w+)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 
@@ -168,7 +168,8 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
-        check_same(lora, request.lora, location.place(CONFIG))
+        linears = LINEARS if request.shape is None else request.shape.linears
+        check_same(beside(lora, linears), beside(request.lora, linears), location.place(CONFIG))
     return lora
 
 
@@ -199,8 +200,9 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
     if rank != lora.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
-    linear, is_shared = cast(Linear, match["linear"]), match["shared"] is not None
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared)
+    linear = cast(Linear, match["linear"])
+    of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"]))
     size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and size != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"

@@ -20,9 +20,10 @@ class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `sections`:
-    sizes of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the
-    pipeline stage and the expert-parallel rank that hold it.
+    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
+    is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
+    sizes of parts along `split` that are each split over the ranks; none: the whole is. `takes_adapter`: where it is a
+    linear's. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str
@@ -33,7 +34,9 @@ class TensorSlice:
     stop: int
     groups: int = 1
     expert: int | None = None
+    is_stack: bool = False
     sections: tuple[int, ...] = ()
+    takes_adapter: bool = True
     stage: int = 0
     ep_rank: int = 0
 
@@ -82,7 +85,8 @@ class Linear:
     """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
 
     name: str
-    kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
+    # Megatron's words: "column" splits output rows over ranks, "row" input columns; "whole": every rank has all of it.
+    kind: Literal["column", "row", "whole"]
     slices: tuple[TensorSlice, ...]
 
 
@@ -90,6 +94,7 @@ def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """Return the linears that LoRA can adapt, in model order."""
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
-        if s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
+        if s.takes_adapter and s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
-    return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
+    kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
+    return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

@@ -139,7 +139,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
-        self._linears = {s.name.split(".")[-2] for s in base.slices if s.name.endswith(".weight")}
+        self._linears = {s.name.split(".")[-2] for s in base.slices if s.takes_adapter and s.name.endswith(".weight")}
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
@@ -167,7 +167,9 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = peft_format.beside(peft_format.read_config(folder, lora), self._linears)
+            found = peft_format.beside(peft_format.read_config(folder), self._linears)
+            if lora is not None:
+                peft_format.check_same(found, peft_format.beside(lora, self._linears), str(folder))
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)

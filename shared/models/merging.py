@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.models.peft import PREFIX
+from shared.models.peft import PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's factors by the name of the weight that they change: A of [rank, in], B of [out, rank]."""
+    """An adapter's factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
 
     scale: float
     factors: dict[str, tuple[Floats, Floats]]
@@ -59,7 +59,7 @@ class Merger:
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
-            sides.setdefault(f"{stem.removeprefix(PREFIX)}.weight", {})[side] = values
+            sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
         for name, found in sides.items():
             if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
                 raise InvalidInput(f"the two factors for {name} do not belong together", place)
@@ -82,7 +82,7 @@ class Merger:
 
         Raises as `merge` does.
         """
-        if entry.name in self.factors:
+        if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
             return self._merged(entry, source, place)
         return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
@@ -92,13 +92,13 @@ class Merger:
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        a_RI, b_OR = self.factors[entry.name]
+        a_RI, b_OR = self.factors[module_of(entry.name)]
         if entry.dtype not in _WIDTHS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
                 f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
             )
-        self._used.add(entry.name)
+        self._used.add(module_of(entry.name))
         row_bytes = entry.shape[1] * _WIDTHS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):

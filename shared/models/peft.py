@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,14 +10,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LINEARS, Linear, Lora
+from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
+_PLAIN: frozenset[Linear] = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+)  # what takes these takes all: a model has other linears in their places
 
+# What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
+_TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
 # hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
@@ -28,6 +33,19 @@ _WITHOUT_EFFECT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
 )
+
+
+# transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
+_RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module that a model's tensor belongs to."""
+    module = tensor.rpartition(".")[0]
+    for in_files, in_memory in _RENAMED:
+        if module.startswith(in_files):
+            return in_memory + module.removeprefix(in_files)
+    return module
 
 
 def _listed(value: object) -> object:
@@ -57,7 +75,11 @@ class _Config(BaseModel):
 def _switched_on(config: _Config) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}).items()
-    return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
+    return [
+        name
+        for name, value in more
+        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
+    ]
 
 
 def config_of(lora: Lora) -> dict[str, object]:
@@ -95,9 +117,12 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
     return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets, rank_stabilized=read.use_rslora)
 
 
-def write_config(folder: Path, lora: Lora) -> None:
+def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
+    """Write `adapter_config.json` beside these tensors."""
+    is_beside_towers = any(".language_model." in name for name in tensors)
+    config = config_of(lora) | ({"exclude_modules": _TOWERS} if is_beside_towers else {})
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_config(folder: Path, expected: Lora | None = None) -> Lora:
@@ -134,16 +159,21 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
         ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
-        ("targets", _counted(found), _counted(expected)),
     ):
         if theirs != ours:
             raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
+    if not _are_alike({*found.targets}, {*expected.targets}):
+        wanted = f"{sorted(expected.targets)} is asked for"
+        raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
 
 
-def _counted(lora: Lora) -> list[Linear]:
-    """Return the targets, sorted; without those of gated delta nets where all others are there."""
-    others = set(LINEARS) - set(DELTA_NET)
-    return sorted(others if others <= set(lora.targets) else lora.targets)
+def _are_alike(one: set[Linear], other: set[Linear]) -> bool:
+    """Return True if there may be a model beside which both targets are the same linears.
+
+    So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    """
+    smaller, larger = sorted((one, other), key=len)
+    return smaller == larger or smaller < larger > _PLAIN
 
 
 def beside(lora: Lora, linears: Container[str]) -> Lora:

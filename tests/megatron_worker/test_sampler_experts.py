@@ -64,7 +64,7 @@ def logprobs_of(decoder, ids, lora_weights):
     cache = decoder.new_cache(5)
     cache.reserve(len(ids))
     cache.fill(3, prompt)
-    hidden = [decoder._norm(prompt.stream_TH, decoder._final_norm_H)]
+    hidden = [decoder._final_norm(prompt.stream_TH)]
     for position, token in enumerate(ids[half:], start=half):
         token_B, position_B = torch.arange(5) + position, torch.zeros(5, dtype=torch.int64)
         token_B[3], position_B[3] = token, position

@@ -92,9 +92,9 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("deepseek_v3", {"intermediate_size": None}),
-        ("gpt_oss", {"attention_bias": True}),
-        ("gemma3_text", {"hidden_act": None}),
+        ("deepseek_v2", {"intermediate_size": None}),
+        ("olmo3", {"attention_bias": True}),
+        ("gemma2", {"hidden_act": None}),
         (None, {}),
     ],
 )
