@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -109,6 +110,14 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
     return entries
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder by name, and the file of each."""
+
+    tensors: dict[str, TensorEntry]
+    file_of: dict[str, str]
+
+
 class _Config(BaseModel):
     """The fields of `config.json` that are checked more strictly than what reads them."""
 
@@ -139,10 +148,11 @@ def read_shape(location: Location) -> ModelShape:
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    return shape_of(_read_config(location))
+    return shape_of(read_config(location))
 
 
-def _read_config(location: Location) -> DenseConfig:
+def read_config(location: Location) -> DenseConfig:
+    """Read `config.json`. Raises InvalidInput as `read_shape` does."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
@@ -235,8 +245,12 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location) -> None:
-    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
+def check_weights(location: Location) -> Weights:
+    """Read the headers of the weights.
+
+    Raises:
+        InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
+    """
     files = weight_files(location)
     tensors: dict[str, TensorEntry] = {}
     file_of: dict[str, str] = {}
@@ -249,11 +263,12 @@ def check_weights(location: Location) -> None:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config = _read_config(location)
-    check_dtypes(tensors, location.store.uri)
+    config = read_config(location)
+    check_dtypes(tensors, _file_of_weights(location))
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
+    return Weights(tensors, file_of)
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -303,11 +318,16 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
             raise InvalidInput(problem, place)
 
 
+def _file_of_weights(location: Location) -> str:
+    return location.place(INDEX if INDEX in location.files else WEIGHTS)
+
+
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
-    """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
+    """Check that a layer has what any other of its kind has."""
     prefix, names, kinds = prefix_of(config, tensors), config.names, config.layer_kinds
-    embedded = f"{prefix}.{names.embedding}.weight"
-    needed = [embedded, f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (
+        not config.tie_word_embeddings
+    )
     of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
     for own in dict.fromkeys(kinds):
         layers = [number for number, kind in enumerate(kinds) if kind == own]
@@ -318,8 +338,5 @@ def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location:
         needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
     for name in needed:
         if name not in tensors:
-            raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)
-    shape = tensors[embedded].shape
-    if shape != (config.vocab_size, config.hidden_size):
-        problem = f"{embedded} is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
-        raise InvalidInput(problem, location.store.uri)
+            tied = "; tie_word_embeddings is false in config.json" if name == _OUTPUT else ""
+            raise InvalidInput(f"the weights lack the tensor {name}{tied}", _file_of_weights(location))

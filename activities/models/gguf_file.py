@@ -17,7 +17,7 @@ import numpy as np
 from activities.confined.fork_server import sign
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
-from shared.models.config import RopeConfig
+from shared.models.dense import RopeConfig
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.models.config import RopeConfig
+from shared.models.dense import RopeConfig
 from shared.models.merging import Floats
 
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")

@@ -7,22 +7,23 @@ import re
 from functools import partial
 from typing import Literal, cast
 
-import numpy as np
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
+from activities.models.contents import check_finite, check_shapes
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
     TensorEntry,
+    Weights,
     check_chat_template,
     check_dtypes,
     check_tokenizer,
     check_weights,
     gguf_file,
+    read_config,
     read_shape,
     read_tensors,
-    tensor_bytes,
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
@@ -30,7 +31,6 @@ from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
-from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, beside, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
@@ -101,7 +101,7 @@ class Resolve:
             if (name := gguf_file(location)) is not None:
                 location = self._converted(location, name, check, request.tenant)
             shape = check(location)
-            check_weights(location)
+            check_contents(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -165,6 +165,21 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
     return shape
 
 
+def check_contents(location: Location, read_all: bool = False) -> Weights:
+    """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
+
+    Args:
+        read_all: the numbers of all tensors.
+
+    Raises:
+        InvalidInput: names the file, the tensor and the rule.
+    """
+    weights = check_weights(location)
+    check_shapes(weights, read_config(location), location)
+    check_finite(weights, location, all_of_them=read_all)
+    return weights
+
+
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
@@ -185,10 +200,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
-    for name, tensor in tensors.items():
-        for block in tensor_bytes(location, WEIGHTS, tensor):
-            if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
-                raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
+    check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
 
 
 def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:

@@ -19,8 +19,10 @@ from activities.publishing.encodings import FP8_BLOCK, ITEM_BYTES, MLX_GROUP, En
 from activities.publishing.gguf_writing import begin_gguf, ggml_of
 from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.models.config import DenseConfig, MixtureConfig, read_model_config
+from shared.models.config import read_model_config
+from shared.models.dense import DenseConfig
 from shared.models.end_tokens import GENERATION
+from shared.models.families import MixtureConfig
 from shared.models.merging import Entry, Floats, Merger, floats_of, read_header
 from shared.models.peft import WEIGHTS, read_config
 from shared.runs.exports import Export

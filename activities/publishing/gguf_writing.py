@@ -10,7 +10,7 @@ import numpy as np
 from activities.models.gguf_names import PAIRED, gguf_name, pre_tokenizer_name, rope_factors
 from activities.publishing.encodings import Ggml, Written
 from shared.errors import InvalidInput
-from shared.models.config import DenseConfig
+from shared.models.dense import DenseConfig
 from shared.models.merging import Entry
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ A file that leaves a setting out means what transformers takes for it.
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
@@ -22,6 +22,7 @@ from shared.models.families import (
     NemotronHConfig,
     SmolLM3Config,
 )
+from shared.models.switches import refuse_unknown_switches
 
 FAMILIES = (
     *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
@@ -153,12 +154,23 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
+    refuse_unknown_switches(decoder, _read_by(type(config)), config.model_type, place)
     return config
 
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
     """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
     return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
+
+
+def _read_by(kind: type[BaseModel]) -> set[str]:
+    """Return the names in a file of the settings that a class reads."""
+    names = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        given = field.validation_alias
+        choices = given.choices if isinstance(given, AliasChoices) else (given,)
+        names |= {name for name in choices if isinstance(name, str)}
+    return names
 
 
 def _not_computed(config: DenseConfig) -> str | None:

@@ -5,25 +5,27 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.exits import NOT_FOUND, USAGE, Stop
+from service.cli.exits import DONE, FAILED, NOT_FOUND, USAGE, Stop
 from service.cli.output.delivering import deliver, destination
 from service.cli.output.fetching import fetch_files, fetch_tar
 from service.cli.output.render import ago, plain, print_table, say, size
 
 if TYPE_CHECKING:
+    from activities.model_look import ModelLook
     from service.cli.client import CliClient
     from service.inference.exports import ExportView
     from service.inference.published_models import ModelView
+    from shared.models.memory import LayoutBytes
     from shared.storage.artifacts import FileEntry
 
 _LOOK_EVERY_S = 1.0
 app = typer.Typer(rich_markup_mode=None)
-models = group(help="What runs published: adapters and models, by name.")
+models = group(help="What runs published: adapters and models, by name; and a look at a folder before any run.")
 app.add_typer(models, name="models")
 ModelName = Annotated[str, typer.Argument(metavar="NAME", help="`name`: its newest version; `name:v3`; `run:step-30`.")]
 Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if absent.")]
@@ -73,6 +75,54 @@ def rm(client: "CliClient", name: ModelName) -> CommandAnswer:
     """Delete one version (`name:v3`), or all of a name. Their numbers are not given again."""
     deleted = client.ask("DELETE", f"/models/{name}")
     return CommandAnswer(deleted, partial(say, f"{name} is deleted"))
+
+
+@command(models)
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder on this machine.")],
+    read_all: Annotated[
+        bool, typer.Option("--read-all", help="Read all weights, and look for numbers that are not finite.")
+    ] = False,
+    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Of the adapter whose memory is estimated.")] = 16,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+) -> CommandAnswer:
+    """Say what a run would compute of a model, how much memory it wants, and what is refused. Nothing is started.
+
+    Exit code 100 if a run would refuse it.
+    """
+    from activities.model_look import look_at
+    from longshore.training import Lora
+    from shared.errors import InvalidInput
+
+    try:
+        found = look_at(folder, Lora(rank=lora_rank), dtype, read_all)
+    except InvalidInput as error:
+        raise Stop(str(error), NOT_FOUND) from None
+    return CommandAnswer(found, partial(_show_look, found, lora_rank, dtype), FAILED if found.problems else DONE)
+
+
+def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
+    if (shape := found.shape) is not None:
+        experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+        rows = [
+            ("family", f"{shape.family}: {shape.num_layers} layers of {shape.hidden_size}{experts}"),
+            *([("parameters", f"{found.num_parameters:,}")] if found.num_parameters else ()),
+            ("LoRA targets", ", ".join(f"{num} {name}" for name, num in found.targets.items())),
+            *([("answers end with", plain(" ".join(found.stops)))] if found.stops else ()),
+            *((name, plain(rule or "shown")) for name, rule in found.conversations.items()),
+        ]
+        print_table(("", ""), rows)
+    if found.layouts:
+        print_table(("engine", "layout", "frozen", f"LoRA {lora_rank}", "all weights"), map(_layout_row, found.layouts))
+        print(f"bytes of a rank in {dtype}, about, and beside them what a micro-batch holds, which a worker measures")
+    for problem in found.problems:
+        print(f"refused: {plain(problem)}")
+
+
+def _layout_row(row: "LayoutBytes") -> tuple[str, ...]:
+    if row.refused is not None:
+        return row.engine, row.layout, f"refused: {row.refused}", "", ""
+    return row.engine, row.layout, size(row.base_bytes), size(row.lora_bytes), size(row.full_bytes)
 
 
 @command(app)
