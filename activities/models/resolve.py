@@ -136,7 +136,7 @@ class Resolve:
                 try:
                     made = located(LocalStore(folder), manifest_of(folder))
                     check(made)
-                    check_weights(made)
+                    check_contents(made)
                 except InvalidInput as error:
                     raise InvalidInput(error.message, place) from error
                 room = Room(store, tenant, self._host.settings.quotas)

@@ -9,8 +9,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from activities.model_look import look_at
 from activities.publishing.export_files import write_export
 from examples.tiny_model import make_tiny_model
+from longshore.training import Lora
 from tests.activities.models.resolving import refusal, resolve, stage
 from tests.activities.publishing.test_export import source_of
 from tests.conftest import CORPUS
@@ -59,6 +61,8 @@ def test_numbers_tokens_and_settings_are_those_that_transformers_reads(config, t
     write_export(source_of(whole, "gguf", stored_as), str(folder))
     made = stage(config, resolve(config, folder))
     assert resolve(config, folder).model.uri.endswith(made.name), "it was converted once"
+    look = look_at(folder, Lora())
+    assert look.problems == () and look.shape is not None and look.shape.family == family
     ours = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=f"t-{stored_as}.gguf", dtype=torch.float32)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
@@ -101,6 +105,7 @@ def test_a_cut_file_is_refused_by_the_key_or_tensor_that_reaches_beyond_it(confi
     path.write_bytes(data[: int(len(data) * share)])
     told = refusal(config, folder)
     assert path.name in told and "cut: " in told and "of " in told, told
+    assert path.name in look_at(folder, Lora()).problems[0]
     assert share < 0.5 or "tensor blk." in told or "tensor output_norm" in told or "tensor token_embd" in told, told
 
 
