@@ -28,7 +28,7 @@ def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> N
     Looked at are embeddings, norms, and the linears whose sizes ModelShape knows; workers check all as they load them.
     """
     prefix, shape = prefix_of(config, weights.tensors), shape_of(config)
-    whole = {"lm_head": (config.vocab_size, config.hidden_size)}
+    whole: dict[str, tuple[int, ...]] = {"lm_head": (config.vocab_size, config.hidden_size)}
     whole |= {f"{prefix}.{config.names.embedding}": (config.vocab_size, config.hidden_size)}
     whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
     for name, tensor in weights.tensors.items():

@@ -91,15 +91,14 @@ def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
 
 def _adapter_size(tensors: Shapes, shape: ModelShape, layout: Layout, lora: Lora) -> int:
     """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
-    total = 0
+    total, beside = 0, set(lora.targets) & set(shape.linears)
     for name, dims in tensors.items():
-        linears = [linear for linear in _linears_of(name) if linear in lora.targets]
-        if len(dims) < 2 or (len(dims) == 3 and shape.has_stacked_experts):
+        if len(dims) < 2:
             continue
         is_expert = ".experts." in name
         num, ways = math.prod(dims[:-2]), layout.etp if is_expert else layout.tp
         in_size, out_size = dims[-1], dims[-2] // len(_linears_of(name))
-        for linear in linears:
+        for linear in beside.intersection(_linears_of(name)):
             split = in_size // ways + out_size if linear in _SPLIT_INPUTS else in_size + out_size // ways
             total += num * lora.rank * split // (layout.ep if is_expert else 1)
     return total // layout.pp
