@@ -14,9 +14,10 @@ from pydantic import Field
 
 from activities.formats.examples import Chat
 from activities.host_context import HostContext
-from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, read_config
+from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
+from activities.models.gguf_file import convert_gguf
 from activities.models.resolve import check_contents
-from activities.sources.models import locate
+from activities.sources.models import locate, located
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from longshore.fields import Frozen
@@ -27,6 +28,8 @@ from shared.models.dense import DenseConfig
 from shared.models.memory import Laid, LayoutBytes, layout_bytes
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings, Settings
+from shared.storage.artifacts import manifest_of
+from shared.storage.store import LocalStore
 
 _RANKS = (2, 4, 8)
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -75,6 +78,11 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
         problems = list[str]()
         found: dict[str, Any] = {"folder": str(folder)}
         with _noted(problems):
+            if (name := gguf_file(location)) is not None:
+                made = Path(root) / "model"
+                made.mkdir()
+                host.confined(convert_gguf, str(folder / name), location.place(name), str(made), kind="dataset")
+                folder, location = made, located(LocalStore(made), manifest_of(made))
             config = read_config(location)
             shape = shape_of(config)
             counts = {linear: shape.num_linears((linear,)) for linear in shape.linears}

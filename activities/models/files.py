@@ -220,9 +220,21 @@ def weight_files(location: Location) -> list[str]:
         return [INDEX, *shards]
     if WEIGHTS in location.files:
         return [WEIGHTS]
-    others = [name for name in location.files if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+    others = [name for name in location.files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     reason = f"; {others[0]} is not read, since such files can hold code" if others else ""
     raise InvalidInput(f"the folder has neither {WEIGHTS} nor {INDEX}{reason}", location.store.uri)
+
+
+def gguf_file(location: Location) -> str | None:
+    """Return the name of the GGUF file that is the model, where no safetensors are. Raises InvalidInput for several."""
+    found = sorted(name for name in location.files if name.endswith(".gguf"))
+    if not found or WEIGHTS in location.files or INDEX in location.files:
+        return None
+    if len(found) > 1:
+        raise InvalidInput(
+            f"there are {len(found)} .gguf files: a model is one of them, alone", location.place(found[1])
+        )
+    return found[0]
 
 
 def _weight_map(location: Location) -> dict[str, str]:

@@ -20,12 +20,14 @@ from activities.models.files import (
     check_dtypes,
     check_tokenizer,
     check_weights,
+    gguf_file,
     read_config,
     read_shape,
     read_tensors,
     weight_files,
 )
-from activities.sources.models import Location, locate
+from activities.models.gguf_file import convert_gguf
+from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
@@ -37,6 +39,7 @@ from shared.storage.artifacts import (
     FileEntry,
     Manifest,
     find_artifact,
+    manifest_of,
     open_artifact,
     read_record,
     refer,
@@ -95,6 +98,8 @@ class Resolve:
         with beating():
             check = partial(_check_small_files, request, self._host)
             location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
+            if (name := gguf_file(location)) is not None:
+                location = self._converted(location, name, check, request.tenant)
             shape = check(location)
             check_contents(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
@@ -111,6 +116,36 @@ class Resolve:
             return ResolvedAdapter(
                 adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
             )
+
+    def _converted(self, location: Location, name: str, check: Check, tenant: str) -> Location:
+        """Make a model folder of a GGUF file, once. Its bytes count as the tenant's."""
+        store, place = self._host.store, location.place(name)
+        key = model_import(content_key("gguf", location.store.uri, _state(location, name)))
+        if (artifact := find_artifact(store, key)) is None:
+            with self._host.scratch("gguf") as scratch:
+                path = scratch / "model.gguf"
+                if isinstance(location.store, LocalStore):
+                    path = location.store.root / name
+                else:
+                    location.store.get_file(name, path)
+                folder = scratch / "model"
+                folder.mkdir()
+                self._host.confined(convert_gguf, str(path), place, str(folder), kind="dataset")
+                if _state(location.listed_again(), name) != _state(location, name):
+                    raise InvalidInput("the file changed while it was being read", place)
+                try:
+                    made = located(LocalStore(folder), manifest_of(folder))
+                    check(made)
+                    check_contents(made)
+                except InvalidInput as error:
+                    raise InvalidInput(error.message, place) from error
+                room = Room(store, tenant, self._host.settings.quotas)
+                num_bytes = manifest_of(folder).num_bytes
+                with room.reserving(num_bytes, place):
+                    artifact = self._host.keep(key, folder)
+                    room.ledger.bring(_MODELS, key.rpartition("/")[2], num_bytes)
+        files, manifest = open_artifact(artifact, self._host.settings.s3)
+        return located(files, manifest, artifact)
 
     def _imported(
         self, location: Location, names: list[str], what: What, request: ModelRequest | AdapterRequest

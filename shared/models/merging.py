@@ -74,12 +74,17 @@ class Merger:
         header, entries = read_header(source, place)
         target.write(header)
         for entry in entries:
-            if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
-                for block in self._merged(entry, source, place):
-                    target.write(block)
-            else:
-                for block in _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place):
-                    target.write(block)
+            for block in self.blocks(entry, source, place):
+                target.write(block)
+
+    def blocks(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
+        """Yield the bytes of the tensor that `source` is at, a few megabytes at a time: merged, or as they are.
+
+        Raises as `merge` does.
+        """
+        if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
+            return self._merged(entry, source, place)
+        return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
     def check_used(self, place: str) -> None:
         """Raise InvalidInput if factors are left whose weight was in none of the files."""
@@ -100,7 +105,7 @@ class Merger:
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
             weight_OI = weight_OI + self.scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
             row += len(weight_OI)
-            yield _bytes_of(weight_OI, entry.dtype)
+            yield bytes_of(weight_OI, entry.dtype)
 
 
 def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
@@ -148,7 +153,8 @@ def floats_of(data: bytes, dtype: str, place: str) -> Floats:
     raise InvalidInput(f"numbers of the type {dtype} are not merged: F32, F16 and BF16 are", place)
 
 
-def _bytes_of(values: Floats, dtype: str) -> bytes:
+def bytes_of(values: Floats, dtype: str) -> bytes:
+    """Return numbers as a safetensors type, F32, F16 or BF16, little-endian and rounded to the nearest."""
     match dtype:
         case "F32":
             return values.astype("<f4").tobytes()
