@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.jobs.packed import RouteShape
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -183,6 +185,22 @@ class Architecture:
     @property
     def num_experts(self) -> int:
         return self.mlp.num_experts if isinstance(self.mlp, Mixture) else 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(range(self.num_layers)) if isinstance(self.mlp, Mixture) else ()
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """The experts of a token; None: there are none."""
+        if not isinstance(self.mlp, Mixture):
+            return None
+        return RouteShape(
+            num_layers=len(self.expert_layers),
+            num_experts=self.mlp.num_experts,
+            per_token=self.mlp.experts_per_token,
+        )
 
 
 def rotary_frequencies(rope: Rope) -> Tensor:

@@ -68,7 +68,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes)
+        ranks = mesh.rank, mesh.dp.rank, mesh.dp.size
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, architecture.routes)
         self._read_base()
 
     def _read_base(self) -> None:

@@ -5,6 +5,9 @@ whose experts they chose (dispatch.py). Each applies its experts (under etp its 
 received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
 so results do not depend on the layout.
 
+A bin may say the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
+Then the router's scores give their weights alone, and have its gradients, whatever function makes them.
+
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
 """
@@ -31,11 +34,18 @@ class Router(torch.nn.Module):
         self.weight = Parameter(torch.empty(mixture.num_experts, hidden_size, dtype=dtype))
         self._num_chosen, self._normalised = mixture.experts_per_token, mixture.is_normalised
 
-    def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
+    def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32.
+
+        Args:
+            route_sK: the experts to take in place of the likeliest, as any kind of integers.
+        """
         logit_sE = F.linear(hidden_sH, self.weight)
         probability_sE = logit_sE.softmax(dim=-1, dtype=torch.promote_types(torch.float32, logit_sE.dtype))
-        weight_sK, expert_sK = probability_sE.topk(self._num_chosen, dim=-1)
+        if route_sK is None:
+            route_sK = probability_sE.detach().topk(self._num_chosen, dim=-1).indices
+        expert_sK = route_sK.long()
+        weight_sK = probability_sE.gather(-1, expert_sK)
         if self._normalised:
             weight_sK = weight_sK / weight_sK.sum(dim=-1, keepdim=True)
         return weight_sK.to(hidden_sH.dtype), expert_sK
@@ -67,7 +77,10 @@ class SharedGate(torch.nn.Module):
 
 
 class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any."""
+    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any.
+
+    `place`: its number among the model's layers with experts.
+    """
 
     def __init__(
         self,
@@ -89,17 +102,21 @@ class MegatronExperts(torch.nn.Module):
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
         self.shared_gate = SharedGate(hidden_size, dtype) if mixture.shared_ffn_size else None
         self._mesh = mesh
+        self.place = 0
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *_: object, padding_mask: Tensor | None = None, **__: object
+    ) -> tuple[Tensor, None]:
+        """`padding_mask`: in the place of megatron's, the experts of each of its layers: [layers, s, K]."""
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output_sH = self._routed(hidden_sH)
+        output_sH = self._routed(hidden_sH, None if padding_mask is None else padding_mask[self.place])
         if self.shared_expert is not None and self.shared_gate is not None:
             shared_s1H, _bias = self.shared_expert(hidden_states)
             output_sH = output_sH + self.shared_gate(hidden_sH) * shared_s1H.reshape(output_sH.shape)
         return output_sH.view(hidden_states.shape), None
 
-    def _routed(self, hidden_sH: Tensor) -> Tensor:
-        weight_sK, expert_sK = self.router(hidden_sH)
+    def _routed(self, hidden_sH: Tensor, route_sK: Tensor | None) -> Tensor:
+        weight_sK, expert_sK = self.router(hidden_sH, route_sK)
         if self._mesh.experts.size == 1:
             return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)

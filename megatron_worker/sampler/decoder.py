@@ -67,14 +67,15 @@ class Layer:
 @dataclass(frozen=True)
 class Prefilled:
     """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
-    [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which all tokens'
-    final hidden states can be computed."""
+    [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K], and the
+    residual stream after the last layer, from which all tokens' final hidden states can be computed."""
 
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
     recurrent: list[RecurrentState]
+    experts: list[Tensor]
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +83,7 @@ class Prefilled:
 
     @property
     def num_bytes(self) -> int:
-        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
         return attended + sum(state.num_bytes for state in self.recurrent)
 
 
@@ -179,7 +180,7 @@ class Decoder:
         rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
         plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
-        keys, values, recurrent = [], [], []
+        keys, values, recurrent, experts = [], [], [], list[Tensor]()
         for layer in self._layers:
             normed_TH = self._norm(x_TH, layer.input_norm_H)
             if isinstance(layer.mixer, SamplerDeltaNet):
@@ -197,9 +198,9 @@ class Decoder:
                 mixed_TH = _output(layer.mixer, attended_TX, gate_TX, lora_weights)
                 keys.append(key)
                 values.append(value)
-            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, fixed_shapes=False)
+            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent)
+        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent, experts)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
@@ -221,11 +222,13 @@ class Decoder:
         num_blocks: int,
         cache: Cache,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor],
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
         Args:
             num_blocks: blocks that any slot has tokens in; more change nothing.
+            chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
         x_BH = F.embedding(token_B, self._embedding_VH)
         rotary = self._rotary(position_B)
@@ -242,7 +245,7 @@ class Decoder:
                 values[block_B, cache.slots_B, :, offset_B] = value_BGD
                 attended_BX = _attend(query_BQD, keys, values, masks)
                 mixed_BH = _output(layer.mixer, attended_BX, gate_BX, lora_weights)
-            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, fixed_shapes=True)
+            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, chosen, fixed_shapes=True)
         return self._norm(x_BH, self._final_norm_H)
 
     @torch.inference_mode()
@@ -272,15 +275,21 @@ class Decoder:
         return query, key, value, gate_TX
 
     def _with_mlp(
-        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool
+        self,
+        layer: Layer,
+        x_TH: Tensor,
+        lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor],
+        *,
+        fixed_shapes: bool,
     ) -> Tensor:
-        """Return the residual stream after a layer's MLP. `fixed_shapes`: see SamplerExperts."""
+        """Return the residual stream after a layer's MLP. `chosen`, `fixed_shapes`: see SamplerExperts."""
         normed_TH = self._norm(x_TH, layer.mlp_norm_H)
         match layer.mlp:
             case Mlp() as mlp:
                 return x_TH + mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
-                return x_TH + experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
+                return x_TH + experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         a, size = self.architecture, (x.shape[-1],)

@@ -31,7 +31,9 @@ from shared.chat.completions import ErrorResponse
 from shared.chat.sampler_control import SamplerReady
 from shared.child_environment import child_environment
 from shared.log_lines import escape_output
+from shared.models.config import read_model_config
 from shared.models.end_tokens import GENERATION
+from shared.models.shape import shape_of
 from shared.storage.files import reachable, write_atomically
 
 _SOCKET = "vllm.sock"
@@ -87,7 +89,13 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
+        *(("--enable-return-routed-experts",) if options.tell_routes and _has_experts(options.model) else ()),
     ]
+
+
+def _has_experts(model: Path) -> bool:
+    config = read_model_config(json.loads((model / "config.json").read_bytes()), str(model))
+    return shape_of(config).routes is not None
 
 
 def _lora_options(rank: int) -> list[str]:
@@ -174,6 +182,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=32, help="sequences a step")
     parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
     parser.add_argument("--max-lora-rank", type=int, default=0, help="of adapters; 0: it takes none")
+    parser.add_argument("--tell-routes", action="store_true", help="of a mixture: the experts of each token")
     parser.add_argument("--end-ids", type=int, nargs="*", default=[], help="tokens that end a sample")
     parser.add_argument("command", nargs="+", help="vLLM's executable and options, behind --")
     return parser.parse_args(arguments)

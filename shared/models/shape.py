@@ -6,6 +6,7 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, Linear
 from shared.errors import InvalidInput
+from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
 
 _MEGATRON_ALONE = ("qwen3_moe", "qwen3_5", "qwen3_5_moe")
@@ -39,6 +40,14 @@ class ModelShape(Frozen):
     head_dim: int = 0  # 0: not known
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
+    experts_per_token: int = 0  # 0 beside experts: the shape was read before it was known
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """The experts of a token; None: there are none."""
+        if not self.experts_per_token:
+            return None
+        return RouteShape(num_layers=self.num_layers, num_experts=self.num_experts, per_token=self.experts_per_token)
 
     def num_linears(self, targets: Container[Linear]) -> int:
         """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
@@ -95,6 +104,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
         delta_net=hybrid and _delta_net(hybrid),
+        experts_per_token=mixture.num_experts_per_tok if mixture else 0,
     )
 
 

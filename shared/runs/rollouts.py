@@ -64,6 +64,10 @@ class Rollouts(Frozen):
         default=False, description="trainer and sampler share one device: each leaves it before the other works"
     )
     weight_sync: WeightSync = WeightSync()
+    replay_routes: bool = Field(
+        default=True,
+        description="of a mixture: the trainer computes each token with the experts that the sampler chose",
+    )
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
         default=None,
