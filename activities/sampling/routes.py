@@ -1,8 +1,8 @@
 """Routes of samples, the experts that a sampler chose: read from its answers, checked, and kept beside the samples.
 
-`routes.bin` consists of blocks: the routes of some tokens of a sequence, behind a digest of the sequence's ids up to
-the last of them. By that no sequence can be trained by the routes of another. A prompt's block serves all of its
-samples. The last token of a sequence has no route: its sampler has not computed it, and nothing is scored from it.
+`routes.bin` consists of blocks: the routes of some tokens of a sequence, behind a digest of them and of the sequence's
+ids up to the last of them. By that no sequence can be trained by the routes of another. A prompt's block serves all of
+its samples. The last token of a sequence has no route: nobody has computed it, and nothing is scored from it.
 
 Shape suffixes: T tokens, L layers with experts, K experts of a token.
 """
@@ -99,7 +99,7 @@ class RoutesWriter:
         if self._file is None:
             self._file = self._path.open("wb")
         place = self._file.tell()
-        self._file.write(_digest(ids) + routes)
+        self._file.write(_digest(ids, routes) + routes)
         return place
 
     def __enter__(self) -> "RoutesWriter":
@@ -136,11 +136,13 @@ class RoutesFile:
 
     def _block(self, ids: Sequence[int], num_tokens: int, place: int) -> NDArray[np.integer]:
         start, dtype = place + _DIGEST_BYTES, self._shape.dtype
-        stop = start + num_tokens * dtype.itemsize
-        if self._bytes[place:start] != _digest(ids) or stop > len(self._bytes):
+        routes = self._bytes[start : start + num_tokens * dtype.itemsize]
+        if self._bytes[place:start] != _digest(ids, routes):
             raise InvalidInput("its routes are those of another sequence", ROUTES)
-        return np.frombuffer(self._bytes, dtype, num_tokens, start)
+        return np.frombuffer(routes, dtype)
 
 
-def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(ids, dtype="<u4").tobytes(), digest_size=_DIGEST_BYTES).digest()
+def _digest(ids: Sequence[int], routes: bytes) -> bytes:
+    digest = hashlib.blake2b(np.asarray(ids, dtype="<u4").tobytes(), digest_size=_DIGEST_BYTES)
+    digest.update(routes)
+    return digest.digest()

@@ -222,7 +222,7 @@ class Decoder:
         num_blocks: int,
         cache: Cache,
         lora_weights: Mapping[str, LoraFactors],
-        chosen: list[Tensor],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
@@ -230,7 +230,7 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH = F.embedding(token_B, self._embedding_VH)
+        x_BH, chosen = F.embedding(token_B, self._embedding_VH), [] if chosen is None else chosen
         rotary = self._rotary(position_B)
         masks = _masks(position_B, num_blocks)
         block_B, offset_B = position_B // BLOCK, position_B % BLOCK

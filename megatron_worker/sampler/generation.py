@@ -341,7 +341,7 @@ def forward(
     chosen: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `Decoder.step` over as many blocks as the longest sequence needs."""
-    num_tokens, chosen = int(position_B.max()) + 1, [] if chosen is None else chosen
+    num_tokens = int(position_B.max()) + 1
     cache.reserve(num_tokens)
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights, chosen)
 
