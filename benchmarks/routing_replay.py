@@ -164,7 +164,7 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
     folder.mkdir()
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"crate {n} goes to quay {n % 7}"}) + "\n" for n in range(16)))
-    run = local_loss(model=str(model), prompts=rows.as_uri(), replay_routes=replays)
+    run = local_loss(model=str(model), prompts=rows.as_uri(), routing_replay="on" if replays else "off")
     began = time.perf_counter()
     last = list(local_rl.train(run, folder / "root"))[-1]
     took = time.perf_counter() - began

@@ -26,7 +26,7 @@ from shared.jobs.packed import RouteShape
 
 ROUTES = "routes.bin"
 _DIGEST_BYTES = 8
-_ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.replay_routes: false does without"
+_ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.routing_replay: off does without"
 
 
 def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str) -> bytes:

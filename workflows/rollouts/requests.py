@@ -76,7 +76,7 @@ def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
         threads=start.threads_per_rank * run.layout.world_size,
         slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
         max_model_len=run.max_tokens,
-        tells_routes=rollouts.sampler == "vllm" and rollouts.replay_routes,
+        tells_routes=rollouts.sampler == "vllm" and rollouts.routing_replay == "on",
     )
 
 

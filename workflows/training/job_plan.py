@@ -73,7 +73,7 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
     """Return the experts of a token that the trainer takes as the sampler chose them; None where it chooses itself."""
-    return shape.routes if run.rollouts is not None and run.rollouts.replay_routes else None
+    return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
 
 
 def rl_job(

@@ -63,7 +63,7 @@ def changed(at: tuple[int, ...], value: int) -> str:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (None, "sends no routed_experts.*--enable-return-routed-experts.*replay_routes"),
+        (None, "sends no routed_experts.*--enable-return-routed-experts.*routing_replay: off"),
         ("not base64", "cannot be read"),
         (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "cannot be read"),
         (as_answer(routes(5, 0).astype(float)), "cannot be read"),
