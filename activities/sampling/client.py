@@ -154,12 +154,9 @@ class Sampler:
             "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             **_PLAIN,
-            **({"return_routed_experts": True} if route_bytes else {}),
-        }
-        num_routes = n * (len(prompt_ids) + sampling.max_tokens) if route_bytes else 0
-        answer = self._completions(
-            body, len(prompt_ids) + n * sampling.max_tokens, other_bytes=2 * num_routes * route_bytes
-        )
+        } | ({"return_routed_experts": True} if route_bytes else {})
+        most_routed = 2 * n * (len(prompt_ids) + sampling.max_tokens) * route_bytes  # in base64
+        answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens, other_bytes=most_routed)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
             raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)

@@ -89,13 +89,16 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
-        *(("--enable-return-routed-experts",) if options.tell_routes and _has_experts(options.model) else ()),
+        *(("--enable-return-routed-experts",) if tells_routes(options) else ()),
     ]
 
 
-def _has_experts(model: Path) -> bool:
-    config = read_model_config(json.loads((model / "config.json").read_bytes()), str(model))
-    return shape_of(config).routes is not None
+def tells_routes(options: argparse.Namespace) -> bool:
+    """Return True where routes are asked for, and the model is a mixture."""
+    if not options.tell_routes:
+        return False
+    place = options.model / "config.json"
+    return shape_of(read_model_config(json.loads(place.read_bytes()), str(place))).routes is not None
 
 
 def _lora_options(rank: int) -> list[str]:
@@ -108,6 +111,8 @@ def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> di
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # where there is no GPU: threads take whichever core is free
         "VLLM_HOST_IP": "127.0.0.1",
+        # Without which vLLM 0.32 tells no routes.
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tells_routes(options) else {}),
         **child_environment("vllm"),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "PYTHONPATH": str(_INSIDE),

@@ -1,6 +1,4 @@
-"""Bins with routes, steps on them, and samples that tell theirs.
-
-`python -m megatron_worker.process.launcher N tests.megatron_worker.replayed OUT TRIALS` has ranks do the steps.
+"""Bins with routes, and samples that tell theirs.
 
 Shape suffixes: T tokens, L layers with experts, E experts, K experts of a token.
 """
@@ -16,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from longshore.layout import Layout
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
@@ -26,19 +23,7 @@ from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.sequence import Ending, Ticket
 from megatron_worker.sampler.sequence import Sequence as Drawn
 from shared.chat.completions import Sampling
-from tests.megatron_worker.parallel_ranks import (
-    KINDS,
-    LEARNING_RATES,
-    STEPS,
-    Bins,
-    Trial,
-    note,
-    note_step,
-    start,
-    step,
-)
 from tests.megatron_worker.rows import Row
-from tests.megatron_worker.trials import given_trials
 
 
 def routed(batch: Batch, seed: int, num_layers: int = 2, num_experts: int = 4, per_token: int = 2) -> Batch:
@@ -46,10 +31,6 @@ def routed(batch: Batch, seed: int, num_layers: int = 2, num_experts: int = 4, p
     generator = torch.Generator().manual_seed(seed)
     scores_TLE = torch.rand(len(batch.token_id_T), num_layers, num_experts, generator=generator)
     return dataclasses.replace(batch, route_TLK=scores_TLE.topk(per_token).indices.to(torch.uint8))
-
-
-def routed_bins(bins: Bins) -> Bins:
-    return [routed(batch, number) for number, batch in enumerate(bins)]
 
 
 @contextmanager
@@ -110,19 +91,3 @@ def with_noise(decoder: Decoder, share: float, seed: int = 0) -> Decoder:
         if name.endswith("mlp.gate.weight"):
             weight += share * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
     return decoder
-
-
-def measure(model: Path, layout: Layout, out: Path) -> None:
-    """Scores and gradients of rows and of trees, then three steps, with a checkpoint at the end."""
-    for kind in KINDS:
-        engine = start(model, layout, kind)
-        for name, (bins, loss) in {"rows": STEPS[0], "trees": STEPS[1]}.items():
-            note_step(engine, routed_bins(bins), loss, out / kind / name)
-        history = [step(engine, routed_bins(bins), loss, LEARNING_RATES[kind]) for bins, loss in STEPS]
-        note(engine, out / kind / "history.json", history)
-        engine.save(out / kind / "end")
-
-
-if __name__ == "__main__":
-    for trial, folder in given_trials(Trial):
-        measure(trial.model, trial.layout, folder / trial.name)

@@ -31,7 +31,7 @@ from shared.jobs.events import Failed, Saved, Step, Succeeded
 from shared.jobs.job import Checkpointing, Job, PackedData, Schedule
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, RouteShape, UnitsWriter
 from shared.jobs.prefix_tree import build_tree
-from tests.megatron_worker import replayed
+from tests.megatron_worker import replay_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, logprobs, notes
 from tests.megatron_worker.launch import environment, fork_ranks, ranks_command
 from tests.megatron_worker.parallel_ranks import KINDS, LEARNING_RATES, STEPS, Trial, start, step
@@ -202,9 +202,9 @@ def test_a_shared_part_has_the_routes_of_a_sequence_that_goes_on(model: Path) ->
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("layouts")
-    replayed.measure(model, Layout(), out / "single")
+    replay_ranks.measure(model, Layout(), out / "single")
     trials = [Trial(model=model, layout=layout) for layout in LAYOUTS]
-    run_trials("replayed", out, trials, num_ranks=2, timeout_s=350)
+    run_trials("replay_ranks", out, trials, num_ranks=2, timeout_s=350)
     return out
 
 
