@@ -139,7 +139,8 @@ def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, 
                 return f"vLLM is of no use any more: {_told(answer) or _cause()}"
             look_at = time.monotonic() + _LOOK_EVERY_S
         time.sleep(PERIOD_S)
-    return f"vLLM ended with exit code {server.returncode}: {_cause()}"
+    told = " (routing_replay: off asks for no routes, which need CUDA and vLLM 0.32)" if tells_routes(options) else ""
+    return f"vLLM ended with exit code {server.returncode}{told}: {_cause()}"
 
 
 def health(ready: SamplerReady) -> httpx.Response | None:
