@@ -165,9 +165,7 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"crate {n} goes to quay {n % 7}"}) + "\n" for n in range(16)))
     run = local_loss(model=str(model), prompts=rows.as_uri(), routing_replay="on" if replays else "off")
-    began = time.perf_counter()
     last = list(local_rl.train(run, folder / "root"))[-1]
-    took = time.perf_counter() - began
     files = list((folder / "root").rglob("*"))
     units = [UnitsHeader.model_validate_json(path.read_bytes()) for path in _named(files, "units.json", "tokenized")]
     num_packed = sum(header.num_tokens for header in units)
@@ -176,7 +174,6 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
     )
     return {
         **{name: last.metrics[name] for name in ("kl_sampler_trainer", "step_s", "trajectories")},
-        "run_s": round(took, 1),
         "sampled_tokens": num_sampled,
         "packed_tokens": num_packed,
         "bytes_a_sampled_token": {
