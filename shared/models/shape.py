@@ -8,6 +8,7 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
 from shared.errors import InvalidInput
+from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
@@ -82,6 +83,15 @@ class ModelShape(Frozen):
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
+    experts_per_token: int = 0  # 0 beside experts: the shape was read before it was known
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """The experts of a token in each layer that has any; None: there are none."""
+        num_layers = self.num_layers - self.num_dense if self.blocks is None else self.blocks.layers.count("moe")
+        if not self.experts_per_token or not self.num_experts or not num_layers:
+            return None
+        return RouteShape(num_layers=num_layers, num_experts=self.num_experts, per_token=self.experts_per_token)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -168,6 +178,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
+        experts_per_token=experts.num_experts_per_tok if experts else 0,
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
