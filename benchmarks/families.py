@@ -50,7 +50,7 @@ with random weights, in float32 on the CPU, against transformers {transformers} 
 | gradient | of a prefix tree with its sequences', by the largest element of any gradient |
 | LoRA, full | losses of 20 steps with those of PEFT, and of transformers (relative) |
 | saved | logits of the saved model in transformers with those of the model that transformers trained |
-| sampler | log-probabilities that its steps draw by with the trainer's (nats); none: it has no decoder for the family |
+| sampler | log-probabilities that its steps draw by with the trainer's (nats) |
 | layouts | of two ranks that hold the family; others are refused by name |
 
 LoRA is beside every linear; in mixtures beside those of attention, delta nets and Mamba-2, and around experts, as PEFT
@@ -147,7 +147,7 @@ def render() -> None:
     names = ("packed", "tree", "gradient", "lora", "full", "saved", "sampler")
     lines = ["| family | packed | tree | gradient | LoRA | full | saved | sampler | layouts |", "|---" * 9 + "|"]
     for row in result["rows"]:
-        figures = " | ".join("none" if row[name] is None else f"{row[name]:.0e}" for name in names)
+        figures = " | ".join(f"{row[name]:.0e}" for name in names)
         lines.append(f"| `{row['family']}` | {figures} | {', '.join(row['layouts'])} |")
     PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n")
 

@@ -191,9 +191,6 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "mistral":
             return MistralConfig(**sizes, sliding_window=None)
         case "ministral":
-            mixers = [
-                "full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])
-            ]
             return MinistralConfig(**sizes, sliding_window=16, layer_types=mixers)
         case "smollm3":
             sizes.pop("head_dim")

@@ -86,9 +86,14 @@ def _shared_attention(config: Gemma4Config, layer: int, rope: Rope, window: int 
 
 
 def scalars(a: Architecture) -> list[TensorSlice]:
-    """Return the numbers that layers' outputs are multiplied by."""
-    names = [f"{a.tensor_prefix}.layers.{layer}.layer_scalar" for layer in range(a.num_layers)]
-    return [TensorSlice(name, name, (1,), None, 0, 1) for name in names] if a.block and a.block.has_scalar else []
+    """Return the numbers that layers' outputs are multiplied by: whole on every rank."""
+    if a.block is None or not a.block.has_scalar:
+        return []
+    theirs = f"{a.tensor_prefix}.layers"
+    return [
+        TensorSlice(f"{theirs}.{layer}.layer_scalar", f"decoder.layers.{layer}.scalar", (1,), None, 0, 1)
+        for layer in range(a.num_layers)
+    ]
 
 
 def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:

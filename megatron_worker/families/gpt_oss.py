@@ -6,6 +6,9 @@ trained is written in the run's dtype.
 
 import dataclasses
 
+import torch
+from torch import Tensor
+
 from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.families import GptOssConfig
@@ -24,6 +27,14 @@ def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
     )
     mixers = tuple(dataclasses.replace(attention, window=window) for window in config.windows)
     return dataclasses.replace(alike, mixers=mixers, mlps=(mixture,) * len(mixers))
+
+
+def stacked_expert(
+    x_TH: Tensor, gate: ClampedGate, up_HF: Tensor, up_bias_F: Tensor, down_FH: Tensor, down_bias_H: Tensor
+) -> Tensor:
+    """Return an expert's output, [T, H]. Gates and ups stand in turns, so that F is twice its feed-forward size."""
+    gate_up_TF = torch.addmm(up_bias_F, x_TH, up_HF)
+    return torch.addmm(down_bias_H, gate(gate_up_TF[:, ::2], gate_up_TF[:, 1::2]), down_FH)
 
 
 def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:

@@ -14,6 +14,7 @@ from megatron_worker.families.deepseek_v3 import latent_slices
 from megatron_worker.families.gpt_oss import stacked_expert_slices
 from megatron_worker.families.nemotron_h import mamba_slices
 from megatron_worker.families.qwen3_5 import delta_net_slices
+from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
 
 
@@ -30,6 +31,11 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     if not a.tied:
         slices.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
     return slices
+
+
+def constants_of(a: Architecture) -> list[TensorSlice]:
+    """Return every tensor that is computed with and never trained: whole on every rank."""
+    return [*corrections(a), *gemma.scalars(a)]
 
 
 def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:

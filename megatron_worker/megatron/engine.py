@@ -17,8 +17,7 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.routing import corrections
+from megatron_worker.families.model_slices import constants_of, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
@@ -77,9 +76,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     def _read_base(self) -> None:
         with self._mesh.agreement():
             model, a = self._model, self._model.architecture
-            slices, views = [*self._slices_here, *corrections(a)], {**model.flat.views, **model.constants}
+            slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
             read_model(self._folder, slices, views, self._mesh, a.carried)
-            model.read_scalars(self._folder)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)

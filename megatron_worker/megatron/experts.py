@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from megatron_worker.families import routing
 from megatron_worker.families.architecture import Mixture, activate
+from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -79,9 +80,8 @@ class StackedExperts(torch.nn.Module):
         self.down_proj_bias = Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
 
     def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
-        gate_up = torch.addmm(self.gate_up_proj_bias[number], hidden_MH, self.gate_up_proj[number])
-        activated_MF = self._gate(gate_up[:, ::2], gate_up[:, 1::2])
-        return torch.addmm(self.down_proj_bias[number], activated_MF, self.down_proj[number])
+        stacks = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
+        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks))
 
 
 class SharedGate(torch.nn.Module):

@@ -10,7 +10,6 @@ that are this context-parallel rank's, s those of them that this rank has betwee
 
 from copy import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.safetensors_files import model_files
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -149,14 +147,6 @@ class MegatronModel:
     def output_weight_VH(self) -> Tensor:
         """The output embedding of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
-
-    def read_scalars(self, folder: Path) -> None:
-        """Read the numbers of layers that are not trained. Raises InvalidInput where one is missing."""
-        block, layers = self.architecture.block, self._gpt.decoder.layers
-        if block is not None and block.has_scalar:
-            with model_files(folder) as files:
-                for layer in layers:
-                    layer.read_scalar(files, self.architecture.tensor_prefix)
 
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""

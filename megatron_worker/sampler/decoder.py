@@ -19,21 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families import read_architecture
+from megatron_worker.families import architecture, read_architecture
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Rope
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.mixers.tree_attention import plan_forest
-from megatron_worker.sampler.drawing import PromptScores
+from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
 from megatron_worker.sampler.layers.delta_net import RecurrentState, SamplerDeltaNet, fuse_delta_net
 from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, Norm, fuse_mlp
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
-
-_SCORED = 64  # prompt tokens whose logits are held at a time
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,14 @@ class Cache:
 
 def computes(a: Architecture) -> bool:
     """Return True if `Decoder` computes an architecture."""
-    return a.block is None and all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers)
+    is_plain = a.block is None and a.embedding_scale == 1 and a.logit_cap is None
+    return is_plain and all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers) and all(map(_has, a.mlps))
+
+
+def _has(mlp: architecture.Mlp | Mixture | None) -> bool:
+    if mlp is None or mlp.activation != "silu" or not mlp.is_gated:
+        return False
+    return not isinstance(mlp, Mixture) or (mlp.scoring != "sigmoid" and not mlp.latent_size)
 
 
 class Decoder:
@@ -188,15 +193,8 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
-        """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each.
-
-        Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
-        """
-        label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
-        scores = PromptScores()
-        for label_C, x_CH in zip(label_T.split(_SCORED), prompt.stream_TH[:-1].split(_SCORED), strict=True):
-            scores.add(self.logits(self._final_norm(x_CH)), label_C, num_top)
-        return scores
+        """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each."""
+        return score_prompt(token_ids, prompt.stream_TH, lambda x_CH: self.logits(self._final_norm(x_CH)), num_top)
 
     @torch.inference_mode()
     def step(

@@ -172,43 +172,7 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    if problem := rope_problem(config.rope, config.rope_types):
-        return problem
-    if isinstance(config, SmolLM3Config) and len(config.is_rotated) != config.num_hidden_layers:
-        return f"no_rope_layers names {len(config.is_rotated)} layers of {config.num_hidden_layers}"
-    if isinstance(config, HybridConfig) and (problem := _not_hybrid(config)):
-        return problem
-    if isinstance(config, GptOssConfig) and config.num_experts_per_tok > config.num_experts:
-        return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
-    if isinstance(config, NemotronHConfig):
-        return _not_nemotron(config)
-    if not isinstance(config, MixtureConfig):
-        return None
-    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
-        return "layers without experts among others with them are not supported"
-    if config.num_experts_per_tok > config.num_experts:
-        return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
-    return _not_latent(config) if isinstance(config, LatentConfig) else None
-
-
-def _not_latent(config: LatentConfig) -> str | None:
-    num_layers, first = config.num_hidden_layers, config.first_k_dense_replace
-    if len(config.is_dense) != num_layers:
-        return f"mlp_layer_types names {len(config.is_dense)} layers of {num_layers}"
-    if first is not None and config.is_dense != tuple(layer < first for layer in range(num_layers)):
-        return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
-    if config.num_key_value_heads not in (None, config.num_attention_heads):
-        return f"num_key_value_heads is {config.num_key_value_heads}: with latents each head has keys of its own"
-    if config.qk_rope_head_dim % 2 or {config.partial_rotary_factor, config.rope.partial_rotary_factor or 1} != {1}:
-        return f"qk_rope_head_dim is {config.qk_rope_head_dim}: all of it must be rotated, by pairs"
-    size, rest = divmod(config.num_experts, config.n_group)
-    if rest or size < 2:
-        return (
-            f"n_group is {config.n_group}, which does not cut {config.num_experts} experts into groups of two or more"
-        )
-    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
-        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
-    return None
+    return rope_problem(config.rope, config.rope_types)
 
 
 def _windows_not_computed(config: DenseConfig) -> str | None:
@@ -226,33 +190,4 @@ def _windows_not_computed(config: DenseConfig) -> str | None:
         return "layer_types: in this family a window is of all layers, or of none"
     if kinds and len(kinds) != config.num_hidden_layers:
         return f"layer_types names {len(kinds)} layers, num_hidden_layers is {config.num_hidden_layers}"
-    return None
-
-
-def _not_hybrid(config: HybridConfig) -> str | None:
-    num_layers, found = config.num_hidden_layers, len(config.is_recurrent)
-    if found != num_layers:
-        return f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
-    if config.linear_num_value_heads % config.linear_num_key_heads:
-        heads = f"{config.linear_num_key_heads} key heads do not divide {config.linear_num_value_heads} value heads"
-        return f"linear attention: {heads}"
-    if config.rotary_size < 2 or config.rotary_size % 2:
-        return f"partial_rotary_factor rotates {config.rotary_size} of {config.size_of_heads} dimensions: not by pairs"
-    return None
-
-
-def _not_nemotron(config: NemotronHConfig) -> str | None:
-    size, rest = divmod(config.num_experts, config.n_group)
-    if config.sliding_window is not None:
-        return f"a sliding_window, here of {config.sliding_window} tokens, is not supported"
-    if "attention" not in config.blocks:
-        return "layers_block_type: at least one layer of attention is needed"
-    if config.mamba_num_heads % config.n_groups:
-        return f"n_groups: {config.n_groups} groups do not divide {config.mamba_num_heads} heads of Mamba layers"
-    if rest or size < 2:
-        return (
-            f"n_group: {config.num_experts} experts in {config.n_group} groups, which have to be equal, of two at least"
-        )
-    if config.topk_group > config.n_group or config.num_experts_per_tok > config.topk_group * size:
-        return f"topk_group is {config.topk_group} of {config.n_group} groups, for {config.num_experts_per_tok} experts"
     return None

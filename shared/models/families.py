@@ -28,6 +28,10 @@ class SmolLM3Config(DenseConfig):
             return tuple(map(bool, self.no_rope_layers[: self.num_hidden_layers]))
         return tuple((layer + 1) % self.no_rope_layer_interval > 0 for layer in range(self.num_hidden_layers))
 
+    def own_problem(self) -> str | None:
+        found, num_layers = len(self.is_rotated), self.num_hidden_layers
+        return None if found == num_layers else f"no_rope_layers names {found} layers of {num_layers}"
+
 
 class MixtureConfig(DenseConfig):
     """The config of a mixture of experts. Transformers 4 writes `num_experts`, 5 writes `num_local_experts`."""
@@ -43,6 +47,11 @@ class MixtureConfig(DenseConfig):
     def shared_ffn_size(self) -> int:
         """Of an expert that every token goes to; 0: there is none."""
         return 0
+
+    def own_problem(self) -> str | None:
+        if self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            return "layers without experts among others with them are not supported"
+        return _choice_problem(self.num_experts_per_tok, self.num_experts)
 
 
 class GptOssConfig(DenseConfig):
@@ -65,6 +74,9 @@ class GptOssConfig(DenseConfig):
 
     def default_kinds(self) -> tuple[str, ...]:
         return tuple("full_attention" if layer % 2 else SLIDING for layer in self._numbers)
+
+    def own_problem(self) -> str | None:
+        return _choice_problem(self.num_experts_per_tok, self.num_experts)
 
 
 class HybridConfig(DenseConfig):
@@ -93,6 +105,17 @@ class HybridConfig(DenseConfig):
     @property
     def rotary_size(self) -> int:
         return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
+
+    def own_problem(self) -> str | None:
+        num_layers, found = self.num_hidden_layers, len(self.is_recurrent)
+        if found != num_layers:
+            return f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            heads = f"{self.linear_num_key_heads} key heads do not divide {self.linear_num_value_heads} value heads"
+            return f"linear attention: {heads}"
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            return f"partial_rotary_factor rotates {self.rotary_size} of {self.size_of_heads} dimensions: not by pairs"
+        return super().own_problem()
 
 
 class HybridMixtureConfig(HybridConfig, MixtureConfig):
@@ -159,6 +182,20 @@ class LatentConfig(MixtureConfig):
     def layer_kinds(self) -> tuple[object, ...]:
         return self.is_dense
 
+    def own_problem(self) -> str | None:
+        if problem := super().own_problem():
+            return problem
+        num_layers, first = self.num_hidden_layers, self.first_k_dense_replace
+        if len(self.is_dense) != num_layers:
+            return f"mlp_layer_types names {len(self.is_dense)} layers of {num_layers}"
+        if first is not None and self.is_dense != tuple(layer < first for layer in range(num_layers)):
+            return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            return f"num_key_value_heads is {self.num_key_value_heads}: with latents each head has keys of its own"
+        if self.qk_rope_head_dim % 2 or {self.partial_rotary_factor, self.rope.partial_rotary_factor or 1} != {1}:
+            return f"qk_rope_head_dim is {self.qk_rope_head_dim}: all of it must be rotated, by pairs"
+        return _groups_problem(self)
+
 
 Block = Literal["mamba", "attention", "mlp", "moe"]
 BLOCKS: dict[str, Block] = {
@@ -202,3 +239,28 @@ class NemotronHConfig(MixtureConfig):
     @property
     def layer_kinds(self) -> tuple[object, ...]:
         return self.blocks
+
+    def own_problem(self) -> str | None:
+        if self.sliding_window is not None:
+            return f"a sliding_window, here of {self.sliding_window} tokens, is not supported"
+        if "attention" not in self.blocks:
+            return "layers_block_type: at least one layer of attention is needed"
+        if self.mamba_num_heads % self.n_groups:
+            return f"n_groups: {self.n_groups} groups do not divide {self.mamba_num_heads} heads of Mamba layers"
+        return _groups_problem(self)
+
+
+def _choice_problem(num_chosen: int, num_experts: int) -> str | None:
+    return f"a token goes to {num_chosen} experts of {num_experts}" if num_chosen > num_experts else None
+
+
+def _groups_problem(config: LatentConfig | NemotronHConfig) -> str | None:
+    """Return what is wrong with the groups that experts are chosen among; None: nothing."""
+    num_groups, chosen, num_experts = config.n_group, config.topk_group, config.num_experts
+    size, rest = divmod(num_experts, num_groups)
+    if rest or size < 2:
+        groups = f"{num_experts} experts in {num_groups} groups, which have to be equal, of two at least"
+        return f"n_group is {num_groups}: {groups}"
+    if chosen > num_groups or config.num_experts_per_tok > chosen * size:
+        return f"topk_group is {chosen} of {num_groups} groups, for {config.num_experts_per_tok} experts"
+    return None

@@ -168,9 +168,12 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
 
 
 def _are_alike(one: set[Linear], other: set[Linear]) -> bool:
-    """Return True if there may be a model beside which both targets are the same linears: one is all of them."""
+    """Return True if there may be a model beside which both targets are the same linears.
+
+    So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    """
     smaller, larger = sorted((one, other), key=len)
-    return smaller == larger or (smaller < larger and larger >= _PLAIN)
+    return smaller == larger or smaller < larger > _PLAIN
 
 
 def beside(lora: Lora, linears: Container[str]) -> Lora:

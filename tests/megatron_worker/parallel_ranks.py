@@ -244,7 +244,7 @@ def _same_shard(_: Any) -> Any:
 
 def _own_everywhere(original: Any) -> Any:
     def gathered(self: Mesh, tensor_slice: TensorSlice, parameter: torch.Tensor) -> torch.Tensor:
-        whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice.expert)
+        whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice)
         if (split := tensor_slice.split) is not None:
             own = tensor_slice.local(whole, group.rank, group.size).clone()
             for part in whole.chunk(group.size, dim=split):

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens, in nats: by an engine, by transformers, and by the sampler, a step at a time."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def logprobs_in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
             logprob = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         found.append(logprob[torch.tensor(row.weights)[1:] > 0])
     return torch.cat(found)
+
+
+def transformers_model(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(folder)
 
 
 def logprobs_by_steps(

@@ -15,11 +15,10 @@ from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
-from tests.megatron_worker.engines import furthest, gradient, start
+from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, distinct_model, model_with_tower, random_rows, reference_steps
-from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
-from tests.megatron_worker.trees import LOSS as TREE_LOSS
-from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
+from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, transformers_model
+from tests.megatron_worker.trees import trees_beside_chains
 
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 
@@ -27,12 +26,6 @@ STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(2
 @pytest.fixture(scope="module", params=["gemma3", "gemma4"])
 def model(request, tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("gemma"), request.param, tied=False, num_layers=4)
-
-
-def transformers_model(folder, kind="AutoModelForCausalLM"):
-    import transformers
-
-    return getattr(transformers, kind).from_pretrained(folder)
 
 
 def changed(folder, to, **settings):
@@ -102,19 +95,9 @@ def test_variants_of_gemma4_score_as_in_transformers(tmp_path, variant):
 
 
 def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
-    driven = start("megatron", model, "full")
-    results = []
-    for bins in (
-        [as_tree(random_sequences(s)) for s in range(2)],
-        [as_chain(r) for s in range(2) for r in random_sequences(s)],
-    ):
-        logprob_N = torch.cat([logprobs(driven, batch) for batch in bins])
-        for batch in bins:
-            driven.forward_backward(batch, TREE_LOSS)
-        results.append((logprob_N, gradient(driven, tmp_path / str(len(bins)))))
-    (tree_N, by_tree), (chain_N, by_chain) = results
-    assert (tree_N - chain_N).abs().max() <= 1e-5
-    assert furthest(by_tree, by_chain) <= 1e-5 * max(float(g.abs().max()) for g in by_chain.values())
+    of_logprobs, of_gradients = trees_beside_chains(start("megatron", model, "full"), tmp_path)
+    assert of_logprobs <= 1e-5
+    assert of_gradients <= 1e-5
 
 
 def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):

@@ -21,11 +21,16 @@ from shared.errors import InvalidInput
 from shared.models.merging import Merger
 from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
-from tests.megatron_worker.engines import furthest, gradient, start
+from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_steps
-from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
-from tests.megatron_worker.trees import LOSS as TREE_LOSS
-from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
+from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, transformers_model
+from tests.megatron_worker.trees import (
+    as_chains,
+    as_one_sequence,
+    as_tree,
+    random_sequences,
+    trees_beside_chains,
+)
 
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -49,12 +54,6 @@ def kind(request):
 @pytest.fixture(scope="module")
 def model(kind, tmp_path_factory):
     return made_model(tmp_path_factory.mktemp(kind), layers_block_type=BLOCKS[kind])
-
-
-def transformers_model(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def furthest_from_transformers(folder):
@@ -97,19 +96,9 @@ def test_the_settings_matter(tmp_path):
 
 
 def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
-    driven = start("megatron", model, "full")
-    results = []
-    for bins in (
-        [as_tree(random_sequences(s)) for s in range(2)],
-        [as_chain(r) for s in range(2) for r in random_sequences(s)],
-    ):
-        logprob_N = torch.cat([logprobs(driven, batch) for batch in bins])
-        for batch in bins:
-            driven.forward_backward(batch, TREE_LOSS)
-        results.append((logprob_N, gradient(driven, tmp_path / str(len(bins)))))
-    (tree_N, by_tree), (chain_N, by_chain) = results
-    assert (tree_N - chain_N).abs().max() <= 1e-5
-    assert furthest(by_tree, by_chain) <= 1e-5 * max(float(g.abs().max()) for g in by_chain.values())
+    of_logprobs, of_gradients = trees_beside_chains(start("megatron", model, "full"), tmp_path)
+    assert of_logprobs <= 1e-5
+    assert of_gradients <= 1e-5
 
 
 def test_a_row_s_scores_do_not_depend_on_the_rows_beside_it(model):
@@ -135,15 +124,6 @@ FAULTS = {
         plan, ancestor_WT=plan_recurrence(as_chains(parent_T), 4).ancestor_WT
     ),
 }
-
-
-def as_one_sequence(parent_T):
-    return torch.arange(len(parent_T)) - 1
-
-
-def as_chains(parent_T):
-    before_T = torch.arange(len(parent_T)) - 1
-    return torch.where(parent_T == before_T, before_T, -1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

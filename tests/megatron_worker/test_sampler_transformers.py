@@ -16,14 +16,15 @@ from longshore.training import DELTA_NET, LINEARS, Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
+from megatron_worker.families.architecture import Mamba2, Mixture, Mlp, NormedBlock
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoder import Decoder, computes
 from megatron_worker.sampler.decoders.by_transformers import TransformersDecoder, bound_steps
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
-from megatron_worker.sampler.decoders.interface import computed_by_own, open_decoder
+from megatron_worker.sampler.decoders.interface import open_decoder
 from megatron_worker.sampler.generation import reliable_width
 from megatron_worker.sampler.sleep import Sleep
 from megatron_worker.weight_sync.buckets import weights_sha256
@@ -219,13 +220,28 @@ def test_asleep_it_holds_no_weights_and_awake_the_same(tmp_path, dtype):
 # Which models.
 
 
-def test_our_own_decoder_is_taken_where_it_computes_the_model(model):
+def test_our_own_decoder_is_taken_where_it_computes_the_model(model, tmp_path):
     a = read_architecture(model)
-    assert computed_by_own(a) and isinstance(open_decoder(model, torch.float32, CPU), Decoder)
+    assert computes(a) and isinstance(open_decoder(model, torch.float32, CPU), Decoder)
     assert isinstance(open_decoder(model, torch.float32, CPU, by_transformers=True), TransformersDecoder)
-    assert not computed_by_own(dataclasses.replace(a, family="another"))
-    for change in ({"window": 8}, {"has_sinks": True}, {"scale": 1.0}):
-        assert not computed_by_own(dataclasses.replace(a, mixers=(dataclasses.replace(a.attention, **change),)))
+    for change in ({"window": 8}, {"has_sinks": True}, {"scale": 1.0}):  # as gpt-oss has them (benchmarks/families.py)
+        assert computes(dataclasses.replace(a, mixers=(dataclasses.replace(a.attention, **change),)))
+    for change in (
+        {"embedding_scale": 8.0},
+        {"logit_cap": 30.0},
+        {"block": NormedBlock()},
+        {"mixers": (None,)},
+        {"mixers": (Mamba2(4, 8, 8, 2, 4, True, 0.001),)},
+        {"mlps": (None,)},
+        {"mlps": (Mlp(8, "gelu_tanh"),)},
+        {"mlps": (Mlp(8, is_gated=False),)},
+        {"mlps": (Mixture(4, 8, 2, scoring="sigmoid"),)},
+        {"mlps": (Mixture(4, 8, 2, latent_size=4),)},
+    ):
+        assert not computes(dataclasses.replace(a, **change)), change
+    for family in ("deepseek_v3", "gemma3", "gemma4", "nemotron_h"):
+        folder = distinct_model(tmp_path / family, family, tied=family.startswith("gemma"))
+        assert not computes(read_architecture(folder)), family
 
 
 SIZES = {

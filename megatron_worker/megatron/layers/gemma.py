@@ -16,12 +16,10 @@ from torch.nn.utils import skip_init
 
 from megatron_worker.families.architecture import Architecture, NormedBlock
 from megatron_worker.families.gemma import SharedAttention
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.attention import BinPlan, attend, rotate, whole_context
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.megatron.parallel.collectives import own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh
-from megatron_worker.tensors.safetensors_files import TensorFiles
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,9 @@ class PerLayerBlock(torch.nn.Module):
 
 
 class NormedLayer(torch.nn.Module):
-    """Takes the place of megatron's layer. `number`: its number in the whole model. `scalar` is set as it is read."""
+    """Takes the place of megatron's layer. `number`: its number in the whole model."""
+
+    scalar: Tensor | None
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class NormedLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
-        self.layer_number, self._number, self.scalar = layer_number, number, 1.0
+        self.layer_number, self._number = layer_number, number
+        self.register_buffer("scalar", torch.ones(1) if block.has_scalar else None)
         self.input_layernorm, self.post_attention_layernorm = norm(config, size, eps), norm(config, size, eps)
         self.pre_mlp_layernorm, self.post_mlp_layernorm = norm(config, size, eps), norm(config, size, eps)
         self.self_attention = build_module(self_attention, config=config, layer_number=layer_number)
@@ -111,11 +112,7 @@ class NormedLayer(torch.nn.Module):
         if self.per_layer is not None:
             assert inputs.per_layer_sLP is not None
             hidden_s1H = self.per_layer(hidden_s1H, inputs.per_layer_sLP[:, self._number])
-        return (hidden_s1H if self.scalar == 1 else hidden_s1H * self.scalar), None
-
-    def read_scalar(self, files: TensorFiles, tensor_prefix: str) -> None:
-        name = f"{tensor_prefix}.layers.{self._number}.layer_scalar"
-        self.scalar = float(files.local(TensorSlice(name, name, (1,), None, 0, 1), name, 0, 1))
+        return (hidden_s1H if self.scalar is None else hidden_s1H * self.scalar.to(hidden_s1H.dtype)), None
 
 
 class TakenAttention(torch.nn.Module):

@@ -22,16 +22,13 @@ from transformers.initialization import no_init_weights
 
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.gemma import scalars
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.routing import corrections
+from megatron_worker.families.model_slices import constants_of, slices_of
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
-from megatron_worker.sampler.drawing import PromptScores
+from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 
 _READ = 256  # tokens of a prompt that are read at a time: attention may hold a score for each of them and all before
-_SCORED = 64  # prompt tokens whose logits are held at a time
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class TransformersDecoder:
         self._slices = slices_of(self.architecture, 1)
         self._model = _empty_model(folder, self.architecture, dtype, device)
         # What no trainer sends: it is read with the weights.
-        self._constants = [*corrections(self.architecture), *scalars(self.architecture)]
+        self._constants = constants_of(self.architecture)
         self._views = find_views(self._model, self.architecture, [*self._slices, *self._constants])
         # Of the slot that is being computed: its adapter, and the experts of its layers.
         self._lora_weights: Mapping[str, LoraFactors] = {}
@@ -131,11 +128,7 @@ class TransformersDecoder:
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: TransformersPrompt, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, as `Decoder.score` does."""
-        label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
-        scores = PromptScores()
-        for label_C, hidden_CH in zip(label_T.split(_SCORED), prompt.hidden_TH[:-1].split(_SCORED), strict=True):
-            scores.add(self._head(hidden_CH), label_C, num_top)
-        return scores
+        return score_prompt(token_ids, prompt.hidden_TH, self._head, num_top)
 
     @torch.inference_mode()
     def step(

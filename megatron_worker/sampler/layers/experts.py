@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_worker.families import routing
 from megatron_worker.families.architecture import ClampedGate, Mixture
+from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
 
@@ -38,8 +39,7 @@ class StackedMlp:
     down_bias_H: Tensor
 
     def __call__(self, x_TH: Tensor, _lora_weights: Mapping[str, LoraFactors]) -> Tensor:
-        gate_up = torch.addmm(self.gate_up_bias_F, x_TH, self.gate_up_HF)
-        return torch.addmm(self.down_bias_H, self.gate(gate_up[:, ::2], gate_up[:, 1::2]), self.down_FH)
+        return stacked_expert(x_TH, self.gate, self.gate_up_HF, self.gate_up_bias_F, self.down_FH, self.down_bias_H)
 
 
 @dataclass(frozen=True)
