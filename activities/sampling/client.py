@@ -141,7 +141,7 @@ class Sampler:
         """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again.
 
         Args:
-            route_bytes: of a token's experts, where they are asked for; else 0.
+            route_bytes: of a token's experts in an answer, where they are asked for; else 0.
         """
         body = {
             "model": model,

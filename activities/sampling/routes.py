@@ -29,6 +29,11 @@ _DIGEST_BYTES = 8
 _ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.routing_replay: off does without"
 
 
+def sent_bytes(shape: RouteShape) -> int:
+    """Return the bytes of a token's routes in an answer, at most: those of vLLM have something of each layer."""
+    return shape.dtype.itemsize * max(shape.num_layers, len(shape.has_experts)) // shape.num_layers
+
+
 def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str) -> bytes:
     """Return the routes of a sample as they are stored: [T, L, K] in the bytes of `shape.dtype`.
 
@@ -50,6 +55,8 @@ def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str
         route_TLK = np.frombuffer(file.getbuffer()[file.tell() :], dtype).reshape(found)
     except (ValueError, binascii.Error) as error:
         raise InvalidInput(f"the sampler's routed_experts cannot be read: {error}", place) from error
+    if route_TLK.shape[1:2] == (len(shape.has_experts),):
+        route_TLK = route_TLK[:, list(shape.has_experts)]
     if route_TLK.shape != (expected := (num_tokens, shape.num_layers, shape.per_token)):
         what = "tokens, layers with experts, and experts of a token"
         raise InvalidInput(f"the sampler's routed_experts are {route_TLK.shape}: {what} are {expected}", place)

@@ -22,7 +22,7 @@ from activities.sampling.completions import (
     sample_seed,
 )
 from activities.sampling.parallel_calls import in_parallel
-from activities.sampling.routes import RoutesWriter, read_answer
+from activities.sampling.routes import RoutesWriter, read_answer, sent_bytes
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
@@ -301,9 +301,9 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
         SamplerUnavailable: it does not answer, gave a sample up, or serves the adapter no longer.
     """
     seed = sample_seed(how.seed, group)
-    token_bytes = how.routes.dtype.itemsize if how.routes is not None else 0
+    token_bytes, sent = (how.routes.dtype.itemsize, sent_bytes(how.routes)) if how.routes is not None else (0, 0)
     try:
-        drawn = sampler.sample(model, prompt.token_ids, how.sampling, how.group_size, seed, token_bytes)
+        drawn = sampler.sample(model, prompt.token_ids, how.sampling, how.group_size, seed, sent)
     except InvalidInput as error:
         raise refusal(sampler, model, error, prompt.place) from error
     routes = [_routes(completion, number, prompt, how.routes) for number, completion in enumerate(drawn)]

@@ -83,15 +83,7 @@ class ModelShape(Frozen):
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
-    experts_per_token: int = 0  # 0 beside experts: the shape was read before it was known
-
-    @property
-    def routes(self) -> RouteShape | None:
-        """The experts of a token in each layer that has any; None: there are none."""
-        num_layers = self.num_layers - self.num_dense if self.blocks is None else self.blocks.layers.count("moe")
-        if not self.experts_per_token or not self.num_experts or not num_layers:
-            return None
-        return RouteShape(num_layers=num_layers, num_experts=self.num_experts, per_token=self.experts_per_token)
+    routes: RouteShape | None = None  # None beside experts: the shape was read before they were known
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -178,7 +170,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
-        experts_per_token=experts.num_experts_per_tok if experts else 0,
+        routes=_routes(config),
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
@@ -192,6 +184,25 @@ def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
         layers=config.blocks, num_groups=config.n_groups, has_latents=config.moe_latent_size is not None
     )
     return shape.model_copy(update={**without, "shared_ffn_size": shared_ffn_size, "blocks": blocks})
+
+
+def _routes(config: DenseConfig) -> RouteShape | None:
+    """Return the experts of a token; None: there are none."""
+    if not isinstance(config, MixtureConfig | GptOssConfig):
+        return None
+    has_experts = (True,) * config.num_hidden_layers
+    if isinstance(config, NemotronHConfig):
+        has_experts = tuple(block == "moe" for block in config.blocks)
+    elif isinstance(config, LatentConfig):
+        has_experts = tuple(not is_dense for is_dense in config.is_dense)
+    if not any(has_experts):
+        return None
+    return RouteShape(
+        num_layers=has_experts.count(True),
+        num_experts=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        has_experts=() if all(has_experts) else has_experts,
+    )
 
 
 def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:

@@ -19,6 +19,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.sequence import Ending, Ticket
 from megatron_worker.sampler.sequence import Sequence as Drawn
@@ -26,18 +27,23 @@ from shared.chat.completions import Sampling
 from tests.megatron_worker.rows import Row
 
 
-def routed(batch: Batch, seed: int, num_layers: int = 2, num_experts: int = 4, per_token: int = 2) -> Batch:
+def routed(engine: MegatronEngine, batch: Batch, seed: int) -> Batch:
     """The bin with a random route of each token."""
-    generator = torch.Generator().manual_seed(seed)
-    scores_TLE = torch.rand(len(batch.token_id_T), num_layers, num_experts, generator=generator)
-    return dataclasses.replace(batch, route_TLK=scores_TLE.topk(per_token).indices.to(torch.uint8))
+    shape, generator = engine.facts.routes, torch.Generator().manual_seed(seed)
+    assert shape is not None
+    scores_TLE = torch.rand(len(batch.token_id_T), shape.num_layers, shape.num_experts, generator=generator)
+    return dataclasses.replace(batch, route_TLK=scores_TLE.topk(shape.per_token).indices.to(torch.uint8))
+
+
+def routers_of(engine: MegatronEngine) -> list[Router]:
+    return [module for module in engine._model._gpt.modules() if isinstance(module, Router)]
 
 
 @contextmanager
 def noted_routes(engine: MegatronEngine) -> Iterator[list[Tensor]]:
     """What the routers of one rank choose meanwhile, a layer after another: [T, K] each."""
     found: list[Tensor] = []
-    routers = [module for module in engine._model._gpt.modules() if isinstance(module, Router)]
+    routers = routers_of(engine)
     hooks = [router.register_forward_hook(lambda *args: found.append(args[2][1].detach())) for router in routers]
     try:
         yield found
@@ -54,7 +60,7 @@ def with_own_routes(engine: MegatronEngine, batch: Batch) -> Batch:
 
 
 def drawn(
-    decoder: Decoder, model: Path, prompts: Sequence[Sequence[int]], num: int, length: int, tells: bool = True
+    decoder: AnyDecoder, model: Path, prompts: Sequence[Sequence[int]], num: int, length: int, tells: bool = True
 ) -> list[Drawn]:
     """Samples of prompts, of `length` tokens each."""
     how, tokenizer = Sampling(max_tokens=length, ignore_eos=True), Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -109,7 +109,7 @@ def test_steps_by_the_trainers_own_routes_are_the_steps_without_to_the_bit(model
 
 def test_every_forward_takes_the_routes_that_it_is_given(model: Path) -> None:
     engine, (bins, loss) = start(model, Layout(), "full"), STEPS[0]
-    batch = routed(bins[0], 3)
+    batch = routed(engine, bins[0], 3)
     assert batch.route_TLK is not None
     with noted_routes(engine) as found:
         with torch.no_grad():
@@ -145,7 +145,8 @@ def test_passes_that_are_computed_again_take_the_same_routes(model: Path, tmp_pa
             layer.mlp = Again(layer.mlp)
     gradients = []
     for engine in engines:
-        scores = [engine.forward(routed(batch, 5 + number), Outputs()) for number, batch in enumerate(STEPS[0][0][:2])]
+        bins = [routed(engine, batch, 5 + number) for number, batch in enumerate(STEPS[0][0][:2])]
+        scores = [engine.forward(batch, Outputs()) for batch in bins]
         sum(each.logprob_N.sum() for each in scores if each.logprob_N is not None).backward()
         gradients.append({name: p.grad for name, p in engine._model.parameters.items()})
     assert gradients[0].keys() == gradients[1].keys()
@@ -200,18 +201,25 @@ def test_a_shared_part_has_the_routes_of_a_sequence_that_goes_on(model: Path) ->
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family. The second stage of the second model begins behind the first of its two layers with experts."""
+    blocks = distinct_model(tmp_path_factory.mktemp("blocks"), "nemotron_h", tied=False, num_layers=7)
+    trials = [Trial(model=model, layout=layout) for layout in LAYOUTS] + [Trial(model=blocks, layout=Layout(pp=2))]
     out = tmp_path_factory.mktemp("layouts")
-    replay_ranks.measure(model, Layout(), out / "single")
-    trials = [Trial(model=model, layout=layout) for layout in LAYOUTS]
+    for folder in (model, blocks):
+        replay_ranks.measure(folder, Layout(), out / folder.name / "single")
     run_trials("replay_ranks", out, trials, num_ranks=2, timeout_s=350)
-    return out
+    return {"qwen3_moe": out / model.name, "nemotron_h": out / blocks.name}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
-def test_two_ranks_do_what_one_does(results: Path, model: Path, layout: Layout, kind: str) -> None:
-    ours, single = results / model.name / layout.label / kind, results / "single" / kind
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*(("qwen3_moe", layout) for layout in LAYOUTS), ("nemotron_h", Layout(pp=2))],
+    ids=lambda each: each if isinstance(each, str) else each.label,
+)
+def test_two_ranks_do_what_one_does(results: dict[str, Path], family: str, layout: Layout, kind: str) -> None:
+    ours, single = (results[family] / each / kind for each in (layout.label, "single"))
     for data in ("rows", "trees"):
         assert (logprobs(ours / data) - logprobs(single / data)).abs().max() <= 1e-5
         assert furthest_gradient(ours / data / GRADIENTS, single / data / GRADIENTS) <= 1e-5

@@ -11,7 +11,7 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
-from activities.sampling.routes import ROUTES, RoutesFile, RoutesWriter, read_answer
+from activities.sampling.routes import ROUTES, RoutesFile, RoutesWriter, read_answer, sent_bytes
 from activities.trajectories.group_samples import GROUPS, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories
 from shared.errors import InvalidInput
@@ -81,6 +81,18 @@ def test_what_no_model_chose_is_refused_with_the_samples_name(text: str | None, 
     with pytest.raises(InvalidInput, match=rule) as caught:
         read_answer(text, 5, SHAPE, "rows.jsonl:7: sample 2")
     assert caught.value.place == "rows.jsonl:7: sample 2"
+
+
+def test_of_an_answer_that_has_all_layers_those_with_experts_are_taken() -> None:
+    """vLLM's has zeros for the others."""
+    shape, sent = SHAPE.model_copy(update={"has_experts": (False, True, False, True)}), routes(5, 0)
+    everything = np.zeros((5, 4, 3), np.uint8)
+    everything[:, [1, 3]] = sent
+    assert everything.nbytes == 5 * sent_bytes(shape)
+    for each in (everything, sent):
+        assert (np.frombuffer(read_answer(as_answer(each), 5, shape, ""), shape.dtype) == sent).all()
+    with pytest.raises(InvalidInput, match=r"\(5, 4, 3\).*\(5, 2, 3\)"):
+        read_answer(as_answer(everything), 5, SHAPE, "")
 
 
 # The file beside the samples.
