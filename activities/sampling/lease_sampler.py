@@ -71,7 +71,8 @@ class SamplerCommand:
         program = [sys.executable, "-P", "-m", "megatron_worker.sampler"]
         if key.sampler == "vllm":
             program[-1] += ".vllm"
-            return [*program, *common, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
+            routes = ["--tell-routes"] if key.tells_routes else []
+            return [*program, *common, *routes, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
         sockets = ["--socket", str(paths.sampler_socket), "--weights-socket", str(paths.weights_socket)]
         own = [*sockets, "--logprobs-mode", "processed_logprobs"]
         return [*program, *common, *own, *self._for_other_machines(paths)]

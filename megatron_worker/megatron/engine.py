@@ -49,7 +49,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
         config = read_config(model)
-        check_layout(layout, shape_of(config))
+        shape = shape_of(config)
+        check_layout(layout, shape)
         architecture = architecture_of(config)
         self._mesh = join_mesh(layout, device)
         self._folder = model
@@ -68,8 +69,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        windows = self._model.needs.windows
-        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes, windows)
+        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.needs.windows
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes)
         self._read_base()
 
     def _read_base(self) -> None:

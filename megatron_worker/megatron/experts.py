@@ -5,6 +5,9 @@ whose experts they chose (dispatch.py). Each applies its experts (under etp its 
 received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
 so results do not depend on the layout.
 
+A bin may say the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
+Then the router's scores give their weights alone, and have its gradients, whatever function makes them.
+
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
 """
@@ -38,10 +41,14 @@ class Router(torch.nn.Module):
         self.register_buffer("correction", torch.zeros(mixture.num_experts) if is_corrected else None)
         self._mixture = mixture
 
-    def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]."""
+    def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K].
+
+        Args:
+            route_sK: the experts to take in place of those that the scores choose, as any kind of integers.
+        """
         score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
-        expert_sK = routing.choose(score_sE, self._mixture, self.correction)
+        expert_sK = routing.choose(score_sE, self._mixture, self.correction) if route_sK is None else route_sK.long()
         return routing.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
 
 
@@ -89,7 +96,10 @@ class SharedGate(torch.nn.Module):
 
 
 class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any."""
+    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any.
+
+    `place`: its number among the model's layers with experts.
+    """
 
     def __init__(
         self,
@@ -118,17 +128,21 @@ class MegatronExperts(torch.nn.Module):
         is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
         self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
         self._mesh = mesh
+        self.place = 0
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *_: object, padding_mask: Tensor | None = None, **__: object
+    ) -> tuple[Tensor, None]:
+        """`padding_mask`: in the place of megatron's, the experts of each of its layers: [layers, s, K]."""
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output_sH = self._routed(hidden_sH)
+        output_sH = self._routed(hidden_sH, None if padding_mask is None else padding_mask[self.place])
         if self.shared_expert is not None:
             shared_sH = self.shared_expert(hidden_states)[0].reshape(output_sH.shape)
             output_sH = output_sH + (shared_sH if self.shared_gate is None else self.shared_gate(hidden_sH) * shared_sH)
         return output_sH.view(hidden_states.shape), None
 
-    def _routed(self, hidden_sH: Tensor) -> Tensor:
-        weight_sK, expert_sK = self.router(hidden_sH)
+    def _routed(self, hidden_sH: Tensor, route_sK: Tensor | None) -> Tensor:
+        weight_sK, expert_sK = self.router(hidden_sH, route_sK)
         if self.latent_in is None or self.latent_out is None:
             return self._exchanged(hidden_sH, weight_sK, expert_sK)
         output_sH: Tensor = self.latent_out(self._exchanged(self.latent_in(hidden_sH), weight_sK, expert_sK))

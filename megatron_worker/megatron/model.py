@@ -113,6 +113,9 @@ class MegatronModel:
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
+        experts = [module for module in self._gpt.modules() if isinstance(module, MegatronExperts)]
+        for place, module in enumerate(experts, sum(isinstance(mlp, Mixture) for mlp in a.mlps[: self._layers.start])):
+            module.place = place
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
         placements = {name: self._placement(name) for name in self.parameters}
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
@@ -169,7 +172,8 @@ class MegatronModel:
                 per_layer_sLP = per_layer(part.token_id_t, received_s1H)
         plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan)
+        # Megatron passes a padding mask on to MLPs, also where they are computed again for the backward.
+        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan, padding_mask=part.route_LsK)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:
             return hidden_s1H

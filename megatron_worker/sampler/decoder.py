@@ -48,14 +48,15 @@ class Layer:
 @dataclass(frozen=True)
 class Prefilled:
     """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
-    [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which all tokens'
-    final hidden states can be computed."""
+    [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K], and the
+    residual stream after the last layer, from which all tokens' final hidden states can be computed."""
 
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
     recurrent: list[RecurrentState]
+    experts: list[Tensor]
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +64,7 @@ class Prefilled:
 
     @property
     def num_bytes(self) -> int:
-        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
         return attended + sum(state.num_bytes for state in self.recurrent)
 
 
@@ -172,7 +173,7 @@ class Decoder:
         rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
         plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
-        keys, values, recurrent = [], [], []
+        keys, values, recurrent, experts = [], [], [], list[Tensor]()
         needed = {mixer.attention.window for mixer in self._attention if mixer.needs_forest}
         forests = {window: plan_forest(index_T - 1, self.dtype, window=window) for window in needed}
         for layer in self._layers:
@@ -186,9 +187,9 @@ class Decoder:
                 mixed_TH, key, value = layer.mixer.read(normed_TH, lora_weights, rotary, forest)
                 keys.append(key)
                 values.append(value)
-            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, fixed_shapes=False)
+            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._final_norm(last_1H)[0], x_TH, keys, values, recurrent)
+        return Prefilled(self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
@@ -203,13 +204,15 @@ class Decoder:
         num_blocks: int,
         cache: Cache,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
         Args:
             num_blocks: blocks that any slot has tokens in; more change nothing.
+            chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH = F.embedding(token_B, self._embedding_VH)
+        x_BH, chosen = F.embedding(token_B, self._embedding_VH), [] if chosen is None else chosen
         rotary = self._rotary(position_B)
         masks = {window: masks_of(position_B, num_blocks, window) for window in self.architecture.windows}
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
@@ -221,7 +224,7 @@ class Decoder:
                 keys, values = cache.keys[layer.place], cache.values[layer.place]
                 own_masks = masks[layer.mixer.attention.window]
                 mixed_BH = layer.mixer.step(normed_BH, lora_weights, rotary, keys, values, places, own_masks)
-            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, fixed_shapes=True)
+            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, chosen, fixed_shapes=True)
         return self._final_norm(x_BH)
 
     @torch.inference_mode()
@@ -230,15 +233,21 @@ class Decoder:
         return F.linear(hidden_BH, self._output_VH).float()
 
     def _with_mlp(
-        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool
+        self,
+        layer: Layer,
+        x_TH: Tensor,
+        lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor],
+        *,
+        fixed_shapes: bool,
     ) -> Tensor:
-        """Return the residual stream after a layer's MLP. `fixed_shapes`: see SamplerExperts."""
+        """Return the residual stream after a layer's MLP. `chosen`, `fixed_shapes`: see SamplerExperts."""
         normed_TH = layer.mlp_norm(x_TH)
         match layer.mlp:
             case Mlp() as mlp:
                 return x_TH + mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
-                return x_TH + experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
+                return x_TH + experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
 
     def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}

@@ -8,6 +8,7 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
 from shared.errors import InvalidInput
+from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
@@ -82,6 +83,7 @@ class ModelShape(Frozen):
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
+    routes: RouteShape | None = None  # None beside experts: the shape was read before they were known
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -168,6 +170,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
+        routes=_routes(config),
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
@@ -181,6 +184,25 @@ def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
         layers=config.blocks, num_groups=config.n_groups, has_latents=config.moe_latent_size is not None
     )
     return shape.model_copy(update={**without, "shared_ffn_size": shared_ffn_size, "blocks": blocks})
+
+
+def _routes(config: DenseConfig) -> RouteShape | None:
+    """Return the experts of a token; None: there are none."""
+    if not isinstance(config, MixtureConfig | GptOssConfig):
+        return None
+    has_experts = (True,) * config.num_hidden_layers
+    if isinstance(config, NemotronHConfig):
+        has_experts = tuple(block == "moe" for block in config.blocks)
+    elif isinstance(config, LatentConfig):
+        has_experts = tuple(not is_dense for is_dense in config.is_dense)
+    if not any(has_experts):
+        return None
+    return RouteShape(
+        num_layers=has_experts.count(True),
+        num_experts=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        has_experts=() if all(has_experts) else has_experts,
+    )
 
 
 def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:

@@ -163,7 +163,8 @@ def bin_of(rows: Sequence[Row]) -> Batch:
 def empty_bin() -> Batch:
     """What a rank gives whose bins are used up."""
     whole = bin_of(random_rows([4]))
-    return Batch(**{field.name: getattr(whole, field.name)[:0] for field in dataclasses.fields(Batch)})
+    columns = {name: values[:0] for name, values in vars(whole).items() if values is not None}
+    return Batch(**columns)
 
 
 def total_weight(rows: Sequence[Row]) -> float:

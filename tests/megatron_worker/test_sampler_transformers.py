@@ -145,7 +145,7 @@ def test_slots_are_caches_of_their_own_and_empty_ones_cost_nothing(both):
     for slot in (0, 2):
         cache.fill(slot, prompt)
     one_slot = cache.num_bytes / 2
-    assert one_slot == prompt.num_bytes - prompt.hidden_TH.nbytes > 0
+    assert one_slot == prompt.num_bytes - sum(tensor.nbytes for tensor in (prompt.hidden_TH, *prompt.experts)) > 0
     kept = [tensor.clone() for layer in prompt.cache.layers for tensor in tensors_of(layer)]
     hidden_BH = decoder.step(torch.tensor([7, 0, 8]), torch.tensor([30, 0, 30]), 1, cache, {})
     assert all(map(torch.equal, kept, [tensor for layer in prompt.cache.layers for tensor in tensors_of(layer)]))

@@ -7,8 +7,10 @@ from longshore.losses import CrossEntropy, Reference
 from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
 from shared.jobs.losses import DPO, Loss, with_reference
+from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
-from shared.runs.requests import DPORun, SFTRun, dtype_of
+from shared.models.shape import ModelShape
+from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -67,6 +69,11 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
             return CrossEntropy()
         case DPORun():
             return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
+
+
+def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
+    """Return the experts of a token that the trainer takes as the sampler chose them; None where it chooses itself."""
+    return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
 
 
 def rl_job(

@@ -33,10 +33,12 @@ _READ = 256  # tokens of a prompt that are read at a time: attention may hold a 
 
 @dataclass(frozen=True)
 class TransformersPrompt:
-    """A prompt that was read: its tokens' final hidden states, and the cache behind it."""
+    """A prompt that was read: its tokens' final hidden states, the cache behind it, and the experts that each layer
+    which has any chose, [T, K]."""
 
     hidden_TH: Tensor
     cache: DynamicCache
+    experts: list[Tensor]
 
     @property
     def hidden_H(self) -> Tensor:
@@ -44,7 +46,7 @@ class TransformersPrompt:
 
     @property
     def num_bytes(self) -> int:
-        return self.hidden_TH.nbytes + _bytes_of(self.cache)
+        return sum(tensor.nbytes for tensor in (self.hidden_TH, *self.experts)) + _bytes_of(self.cache)
 
 
 class TransformersCache:
@@ -82,7 +84,12 @@ class TransformersDecoder:
         # What no trainer sends: it is read with the weights.
         self._constants = constants_of(self.architecture)
         self._views = find_views(self._model, self.architecture, [*self._slices, *self._constants])
-        self._lora_weights: Mapping[str, LoraFactors] = {}  # of the slot that is being computed
+        # Of the slot that is being computed: its adapter, and the experts of its layers.
+        self._lora_weights: Mapping[str, LoraFactors] = {}
+        self._chosen: list[Tensor] = []
+        for name, module in self._model.named_modules():
+            if name.endswith(".experts"):
+                module.register_forward_pre_hook(lambda _, given: self._chosen.append(given[1]))
         for name, linear in self._views.linears.items():
             self._model.get_submodule(name).forward = partial(self._linear, linear)
         for name, stacks in self._views.experts.items():
@@ -112,8 +119,11 @@ class TransformersDecoder:
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> TransformersPrompt:
         """Read one prompt, some tokens at a time."""
         cache = DynamicCache(config=self._model.config)
-        parts = torch.tensor(token_ids, device=self.device).split(_READ)
-        return TransformersPrompt(torch.cat([self._read(part_T, cache, lora_weights) for part_T in parts]), cache)
+        hidden, experts = [], []
+        for part_T in torch.tensor(token_ids, device=self.device).split(_READ):
+            hidden.append(self._read(part_T, cache, lora_weights))
+            experts.append(self._chosen)
+        return TransformersPrompt(torch.cat(hidden), cache, [torch.cat(parts) for parts in zip(*experts, strict=True)])
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: TransformersPrompt, num_top: int = 0) -> PromptScores:
@@ -128,11 +138,14 @@ class TransformersDecoder:
         num_blocks: int,
         cache: TransformersCache,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot behind those that its cache has. Returns final hidden states, [B, H].
 
-        A slot at position 0 is empty: its cache is dropped, and its row is zeros. `num_blocks`: of no use here.
+        A slot at position 0 is empty: its cache is dropped, and its rows are zeros. `num_blocks`: of no use here.
+        `chosen`: see `Decoder.step`.
         """
+        chosen = [] if chosen is None else chosen
         hidden_BH = torch.zeros(len(token_B), self.architecture.hidden_size, dtype=self.dtype, device=self.device)
         for slot, position in enumerate(position_B.tolist()):
             if not position:
@@ -141,6 +154,10 @@ class TransformersDecoder:
             held = cache.slots[slot]
             assert held is not None and held.get_seq_length() == position, (slot, position)
             hidden_BH[slot] = self._read(token_B[slot : slot + 1], held, lora_weights)[0]
+            if not chosen:
+                chosen += [expert_1K.new_zeros(len(token_B), expert_1K.shape[1]) for expert_1K in self._chosen]
+            for expert_BK, expert_1K in zip(chosen, self._chosen, strict=True):
+                expert_BK[slot] = expert_1K[0]
         return hidden_BH
 
     @torch.inference_mode()
@@ -153,7 +170,7 @@ class TransformersDecoder:
 
     def _read(self, token_T: Tensor, cache: DynamicCache, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Read tokens behind those that the cache has. Returns their final hidden states, [T, H]."""
-        self._lora_weights = lora_weights
+        self._lora_weights, self._chosen = lora_weights, []
         found = self._model.base_model(input_ids=token_T[None], past_key_values=cache, use_cache=True)
         hidden_1TH: Tensor = found.last_hidden_state
         return hidden_1TH[0]

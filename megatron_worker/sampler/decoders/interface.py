@@ -18,10 +18,12 @@ from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 
 
 class AnyPrompt(Protocol):
-    """A prompt that was read: its last token's final hidden state, and what its cache needs of it."""
+    """A prompt that was read: its last token's final hidden state, its experts, and what its cache needs of it."""
 
     @property
     def hidden_H(self) -> Tensor: ...
+    @property
+    def experts(self) -> list[Tensor]: ...
     @property
     def num_bytes(self) -> int: ...
 
@@ -61,6 +63,7 @@ class AnyDecoder(Protocol):
         num_blocks: int,
         cache: Any,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor: ...
     def logits(self, hidden_BH: Tensor) -> Tensor: ...
 

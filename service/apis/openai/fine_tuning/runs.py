@@ -34,6 +34,7 @@ _ROLLOUT_FIELDS = (
     "off_policy_steps",
     "sampler_url",
     "probe_bound",
+    "routing_replay",
     "max_ungraded_fraction",
     "max_lost_fraction",
 )
