@@ -226,8 +226,11 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location) -> None:
-    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
+def check_weights(location: Location) -> list[str]:
+    """Return the names of modules that have a weight.
+
+    Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train.
+    """
     files = weight_files(location)
     tensors: dict[str, TensorEntry] = {}
     file_of: dict[str, str] = {}
@@ -245,6 +248,7 @@ def check_weights(location: Location) -> None:
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
+    return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:

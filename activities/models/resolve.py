@@ -28,8 +28,9 @@ from activities.sources.models import Location, locate
 from longshore.fields import Artifact, Frozen
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
+from shared.models.lora_modules import AdaptedModules, beside
 from shared.models.merging import floats_of
-from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -96,7 +97,9 @@ class Resolve:
             check = partial(_check_small_files, request, self._host)
             location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
             shape = check(location)
-            check_weights(location)
+            modules = check_weights(location)
+            if isinstance(request.trainable, Lora):
+                beside(request.trainable, modules)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -142,10 +145,12 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
     check_dtypes(tensors, location.place(WEIGHTS))
+    adapted = AdaptedModules(lora)
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
+        _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
+    is_counted = shape is not None and lora.target_pattern is None and lora.layers is None  # others: by the worker
     expected = 0 if shape is None else 2 * shape.num_linears(lora.targets)
-    if shape is not None and len(tensors) != expected:
+    if is_counted and len(tensors) != expected:
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
@@ -155,19 +160,22 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
 
 
-def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:
+def _check_tensor(
+    name: str, tensor: TensorEntry, adapted: AdaptedModules, shape: ModelShape | None, place: str
+) -> None:
     match = _TENSOR.fullmatch(name)
-    if match is None or match["linear"] not in lora.targets:
+    module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+    if match is None or (size := adapted.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"]) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != lora.rank:
-        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
+    if rank != size.rank:
+        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
     linear, is_shared = cast(Linear, match["linear"]), match["shared"] is not None
     in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared)
-    size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
-    if fits and size != fits:
+    found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
+    if fits and found != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 

@@ -16,6 +16,7 @@ from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from megatron_worker.tensors.flat_buffer import Flat
+from shared.models.lora_modules import AdaptedModules
 from shared.models.peft import PREFIX
 
 
@@ -27,9 +28,12 @@ class FsdpAdapter:
         self.lora = lora
         self._ranks = ranks
         self.slices: list[TensorSlice] = []
+        self.scales: dict[str, float] = {}
+        adapted = AdaptedModules(lora)
         for linear, (num_outputs, num_inputs) in sizes.items():
-            if linear.split(".")[-1] in lora.targets:
-                self.slices += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
+            if (size := adapted.of(linear)) is not None:
+                self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
+                self.scales[linear] = size.scale
         self.flat = Flat({s.name: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
@@ -50,7 +54,7 @@ def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO
     if a_RI is None:
         return output_1TO
     low_TR = F.linear(input_1TI[0], a_RI)
-    return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.lora.scale)[None]
+    return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.scales[linear])[None]
 
 
 def _a(linear: str) -> str:

@@ -13,7 +13,7 @@ whole on every rank then has a gradient that is its rank's part alone.
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,16 +32,20 @@ from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of
+from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """An adapter's weights beside one fused linear. Part p owns ranks `p * rank` to `(p + 1) * rank`."""
+    """An adapter's weights beside one fused linear, whose parts own ranks one after another.
 
-    rank: int
-    scale: float
+    `scale`: of the ranks, [R] where parts have different ones.
+    """
+
+    ranks: tuple[int, ...]
+    scale: float | Tensor
     parts: tuple[TensorSlice, ...]
     a_RI: Parameter
     b_parts: tuple[Parameter, ...]
@@ -50,16 +54,16 @@ class LoraWeights:
         """Return all B matrices in one, each in its own rows and ranks."""
         if len(self.b_parts) == 1 and self.b_parts[0].shape[0] == num_rows:
             return self.b_parts[0].detach()
-        dense_OR = self.a_RI.new_zeros(num_rows, len(self.parts) * self.rank)
+        dense_OR = self.a_RI.new_zeros(num_rows, sum(self.ranks))
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
 
     def blocks(self, dense_OR: Tensor) -> list[Tensor]:
         """Return the block of each part, [groups, rows, rank] views."""
-        blocks = []
-        for number, part in enumerate(self.parts):
-            columns = slice(number * self.rank, (number + 1) * self.rank)
+        blocks, first = [], 0
+        for rank, part in zip(self.ranks, self.parts, strict=True):
+            columns = slice(first, first := first + rank)
             blocks.append(dense_OR.view(part.groups, -1, dense_OR.shape[1])[:, part.start : part.stop, columns])
         return blocks
 
@@ -184,10 +188,11 @@ class MegatronAdapter:
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
         self.lora = lora
         self._mesh = mesh
-        chosen = [(linear, _targeted(linear, lora)) for linear in linears]
+        adapted = AdaptedModules(lora)
+        chosen = [(linear, _targeted(linear, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
-        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.rank)]
-        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
+        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
+        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
         placements = {s.parameter: _placement(s, mesh) for s in held}
         self.flat, self._regions = arrange(_local_shapes(held, mesh), placements, mesh, dtype)
@@ -208,9 +213,9 @@ class MegatronAdapter:
         """Return the weights by the name of their fused linear."""
         return {
             linear.name: LoraWeights(
-                self.lora.rank,
-                self.lora.scale,
-                parts,
+                tuple(size.rank for size in parts.values()),
+                scale_of(list(parts.values()), self._mesh.device),
+                tuple(parts),
                 self.parameters[f"{linear.name}.A"],
                 tuple(self.parameters[f"{linear.name}.B{number}"] for number in range(len(parts))),
             )
@@ -218,21 +223,23 @@ class MegatronAdapter:
         }
 
 
-def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
-    return tuple(s for s in linear.slices if s.name.split(".")[-2] in lora.targets)
+def _targeted(linear: Linear, adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
+    sizes = {s: adapted.of(s.name.removesuffix(".weight")) for s in linear.slices}
+    return {s: size for s, size in sizes.items() if size is not None}
 
 
-def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
+def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
     """Return A and B of every part, under PEFT's names."""
-    slices = []
-    for number, part in enumerate(parts):
+    slices, start = [], 0
+    for number, (part, size) in enumerate(parts.items()):
         module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
         split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
-        start, stop = number * rank, (number + 1) * rank
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
         slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
-        slices.append(replace(slice_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
-        slices.append(replace(slice_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
+        stop = start + size.rank
+        slices.append(replace(slice_a, shape=(size.rank, num_inputs), split=split_a, start=start, stop=stop))
+        slices.append(replace(slice_b, shape=(num_outputs, size.rank), split=split_b, start=0, stop=num_outputs))
+        start = stop
     return slices
 
 

@@ -1,7 +1,7 @@
 """The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -31,6 +31,7 @@ from megatron_worker.tensors.state_files import (
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
+from shared.models.lora_modules import LoraSize, beside
 
 
 class SlotAdapter(Protocol):
@@ -139,7 +140,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
-        self._linears = {s.name.split(".")[-2] for s in base.slices if s.name.endswith(".weight")}
+        self._modules = [s.name.removesuffix(".weight") for s in base.slices if s.name.endswith(".weight")]
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
@@ -157,7 +158,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
-        own = peft_format.beside(lora, self._linears)
+        own = beside(lora, self._modules)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
@@ -167,7 +168,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = peft_format.beside(peft_format.read_config(folder, lora), self._linears)
+            found = beside(peft_format.read_config(folder, lora), self._modules)
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
@@ -203,7 +204,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
             if isinstance(trainable, Full):
                 parts = _training_parts(self._new_base_optimizer(nowhere))
             else:
-                adapter = self._new_adapter(peft_format.beside(trainable, self._linears), nowhere)
+                adapter = self._new_adapter(beside(trainable, self._modules), nowhere)
                 parts = _adapter_parts(adapter) | _training_parts(self._new_optimizer(adapter))
             nothing: dict[Part, int] = {"weights": 0}
             self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
@@ -334,6 +335,13 @@ def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
         "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
         "optimizer": Resident([flat.host for flat in optimizer.states()]),
     }
+
+
+def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
+    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], where they differ."""
+    if len({size.scale for size in sizes}) == 1:
+        return sizes[0].scale
+    return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
 
 
 def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

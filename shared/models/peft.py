@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Container
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshore.fields import Sha256
 from longshore.training import DELTA_NET, LINEARS, Linear, Lora
@@ -30,15 +29,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def _listed(value: object) -> object:
-    if isinstance(value, str):
-        words = "a pattern is not read: list the linears that it means, of {linears}"
-        raise PydanticCustomError("pattern", words, {"linears": ", ".join(LINEARS)})
-    return value
-
-
 class _Config(BaseModel):
-    """Fields of plain LoRA. PEFT 0.21 has some 36 more, which are refused if they are switched on (_switched_on).
+    """Fields of plain LoRA. PEFT 0.21 has some 32 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
     adapter is loaded, and MiCA trains one matrix alone.
@@ -47,9 +39,13 @@ class _Config(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     peft_type: Literal["LORA"]
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(gt=0)
-    target_modules: Annotated[tuple[Linear, ...], BeforeValidator(_listed)] = Field(min_length=1)
+    r: int
+    lora_alpha: float
+    target_modules: str | tuple[str, ...] = Field(min_length=1)
+    layers_to_transform: int | tuple[int, ...] | None = None
+    layers_pattern: Literal["layers", ""] | tuple[Literal["layers"], ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
@@ -58,6 +54,15 @@ def _switched_on(config: _Config) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}).items()
     return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
+
+
+_THEIRS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "target_pattern": "target_modules",
+    "layers": "layers_to_transform",
+}
 
 
 def config_of(lora: Lora) -> dict[str, object]:
@@ -71,10 +76,16 @@ def config_of(lora: Lora) -> dict[str, object]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": [name for name in LINEARS if name in lora.targets],
+        "target_modules": lora.target_pattern or [name for name in LINEARS if name in lora.targets],
         "task_type": "CAUSAL_LM",
     }
-    return config | ({"use_rslora": True} if lora.rank_stabilized else {})
+    more = {
+        "layers_to_transform": lora.layers and list(lora.layers),
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "use_rslora": lora.rank_stabilized,
+    }
+    return config | {name: value for name, value in more.items() if value}
 
 
 def lora_of(config: dict[str, Any], place: str) -> Lora:
@@ -91,8 +102,26 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         value = (read.model_extra or {})[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
-    targets = tuple(name for name in LINEARS if name in read.target_modules)
-    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets, rank_stabilized=read.use_rslora)
+    names, listed = read.target_modules, read.layers_to_transform
+    if isinstance(names, tuple):
+        names = (*(name for name in LINEARS if name in names), *(name for name in names if name not in LINEARS))
+        if any("." in name for name in names):
+            names = rf"(.*\.)?({'|'.join(map(re.escape, names))})"  # as PEFT reads the ends of names
+    chosen = {"target_pattern": names} if isinstance(names, str) and names != "all-linear" else {"targets": names}
+    settings = {
+        "rank": read.r,
+        "alpha": read.lora_alpha,
+        "layers": (listed,) if isinstance(listed, int) else listed or None,
+        "rank_pattern": read.rank_pattern or {},
+        "alpha_pattern": read.alpha_pattern or {},
+        "rank_stabilized": read.use_rslora,
+    }
+    try:
+        return Lora.model_validate(settings | chosen)
+    except ValidationError as error:
+        rule = refused_value(error)
+        ours = rule.partition(" ")[0].partition(".")[0]
+        raise InvalidInput(rule.replace(ours, _THEIRS.get(ours, ours), 1), place) from error
 
 
 def write_config(folder: Path, lora: Lora) -> None:
@@ -128,13 +157,17 @@ def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
 def check_same(found: Lora, expected: Lora, place: str) -> None:
     """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
 
-    Targets that its family of models has not do not count: see `beside`.
+    Targets that its family of models has not do not count: see `shared.models.lora_modules.beside`.
     """
     for name, theirs, ours in (
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
         ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
+        ("target_pattern", found.target_pattern, expected.target_pattern),
         ("targets", _counted(found), _counted(expected)),
+        ("layers", found.layers and set(found.layers), expected.layers and set(expected.layers)),
+        ("rank_pattern", found.rank_pattern, expected.rank_pattern),
+        ("alpha_pattern", found.alpha_pattern, expected.alpha_pattern),
     ):
         if theirs != ours:
             raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
@@ -144,15 +177,3 @@ def _counted(lora: Lora) -> list[Linear]:
     """Return the targets, sorted; without those of gated delta nets where all others are there."""
     others = set(LINEARS) - set(DELTA_NET)
     return sorted(others if others <= set(lora.targets) else lora.targets)
-
-
-def beside(lora: Lora, linears: Container[str]) -> Lora:
-    """Return an adapter's settings with the targets that a model has, as PEFT takes them.
-
-    Raises:
-        InvalidInput: it has none of them.
-    """
-    targets = tuple(name for name in LINEARS if name in lora.targets and name in linears)
-    if not targets:
-        raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
-    return lora.model_copy(update={"targets": targets})

@@ -122,7 +122,7 @@ class TinyEngine:
             return self._base["out"]
         slot = self._slots[self._active]
         assert slot.lora is not None
-        return self._base["out"] + slot.lora.scale * slot.tensors["lora_B"] @ slot.tensors["lora_A"]
+        return self._base["out"] + slot.lora.alpha / slot.lora.rank * slot.tensors["lora_B"] @ slot.tensors["lora_A"]
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
