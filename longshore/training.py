@@ -68,6 +68,9 @@ class Lora(Frozen):
     alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], BeforeValidator(_pairs)] = Field(
         **_OF_PATTERNS, description="other alphas, by such patterns"
     )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass leaves out"
+    )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
 from shared.models.lora_modules import AdaptedModules
 from shared.models.peft import PREFIX
@@ -25,8 +26,8 @@ class FsdpAdapter:
 
     def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
         """`sizes`: outputs and inputs of the model's linears."""
-        self.lora = lora
-        self._ranks = ranks
+        self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
+        self._ranks, self.place = ranks, ranks.rank
         self.slices: list[TensorSlice] = []
         self.scales: dict[str, float] = {}
         adapted = AdaptedModules(lora)
@@ -53,7 +54,8 @@ def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO
     a_RI = adapter.parameters.get(_a(linear))
     if a_RI is None:
         return output_1TO
-    low_TR = F.linear(input_1TI[0], a_RI)
+    masks = adapter.masks
+    low_TR = F.linear(dropped(input_1TI[0], masks.rate, masks.seed_of(linear, adapter.place)), a_RI)
     return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.scales[linear])[None]
 
 

@@ -122,7 +122,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        scores = self.forward(batch, loss.outputs)
+        with self._slots.dropping():
+            scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
         assert scores.logprob_N is not None, "a loss is made of log-probabilities"

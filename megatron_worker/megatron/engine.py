@@ -118,7 +118,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self._slots.is_training, "nothing is being trained"
-        return self._passes.forward_backward(batches, loss)
+        return self._passes.forward_backward(batches, loss, self._slots.dropping)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}

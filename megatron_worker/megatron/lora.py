@@ -33,6 +33,7 @@ from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of
+from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX
 
@@ -41,9 +42,13 @@ from shared.models.peft import PREFIX
 class LoraWeights:
     """An adapter's weights beside one fused linear, whose parts own ranks one after another.
 
-    `scale`: of the ranks, [R] where parts have different ones.
+    `scale`: of the ranks, [R] where parts have different ones. `name`, `place`: what the mask of the parts' common
+    input follows from; ranks of one place have the same inputs.
     """
 
+    name: str
+    place: int
+    masks: Masks
     ranks: tuple[int, ...]
     scale: float | Tensor
     parts: tuple[TensorSlice, ...]
@@ -144,14 +149,15 @@ class _LoraLinear(torch.autograd.Function):
         a_RI: Tensor,
         *b_parts: Tensor,
     ) -> Tensor:
-        low_TR = (input_TI @ a_RI.t()).mul_(lora.scale)
+        seed, rate = lora.masks.seed_of(lora.name, lora.place), lora.masks.rate
+        low_TR = (dropped(input_TI, rate, seed) @ a_RI.t()).mul_(lora.scale)
         b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
         ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.lora, ctx.group = lora, backward_group
+        ctx.lora, ctx.group, ctx.seed = lora, backward_group, seed
         return output_TO
 
     @staticmethod
@@ -165,8 +171,13 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_TI = grad_TO @ weight_OI
             _sum(grad_TI, ctx.group)
-            grad_TI.addmm_(grad_low_TR, a_RI)
-        grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
+            if ctx.seed is None:
+                grad_TI.addmm_(grad_low_TR, a_RI)
+            else:
+                grad_TI += dropped(grad_low_TR @ a_RI, lora.masks.rate, ctx.seed)
+        grad_a_RI = None
+        if ctx.needs_input_grad[6]:
+            grad_a_RI = grad_low_TR.t() @ dropped(input_TI, lora.masks.rate, ctx.seed)
         grad_b: list[Tensor | None] = [None] * len(lora.b_parts)
         if any(ctx.needs_input_grad[7:]):
             blocks = lora.blocks(grad_TO.t() @ low_TR)
@@ -186,7 +197,7 @@ class MegatronAdapter:
     """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
-        self.lora = lora
+        self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
         adapted = AdaptedModules(lora)
         chosen = [(linear, _targeted(linear, adapted)) for linear in linears]
@@ -213,6 +224,9 @@ class MegatronAdapter:
         """Return the weights by the name of their fused linear."""
         return {
             linear.name: LoraWeights(
+                linear.name,
+                _place(linear, self._mesh),
+                self.masks,
                 tuple(size.rank for size in parts.values()),
                 scale_of(list(parts.values()), self._mesh.device),
                 tuple(parts),
@@ -221,6 +235,12 @@ class MegatronAdapter:
             )
             for linear, parts in self._linears
         }
+
+
+def _place(linear: Linear, mesh: Mesh) -> int:
+    """Ranks that a column-parallel linear is split over have the same inputs, and whole A: one mask."""
+    shards = mesh.splitting(linear.slices[0].expert).size if linear.kind == "column" else 1
+    return mesh.rank // shards
 
 
 def _targeted(linear: Linear, adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -16,6 +17,7 @@ from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
+from megatron_worker.tensors.dropout import Masks
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
@@ -38,6 +40,7 @@ class SlotAdapter(Protocol):
     """An adapter's weights, in one buffer."""
 
     lora: Lora
+    masks: Masks
     slices: list[TensorSlice]
     flat: Flat
 
@@ -78,11 +81,12 @@ OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base."""
+    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step."""
 
     slot: str | None
     optimizer: OptimizerT
     slices: list[TensorSlice]
+    num_bins: int = 0
 
     @property
     def keeps_masters(self) -> bool:
@@ -156,31 +160,47 @@ class Slots(Generic[AdapterT, OptimizerT]):
         assert self.is_training, "nothing is being trained"
         return self.trainings[self.active]
 
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
+        training = self.training
+        masks = None if training.slot is None else self.adapters[training.slot].masks
+        if masks is not None and masks.rate:
+            masks.moment = training.optimizer.step_count, training.num_bins
+        training.num_bins += 1
+        try:
+            yield
+        finally:
+            if masks is not None:
+                masks.moment = None
+
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
         own = beside(lora, self._modules)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
-        self._install(name, adapter, trainable=True)
+        self._install(name, adapter, trainable=True, seed=seed)
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
             found = beside(peft_format.read_config(folder, lora), self._modules)
+            found = found.model_copy(update={"dropout": 0.0 if lora is None else lora.dropout})
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
             read_adapter(folder, adapter.slices, exact.views, self._ranks)
         adapter.flat.buffer.copy_(exact.buffer)
-        self._install(name, adapter, trainable)
+        self._install(name, adapter, trainable, seed)
         if trainable:
             self.training.optimizer.put("master", exact)
 
-    def _install(self, name: str, adapter: AdapterT, trainable: bool) -> None:
+    def _install(self, name: str, adapter: AdapterT, trainable: bool, seed: int) -> None:
         assert name not in self.adapters, f"slot {name!r} is taken"
         assert not (trainable and self._trains_base), "adapters are trained, or the base, not both"
+        adapter.masks.seed = seed
         self.adapters[name] = adapter
         self.residency.add(name, _adapter_parts(adapter))
         if trainable:

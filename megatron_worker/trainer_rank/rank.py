@@ -36,6 +36,7 @@ from megatron_worker.forwards.inputs import (
 from megatron_worker.forwards.packing import LEAST_SAVED
 from megatron_worker.memory.planner import PlannedSlot
 from megatron_worker.process.agreement import agreement
+from megatron_worker.tensors.dropout import refuse_dropout
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
@@ -76,9 +77,7 @@ class TrainerRank:
         least_saved_tokens: int = LEAST_SAVED,
     ) -> None:
         if engine.facts.layout.pp > 1:
-            message = (
-                "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
-            )
+            message = "ranks of a pipeline never hold all outputs for a loss of one's own: use tp, cp, ep, dp"
             raise InvalidInput(message, "layout.pp")
         self.engine = engine
         self.dispatcher = Dispatcher(engine)
@@ -100,6 +99,7 @@ class TrainerRank:
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
         with self.agreement():
+            refuse_dropout(lora)
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
         slot = f"{name}#{next(self._slot_number)}"
@@ -117,6 +117,7 @@ class TrainerRank:
             if trainable:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
+            refuse_dropout(lora)
             found = peft_format.read_config(path, lora)
         slot = f"{name}#{next(self._slot_number)}"
         try:

@@ -20,6 +20,7 @@ class OwnSettings(Frozen):
     layers: tuple[int, ...] | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
+    dropout: float | None = None
     rank_stabilized: bool | None = None
     engine: EngineName | None = None
     layout: Layout | None = None

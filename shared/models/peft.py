@@ -66,7 +66,7 @@ _THEIRS = {
 
 
 def config_of(lora: Lora) -> dict[str, object]:
-    """The content of `adapter_config.json`. Equal adapters have equal contents."""
+    """The content of `adapter_config.json`, but for dropout, which is of training. Equal adapters have equal ones."""
     config: dict[str, object] = {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -126,7 +126,8 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
 
 def write_config(folder: Path, lora: Lora) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
+    config = config_of(lora) | {"lora_dropout": lora.dropout}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_config(folder: Path, expected: Lora | None = None) -> Lora:

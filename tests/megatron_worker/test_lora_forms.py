@@ -1,5 +1,6 @@
 """Forms of LoRA that PEFT has: trained as PEFT trains them, read and written as it does, and sampled with."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,15 +8,20 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Adam, Lora
+from megatron_worker.families import read_architecture
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.tensors.dropout import Masks, dropped
+from megatron_worker.trainer_rank.rank import TrainerRank
 from shared.errors import InvalidInput
 from shared.models.peft import config_of, read_config
-from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
+from tests.megatron_worker.driving import ADAM, LEARNING_RATE, accumulate, train
 from tests.megatron_worker.engines import ENGINES
-from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_loss, reference_steps
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 
 STEPS = [random_rows([20, 31, 12], seed=seed) for seed in range(10)]
@@ -95,6 +101,99 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(model, tmp_path, name, engine):
     whole = logprobs_in_transformers(reference, [Row(ids, [1.0] * len(ids))])
     drawn = logprobs_by_steps(decoder, ids, range(10, 30), adapter.lora_weights)
     assert (drawn - whole[9:29]).abs().max() <= 1e-5
+
+
+class OursInPeft(torch.nn.Module):
+    """PEFT's dropout with our masks: of the step and bin that `masks` is at."""
+
+    def __init__(self, masks: Masks, linear: str) -> None:
+        super().__init__()
+        self.masks, self.linear = masks, linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropped(x[0], self.masks.rate, self.masks.seed_of(self.linear, 0))[None]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_is_peft_s_under_the_same_masks(model, tmp_path, engine):
+    """Two bins a step, each of one row. PEFT's own masks are of torch's random state, and of no step."""
+    lora, steps = Lora(rank=4, alpha=8, dropout=0.3), [rows[:2] for rows in STEPS]
+    ours = ENGINES[engine](model, Layout(), "float32")
+    ours.add_adapter("run", lora, seed=3)
+    ours.save(tmp_path / "before")
+    reference = in_peft(model, tmp_path / "before" / "weights", is_trainable=True)
+    masks = Masks(0.3, seed=3)
+    ours_of = {
+        p: f.name for f in linears_of(slices_of(read_architecture(model), 1)) for p in (s.name for s in f.slices)
+    }
+    for name, module in reference.get_base_model().named_modules():
+        if hasattr(module, "lora_dropout"):
+            assert module.lora_dropout["default"].p == 0.3
+            linear = ours_of[f"{name}.weight"] if engine == "megatron" else name
+            module.lora_dropout["default"] = OursInPeft(masks, linear)
+    optimizer = torch.optim.AdamW((p for p in reference.parameters() if p.requires_grad), lr=3e-3, weight_decay=0)
+    for step, rows in enumerate(steps):
+        total = sum(sum(row.weights) for row in rows)
+        for number, row in enumerate(rows):
+            masks.moment = step, number
+            (reference_loss(reference, [row]) * sum(row.weights) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masks.moment = None
+    train(ours, [[[row] for row in rows] for rows in steps], Adam(clip_norm=0.0), learning_rate=3e-3)
+    rows = random_rows([40, 17], seed=9)
+    assert (logprobs(ours, bin_of(rows)) - logprobs_in_transformers(reference.eval(), rows)).abs().max() <= 1e-5
+    ours.add_adapter("plain", lora.model_copy(update={"dropout": 0.0}), seed=3)
+    train(ours, [[[row] for row in rows] for rows in steps], Adam(clip_norm=0.0), learning_rate=3e-3)
+    assert (logprobs(ours, bin_of(rows)) - logprobs_in_transformers(reference, rows)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_masks_follow_from_the_seed_and_the_step_alone(model, tmp_path, engine):
+    lora = Lora(rank=4, alpha=8, dropout=0.3)
+    bins = [[rows[:2], rows[2:]] for rows in STEPS]
+
+    def trained_to_the_end(name: str, seed: int, killed_after: int | None = None) -> bytes:
+        ours = ENGINES[engine](model, Layout(), "float32")
+        ours.add_adapter("run", lora, seed)
+        if killed_after is not None:
+            train(ours, bins[:killed_after])
+            ours.save(tmp_path / "saved")
+            accumulate(ours, bins[0])  # lost with the worker
+            ours = ENGINES[engine](model, Layout(), "float32")
+            ours.load_adapter("run", tmp_path / "saved" / "weights", lora, trainable=True, seed=seed)
+            ours.load(tmp_path / "saved")
+        for number, each in enumerate(bins[killed_after or 0 :]):
+            if number == 1:
+                logprobs(ours, bin_of(STEPS[0]))  # an evaluation between steps draws nothing
+            train(ours, [each])
+        ours.save(tmp_path / name)
+        return (tmp_path / name / "weights" / "adapter_model.safetensors").read_bytes()
+
+    straight = trained_to_the_end("straight", seed=3)
+    assert trained_to_the_end("killed", seed=3, killed_after=4) == straight
+    assert trained_to_the_end("other", seed=4) != straight
+    config = json.loads((tmp_path / "straight" / "weights" / "adapter_config.json").read_text())
+    assert config["lora_dropout"] == 0.3
+
+
+def test_masks_keep_the_mean_and_the_share():
+    x, rate, seeds = torch.linspace(-2, 3, 50), 0.3, 4000
+    drawn = torch.stack([dropped(x, rate, seed) for seed in range(seeds)])
+    assert abs(float((drawn == 0).double().mean()) - rate) < 4 * (rate * (1 - rate) / drawn.numel()) ** 0.5
+    deviation = x.abs() * (rate / (1 - rate) / seeds) ** 0.5
+    assert ((drawn.mean(0) - x).abs() < 4.5 * deviation + 1e-6).all()
+    masks = Masks(rate, 3, (0, 0))
+    others = [(Masks(rate, 4, (0, 0)), "a", 0), (Masks(rate, 3, (1, 0)), "a", 0), (Masks(rate, 3, (0, 1)), "a", 0)]
+    others += [(masks, "b", 0), (masks, "a", 1)]
+    assert len({masks.seed_of("a", 0), *(each.seed_of(*of) for each, *of in others)}) == 6
+
+
+def test_code_of_one_s_own_has_no_dropout(model):
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
+    with pytest.raises(InvalidInput, match="belong to no step") as refused:
+        rank.create_adapter("run", Lora(dropout=0.1), seed=0)
+    assert refused.value.place == "dropout"
 
 
 @pytest.mark.parametrize(
