@@ -16,6 +16,9 @@ Linear = Literal[
 LINEARS: tuple[Linear, ...] = get_args(Linear)
 DELTA_NET: tuple[Linear, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The linears of a gated delta net, which some layers of a hybrid model have in the place of attention."""
+Target = Literal[Linear, "lm_head"]
+TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
+"""What an adapter can be beside: linears of layers, and the output layer."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
@@ -51,10 +54,10 @@ class Lora(Frozen):
     kind: Literal["lora"] = "lora"
     rank: Rank = Field(default=16, description="rank of the two factors")
     alpha: Alpha = Field(default=32.0, description="the adapter's output is scaled by alpha / rank")
-    targets: Annotated[tuple[Linear, ...], BeforeValidator(_listed)] = Field(
+    targets: Annotated[tuple[Target, ...], BeforeValidator(_listed)] = Field(
         default=LINEARS,
         min_length=1,
-        description="linears with an adapter, of those that the model has; all-linear: every one",
+        description="linears with an adapter, of those that the model has; all-linear: every one but lm_head",
     )
     target_pattern: Pattern | None = Field(
         default=None, description="instead of targets: a regular expression that the whole names of modules match"

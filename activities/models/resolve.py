@@ -28,7 +28,7 @@ from activities.sources.models import Location, locate
 from longshore.fields import Artifact, Frozen
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.models.lora_modules import AdaptedModules, beside
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside
 from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
@@ -53,8 +53,8 @@ What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)"
+    r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\."
+    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)|lm_head)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 
@@ -149,7 +149,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
     is_counted = shape is not None and lora.target_pattern is None and lora.layers is None  # others: by the worker
-    expected = 0 if shape is None else 2 * shape.num_linears(lora.targets)
+    expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
     if is_counted and len(tensors) != expected:
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
@@ -167,16 +167,19 @@ def _check_tensor(
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
     if match is None or (size := adapted.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
-    if shape is not None and int(match["layer"]) >= shape.num_layers:
+    if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
     if rank != size.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
-    linear, is_shared = cast(Linear, match["linear"]), match["shared"] is not None
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, is_shared)
+    linear, is_shared = cast(Linear | None, match["linear"]), match["shared"] is not None
+    in_size = out_size = 0
+    if shape is not None:
+        head = shape.hidden_size, shape.vocab_size
+        in_size, out_size = head if linear is None else shape.linear_size(linear, is_shared)
     found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and found != fits:
-        rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
+        rule = f"{linear or OUTPUT} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longshore.training import LINEARS
+from longshore.training import TARGETS
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,6 @@ def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """Return the linears that LoRA can adapt, in model order."""
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
-        if s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
+        if s.name.endswith(".weight") and s.name.split(".")[-2] in TARGETS:
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
     return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]

@@ -99,7 +99,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
-            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
+            beside = self._model.beside_head(hidden_NH)
+            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard, beside=beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
@@ -149,8 +150,12 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
         batch = Batch.of_sequences(sequences, self._ranks.device)
-        found = self._model.forward(batch, lambda last_BH, weight_VH: {"token_B": (last_BH @ weight_VH.t()).argmax(1)})
-        return found["token_B"].tolist()
+
+        def head(last_BH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
+            logit_BV, beside = last_BH @ weight_VH.t(), self._model.beside_head(last_BH)
+            return {"token_B": (logit_BV if beside is None else logit_BV + beside.logits()).argmax(1)}
+
+        return self._model.forward(batch, head)["token_B"].tolist()
 
     # State.
 

@@ -111,7 +111,11 @@ def add_weight_gradient(
     first: int,
     tile: TileSize,
 ) -> None:
-    """Add d loss / d weight of rows of the shard, whose ids begin at `first`. Other arguments as in logprobs.py."""
+    """Add d loss / d weight of rows of the shard, whose ids begin at `first`, of as many last columns as `grad_VH` has.
+
+    Other arguments as in logprobs.py.
+    """
+    seen_NH = hidden_NH[:, -grad_VH.shape[1] :]
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile):
         grad_C = grad_N[chunk]
         pull_CT = -grad_C[:, None]
@@ -121,7 +125,7 @@ def add_weight_gradient(
         grad_CT = logit_CT.sub_(lse_N[chunk, None]).exp_().mul_(pull_CT)
         column_C, owned_C = rows_of_labels(label_N[chunk], first + columns.start, len(real_VH[columns]))
         grad_CT.scatter_add_(1, column_C[:, None], torch.where(owned_C, grad_C, 0.0)[:, None])
-        _add_product(grad_VH[columns], grad_CT.t(), hidden_NH[chunk])
+        _add_product(grad_VH[columns], grad_CT.t(), seen_NH[chunk])
 
 
 def _tiles_of_logits(

@@ -17,7 +17,7 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
@@ -78,7 +78,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
-        return MegatronAdapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
+        architecture, layout = self._model.architecture, mesh.layout
+        tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
+        return MegatronAdapter(lora, linears_of([*self._slices_here, *tied]), mesh, self._model.flat.buffer.dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         flat, regions = self._model.flat, self._model.regions

@@ -14,7 +14,10 @@ def next_tokens(passes: PipelinePasses, model: MegatronModel, mesh: Mesh, sequen
     last_BH = passes.hidden_states(Batch.of_sequences(sequences, mesh.device))
     token_B = torch.empty(len(sequences), dtype=torch.int64, device=mesh.device)
     if last_BH is not None:
-        logit_BV = (last_BH @ model.output_weight_VH[: model.shard.num_real].t()).float()
+        logit_BV = last_BH @ model.output_weight_VH.t()
+        if (beside := model.beside_head(last_BH)) is not None:
+            logit_BV += beside.logits()
+        logit_BV = logit_BV[:, : model.shard.num_real].float()
         token_B = _argmax_over_tp(logit_BV, model.shard.first, mesh)
     mesh.pp.broadcast(token_B, mesh.pp.size - 1)
     return token_B.tolist()

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from longshore.training import Lora
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
@@ -36,6 +37,8 @@ from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX
+
+OUTPUT_LAYER = "output_layer"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class LoraWeights:
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead:
+        """Return what the output layer's adapter adds for some targets."""
+        seed = self.masks.seed_of(self.name, self.place)
+        low_NR = F.linear(dropped(hidden_NH, self.masks.rate, seed), self.a_RI) * self.scale
+        return BesideHead(low_NR, self.b_parts[0])
 
     def blocks(self, dense_OR: Tensor) -> list[Tensor]:
         """Return the block of each part, [groups, rows, rank] views."""
@@ -268,7 +277,8 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    return "partial" if mesh.layout.sp else "whole"
+    # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
+    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith(OUTPUT_LAYER) else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -278,6 +288,6 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
         size, columns = mesh.splitting(s.expert).size, s.shape[1]
-        own_rows = rows[s.parameter] // (size if s.split == 0 else 1)
+        own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
         shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

@@ -24,12 +24,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.local_bins import LocalBin
-from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
+from megatron_worker.megatron.lora import (
+    OUTPUT_LAYER,
+    AdaptedColumnLinear,
+    AdaptedLinear,
+    AdaptedRowLinear,
+    LoraWeights,
+    MegatronAdapter,
+)
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
@@ -84,6 +92,7 @@ class MegatronModel:
         self.dtype = dtype
         self.needs = LayerNeeds.of(a, mesh.device)
         self._mesh = mesh
+        self._beside_output: LoraWeights | None = None
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
@@ -117,9 +126,14 @@ class MegatronModel:
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
+        self._beside_output = weights.get(OUTPUT_LAYER)
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what an adapter adds at the output layer, if one is beside it."""
+        return None if self._beside_output is None else self._beside_output.beside_head(hidden_NH)
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
         """Run a bin through this stage. Returns hidden states, [s, 1, H]; of the last, after the final norm, [t, H].

@@ -78,7 +78,8 @@ class PipelinePasses:
         if batch.is_empty:
             return _no_scores(batch, outputs)
         hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
-        own = score_targets(hidden_MH, self._model.output_weight_VH, part.label_M, outputs, self._model.shard)
+        weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
+        own = score_targets(hidden_MH, weight_VH, part.label_M, outputs, self._model.shard, beside=beside)
         return _mapped(part.of_all_targets, own)
 
     def _objective(

@@ -62,7 +62,7 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
 def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
     found, adapted = {}, AdaptedModules(lora)
-    for linear in decoder.linears:
+    for linear in decoder.adaptable:
         if targeted := _targeted(linear, adapted):
             found[linear.name] = _lora_weights(linear, targeted, tensors, decoder)
     return LoadedAdapter(name, folder, found)
@@ -72,7 +72,7 @@ def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     adapted = AdaptedModules(lora)
-    for linear in decoder.linears:
+    for linear in decoder.adaptable:
         for part, size in _targeted(linear, adapted).items():
             shapes[_name(part, "A")] = (size.rank, part.shape[1])
             shapes[_name(part, "B")] = (part.shape[0], size.rank)

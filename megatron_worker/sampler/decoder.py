@@ -26,7 +26,7 @@ from megatron_worker.families.architecture import (
     Mixture,
     Rope,
 )
-from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.sampler.drawing import PromptScores
@@ -37,6 +37,7 @@ from megatron_worker.tensors.safetensors_files import model_files, refuse_unknow
 from shared.errors import InvalidInput
 
 BLOCK = 128
+_NO_ADAPTER: Mapping[str, LoraFactors] = {}
 _SCORED = 64  # prompt tokens whose logits are held at a time
 
 
@@ -135,7 +136,8 @@ class Decoder:
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
-        self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
         self._final_norm_H = weights[f"{a.tensor_prefix}.norm.weight"]
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
@@ -167,6 +169,11 @@ class Decoder:
     @property
     def linears(self) -> list[FusedLinear]:
         return [x for layer in self._layers for x in (*layer.mixer.linears, *layer.mlp.linears)]
+
+    @property
+    def adaptable(self) -> list[FusedLinear]:
+        """What adapters can be beside."""
+        return [*self.linears, self._output]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -202,7 +209,13 @@ class Decoder:
         return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent)
 
     @torch.inference_mode()
-    def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
+    def score(
+        self,
+        token_ids: tuple[int, ...],
+        prompt: Prefilled,
+        num_top: int = 0,
+        lora_weights: Mapping[str, LoraFactors] = _NO_ADAPTER,
+    ) -> PromptScores:
         """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each.
 
         Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
@@ -210,7 +223,7 @@ class Decoder:
         label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
         scores = PromptScores()
         for label_C, x_CH in zip(label_T.split(_SCORED), prompt.stream_TH[:-1].split(_SCORED), strict=True):
-            scores.add(self.logits(self._norm(x_CH, self._final_norm_H)), label_C, num_top)
+            scores.add(self.logits(self._norm(x_CH, self._final_norm_H), lora_weights), label_C, num_top)
         return scores
 
     @torch.inference_mode()
@@ -246,9 +259,9 @@ class Decoder:
         return self._norm(x_BH, self._final_norm_H)
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors] = _NO_ADAPTER) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return F.linear(hidden_BH, self._output_VH).float()
+        return self._output(hidden_BH, lora_weights).float()
 
     def _heads(
         self,

@@ -224,7 +224,9 @@ class _Lane:
                 continue
             if sequence.num_prompt_top is not None:
                 prompt = self._prefilled(sequence.prompt)
-                sequence.prompt_scores = self._decoder.score(sequence.prompt, prompt, sequence.num_prompt_top)
+                sequence.prompt_scores = self._decoder.score(
+                    sequence.prompt, prompt, sequence.num_prompt_top, self._lora
+                )
             if not sequence.draws_nothing:
                 return seat
             sequence.end = End("length")
@@ -241,7 +243,7 @@ class _Lane:
     def _draw(self) -> None:
         if not any(self._slots):
             return
-        logit_BV = self._decoder.logits(self._hidden_BH)
+        logit_BV = self._decoder.logits(self._hidden_BH, self._lora)
         self._forbid(logit_BV)
         taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
         drawn = self._drawn(logit_BV)
@@ -375,4 +377,4 @@ def _two_tokens(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], token
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)
-    return decoder.logits(hidden_BH)
+    return decoder.logits(hidden_BH, lora_weights)

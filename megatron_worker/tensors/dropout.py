@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.training import Lora
-from shared.errors import InvalidInput
-
 
 @dataclass
 class Masks:
@@ -39,9 +36,3 @@ def dropped(x: Tensor, rate: float, seed: int | None) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(seed)
     kept = torch.rand(x.shape, generator=generator, device=x.device) >= rate
     return x * kept.to(x.dtype).div_(1 - rate)
-
-
-def refuse_dropout(lora: Lora | None) -> None:
-    """Raises InvalidInput for an adapter with dropout, where passes belong to no step."""
-    if lora is not None and lora.dropout:
-        raise InvalidInput("passes of code of one's own belong to no step, which masks follow from", "dropout")

@@ -36,12 +36,11 @@ from megatron_worker.forwards.inputs import (
 from megatron_worker.forwards.packing import LEAST_SAVED
 from megatron_worker.memory.planner import PlannedSlot
 from megatron_worker.process.agreement import agreement
-from megatron_worker.tensors.dropout import refuse_dropout
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
-from megatron_worker.trainer_rank.snapshot import Snapshot
+from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
 
@@ -99,7 +98,7 @@ class TrainerRank:
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
         with self.agreement():
-            refuse_dropout(lora)
+            refuse_beyond_passes(lora)
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
         slot = f"{name}#{next(self._slot_number)}"
@@ -117,8 +116,8 @@ class TrainerRank:
             if trainable:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
-            refuse_dropout(lora)
             found = peft_format.read_config(path, lora)
+            refuse_beyond_passes(lora or found)
         slot = f"{name}#{next(self._slot_number)}"
         try:
             if trainable:

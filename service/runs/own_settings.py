@@ -4,7 +4,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Linear, Lora
+from longshore.training import Dtype, Lora, Target
 
 LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
 """Fields of `trainable` in a run."""
@@ -15,7 +15,7 @@ class OwnSettings(Frozen):
 
     rank: int | None = None
     alpha: float | None = None
-    targets: tuple[Linear, ...] | Literal["all-linear"] | None = None
+    targets: tuple[Target, ...] | Literal["all-linear"] | None = None
     target_pattern: str | None = None
     layers: tuple[int, ...] | None = None
     rank_pattern: dict[str, int] | None = None

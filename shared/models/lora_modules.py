@@ -5,8 +5,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from longshore.module_patterns import Effort, ModulePattern
-from longshore.training import LINEARS, Lora
+from longshore.training import TARGETS, Lora
 from shared.errors import InvalidInput
+
+OUTPUT = "lm_head"
+"""The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class AdaptedModules:
             return self._matches(self._whole, module)
         if module.rpartition(".")[2] not in self.lora.targets:
             return False
-        return self.lora.layers is None or layer_of(module) in self.lora.layers
+        return module == OUTPUT or self.lora.layers is None or layer_of(module) in self.lora.layers
 
     def _first(self, pairs: Sequence[tuple[ModulePattern, float]], module: str, otherwise: float) -> float:
         for pattern, value in pairs:
@@ -85,15 +88,16 @@ def beside(lora: Lora, modules: Collection[str]) -> Lora:
     Raises:
         InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what is no linear.
     """
+    modules = {*modules, OUTPUT}  # tied ones, too
     if lora.target_pattern is None:
         names = {module.rpartition(".")[2] for module in modules}
-        if not (targets := tuple(name for name in LINEARS if name in lora.targets and name in names)):
+        if not (targets := tuple(name for name in TARGETS if name in lora.targets and name in names)):
             raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
         lora = lora.model_copy(update={"targets": targets})
     adapted = AdaptedModules(lora)
     above = {".".join(parts[:n]) for parts in (name.split(".") for name in modules) for n in range(1, len(parts))}
     found = [name for name in {*modules, *above} if adapted.of(name) is not None]
-    if others := sorted(name for name in found if name.rpartition(".")[2] not in LINEARS):
+    if others := sorted(name for name in found if name.rpartition(".")[2] not in TARGETS):
         raise InvalidInput(f"the pattern means {others[0]}, too, which is no linear", "target_pattern")
     if not found:
         raise InvalidInput(

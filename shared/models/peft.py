@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LINEARS, Linear, Lora
+from longshore.training import DELTA_NET, LINEARS, TARGETS, Lora, Target
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
@@ -76,7 +76,7 @@ def config_of(lora: Lora) -> dict[str, object]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": lora.target_pattern or [name for name in LINEARS if name in lora.targets],
+        "target_modules": lora.target_pattern or [name for name in TARGETS if name in lora.targets],
         "task_type": "CAUSAL_LM",
     }
     more = {
@@ -104,7 +104,7 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
     names, listed = read.target_modules, read.layers_to_transform
     if isinstance(names, tuple):
-        names = (*(name for name in LINEARS if name in names), *(name for name in names if name not in LINEARS))
+        names = (*(name for name in TARGETS if name in names), *(name for name in names if name not in TARGETS))
         if any("." in name for name in names):
             names = rf"(.*\.)?({'|'.join(map(re.escape, names))})"  # as PEFT reads the ends of names
     chosen = {"target_pattern": names} if isinstance(names, str) and names != "all-linear" else {"targets": names}
@@ -174,7 +174,7 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
             raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
 
 
-def _counted(lora: Lora) -> list[Linear]:
+def _counted(lora: Lora) -> list[Target]:
     """Return the targets, sorted; without those of gated delta nets where all others are there."""
     others = set(LINEARS) - set(DELTA_NET)
-    return sorted(others if others <= set(lora.targets) else lora.targets)
+    return sorted(set(lora.targets) - set(DELTA_NET) if others <= set(lora.targets) else lora.targets)

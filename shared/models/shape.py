@@ -4,7 +4,7 @@ from collections.abc import Container
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, Linear
+from longshore.training import DELTA_NET, Linear, Target
 from shared.errors import InvalidInput
 from shared.models.config import FAMILIES, DenseConfig, HybridConfig, HybridMixtureConfig, MixtureConfig
 
@@ -40,8 +40,8 @@ class ModelShape(Frozen):
     is_gated: bool = False  # attention: q_proj has a gate for each query
     delta_net: DeltaNetShape | None = None
 
-    def num_linears(self, targets: Container[Linear]) -> int:
-        """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
+    def num_linears(self, targets: Container[Target]) -> int:
+        """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
         num_mlps = self.num_experts + (self.shared_ffn_size > 0) if self.num_experts else 1
         of_mlps = sum(name in targets for name in _OF_MLP) * num_mlps * self.num_layers
         recurrent = self.delta_net.layers.count(True) if self.delta_net else 0

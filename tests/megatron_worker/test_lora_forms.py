@@ -35,8 +35,9 @@ FORMS = {
         alpha_pattern={"v_proj": 3, r"layers\.1\..*_proj": 5},
         rank_stabilized=True,
     ),
+    "lm_head": Lora(rank=4, alpha=8, targets=("q_proj", "down_proj", "lm_head"), layers=(0,)),
+    "lm_head alone": Lora(rank=3, alpha=8, targets=("lm_head",)),
 }
-ON_FSDP = ("regex", "layers", "patterns")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +72,8 @@ def trained(engine, lora: Lora, folder: Path):
     return folder / "before" / "weights", folder / "after" / "weights"
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"), [*((name, "megatron") for name in FORMS), *((name, "fsdp") for name in ON_FSDP)]
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", FORMS)
 def test_ten_steps_are_peft_s_and_the_sampler_s(model, tmp_path, name, engine):
     ours = ENGINES[engine](model, Layout(), "float32")
     before, after = trained(ours, FORMS[name], tmp_path)
