@@ -17,20 +17,15 @@ _MOST_GROUPS = 60  # the parser calls itself for each
 _OF_ONE_CHARACTER = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN)
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     op.CATEGORY_DIGIT: str.isdecimal,
-    op.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
     op.CATEGORY_SPACE: str.isspace,
-    op.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
     op.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
-    op.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
 }
-_PLACES = {
-    op.AT_BEGINNING: lambda name: 1,
-    op.AT_BEGINNING_STRING: lambda name: 1,
-    op.AT_END: lambda name: 1 << len(name),
-    op.AT_END_STRING: lambda name: 1 << len(name),
-    op.AT_BOUNDARY: lambda name: _boundaries(name),
-    op.AT_NON_BOUNDARY: lambda name: ((2 << len(name)) - 1) & ~_boundaries(name),
+_OTHERS = {
+    op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
+    op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
+    op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
 }
+_PLACES = (op.AT_BEGINNING, op.AT_END, op.AT_BOUNDARY)
 
 
 @dataclass
@@ -53,6 +48,7 @@ class ModulePattern:
     """
 
     def __init__(self, expression: str, is_end: bool = False) -> None:
+        self.expression = expression
         if len(expression) > MAX_LENGTH or expression.count("(") > _MOST_GROUPS:
             raise ValueError(f"a pattern has at most {MAX_LENGTH} characters, and {_MOST_GROUPS} groups")
         try:
@@ -95,7 +91,7 @@ def _check(parts: Sequence[tuple[Any, Any]]) -> None:
                 _check(value[2])
             case op.ASSERT | op.ASSERT_NOT if value[0] == 1:
                 _check(value[1])
-            case _ if kind != op.AT and kind not in _OF_ONE_CHARACTER:
+            case _ if kind not in _OF_ONE_CHARACTER and (kind != op.AT or value not in _PLACES):
                 raise ValueError(f"{str(kind).lower().replace('_', ' ')} is not read in a pattern")
 
 
@@ -126,7 +122,8 @@ def _after(kind: Any, value: Any, places: int, name: _Name) -> int:
             holds = kind == op.ASSERT
             return sum(one for one in single if bool(_after_all(value[1], one, name)) == holds)
         case op.AT:
-            return places & int(_PLACES[value](name.text))
+            end = 1 << len(name.text)
+            return places & (1 if value == op.AT_BEGINNING else end if value == op.AT_END else _boundaries(name.text))
     return (places & name.places_of(kind, value)) << 1
 
 
@@ -168,7 +165,7 @@ def _takes(kind: Any, value: Any, c: str) -> bool:
         case op.RANGE:
             return bool(value[0] <= ord(c) <= value[1])
         case op.CATEGORY:
-            return _CATEGORIES[value](c)
+            return not _CATEGORIES[_OTHERS[value]](c) if value in _OTHERS else _CATEGORIES[value](c)
     is_negated = value[0][0] == op.NEGATE
     return any(_takes(part, range_, c) for part, range_ in value[is_negated:]) != is_negated
 

@@ -24,12 +24,8 @@ DtypeChoice = Literal["auto", "float32", "bfloat16"]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
-def _listed(targets: object) -> object:
-    return LINEARS if targets in ("all-linear", ["all-linear"]) else targets
-
-
-def _pairs(value: object) -> object:
-    return tuple(value.items()) if isinstance(value, Mapping) else value
+_LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
+_PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
 
 
 def _pattern(expression: str) -> str:
@@ -54,7 +50,7 @@ class Lora(Frozen):
     kind: Literal["lora"] = "lora"
     rank: Rank = Field(default=16, description="rank of the two factors")
     alpha: Alpha = Field(default=32.0, description="the adapter's output is scaled by alpha / rank")
-    targets: Annotated[tuple[Target, ...], BeforeValidator(_listed)] = Field(
+    targets: Annotated[tuple[Target, ...], _LISTED] = Field(
         default=LINEARS,
         min_length=1,
         description="linears with an adapter, of those that the model has; all-linear: every one but lm_head",
@@ -65,10 +61,10 @@ class Lora(Frozen):
     layers: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
-    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], BeforeValidator(_pairs)] = Field(
+    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], _PAIRED] = Field(
         **_OF_PATTERNS, description="other ranks, by patterns that the ends of modules' names match, the first counts"
     )
-    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], BeforeValidator(_pairs)] = Field(
+    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], _PAIRED] = Field(
         **_OF_PATTERNS, description="other alphas, by such patterns"
     )
     dropout: float = Field(

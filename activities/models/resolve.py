@@ -30,7 +30,7 @@ from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside
 from shared.models.merging import floats_of
-from shared.models.peft import CONFIG, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, EMBEDDING_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -143,7 +143,8 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
 def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
-    tensors = read_tensors(location, WEIGHTS)
+    found = read_tensors(location, WEIGHTS)
+    tensors = {name: tensor for name, tensor in found.items() if not EMBEDDING_COPY.fullmatch(name)}
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
     for name, tensor in tensors.items():
@@ -160,12 +161,10 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
 
 
-def _check_tensor(
-    name: str, tensor: TensorEntry, adapted: AdaptedModules, shape: ModelShape | None, place: str
-) -> None:
+def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-    if match is None or (size := adapted.of(module)) is None:
+    if match is None or (size := lora.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)

@@ -146,16 +146,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         super().zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
-
-    def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
-        batch = Batch.of_sequences(sequences, self._ranks.device)
-
-        def head(last_BH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
-            logit_BV, beside = last_BH @ weight_VH.t(), self._model.beside_head(last_BH)
-            return {"token_B": (logit_BV if beside is None else logit_BV + beside.logits()).argmax(1)}
-
-        return self._model.forward(batch, head)["token_B"].tolist()
+        return greedy(self.forward, self._ranks.device, prompts, max_tokens, stop_ids)
 
     # State.
 

@@ -17,10 +17,6 @@ class BesideHead:
     low_NR: Tensor
     b_VR: Tensor
 
-    def logits(self) -> Tensor:
-        """Return the adapter's part of the logits, [N, V]."""
-        return self.low_NR @ self.b_VR.t()
-
     def joined(self, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states and output embedding with the channels behind theirs. The latter has no gradient."""
         joined_VX = torch.cat([weight_VH.detach(), self.b_VR.detach()], dim=1)

@@ -20,7 +20,6 @@ from megatron_worker.families import architecture_of, read_config
 from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -127,6 +126,4 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(
-            lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
-        )
+        return greedy(self.forward, self._mesh.device, prompts, max_tokens, stop_ids)

@@ -33,12 +33,10 @@ from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of
+from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX
-
-OUTPUT_LAYER = "output_layer"
 
 
 @dataclass(frozen=True)
@@ -184,9 +182,7 @@ class _LoraLinear(torch.autograd.Function):
                 grad_TI.addmm_(grad_low_TR, a_RI)
             else:
                 grad_TI += dropped(grad_low_TR @ a_RI, lora.masks.rate, ctx.seed)
-        grad_a_RI = None
-        if ctx.needs_input_grad[6]:
-            grad_a_RI = grad_low_TR.t() @ dropped(input_TI, lora.masks.rate, ctx.seed)
+        grad_a_RI = grad_low_TR.t() @ dropped(input_TI, lora.masks.rate, ctx.seed) if ctx.needs_input_grad[6] else None
         grad_b: list[Tensor | None] = [None] * len(lora.b_parts)
         if any(ctx.needs_input_grad[7:]):
             blocks = lora.blocks(grad_TO.t() @ low_TR)
@@ -209,7 +205,7 @@ class MegatronAdapter:
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
         adapted = AdaptedModules(lora)
-        chosen = [(linear, _targeted(linear, adapted)) for linear in linears]
+        chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
         self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
@@ -252,11 +248,6 @@ def _place(linear: Linear, mesh: Mesh) -> int:
     return mesh.rank // shards
 
 
-def _targeted(linear: Linear, adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
-    sizes = {s: adapted.of(s.name.removesuffix(".weight")) for s in linear.slices}
-    return {s: size for s, size in sizes.items() if size is not None}
-
-
 def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
     """Return A and B of every part, under PEFT's names."""
     slices, start = [], 0
@@ -278,7 +269,7 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
     if tensor_slice.split is not None:
         return "split"
     # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
-    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith(OUTPUT_LAYER) else "whole"
+    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith("output_layer.") else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:

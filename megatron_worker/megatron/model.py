@@ -30,14 +30,7 @@ from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, Packed
 from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.local_bins import LocalBin
-from megatron_worker.megatron.lora import (
-    OUTPUT_LAYER,
-    AdaptedColumnLinear,
-    AdaptedLinear,
-    AdaptedRowLinear,
-    LoraWeights,
-    MegatronAdapter,
-)
+from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
@@ -92,7 +85,6 @@ class MegatronModel:
         self.dtype = dtype
         self.needs = LayerNeeds.of(a, mesh.device)
         self._mesh = mesh
-        self._beside_output: LoraWeights | None = None
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
@@ -102,6 +94,7 @@ class MegatronModel:
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
+        self.set_adapter(None)
 
     def _whole_name(self, name: str) -> str:
         """Return a parameter's name in the whole model: its layer's number there; one name for tied embeddings."""
@@ -126,7 +119,7 @@ class MegatronModel:
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
-        self._beside_output = weights.get(OUTPUT_LAYER)
+        self._beside_output = weights.get("output_layer")
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))

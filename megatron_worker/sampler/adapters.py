@@ -12,8 +12,9 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
-from megatron_worker.tensors.adapter_slots import scale_of
-from megatron_worker.tensors.safetensors_files import check_names, single_file
+from megatron_worker.tensors.adapter_slots import scale_of, targeted
+from megatron_worker.tensors.safetensors_files import single_file
+from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
 from shared.models import peft as peft_format
@@ -51,7 +52,7 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
     path = folder / peft_format.WEIGHTS
     shapes = adapter_shapes(decoder, lora)
     with single_file(path) as files:
-        check_names(files, set(shapes), path)
+        check_adapter_names(files, set(shapes), path, decoder.folder)
         tensors = {
             name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
             for name, shape in shapes.items()
@@ -63,8 +64,8 @@ def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Ma
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
     found, adapted = {}, AdaptedModules(lora)
     for linear in decoder.adaptable:
-        if targeted := _targeted(linear, adapted):
-            found[linear.name] = _lora_weights(linear, targeted, tensors, decoder)
+        if parts := targeted(linear.parts, adapted):
+            found[linear.name] = _lora_weights(linear, parts, tensors, decoder)
     return LoadedAdapter(name, folder, found)
 
 
@@ -73,15 +74,10 @@ def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     adapted = AdaptedModules(lora)
     for linear in decoder.adaptable:
-        for part, size in _targeted(linear, adapted).items():
+        for part, size in targeted(linear.parts, adapted).items():
             shapes[_name(part, "A")] = (size.rank, part.shape[1])
             shapes[_name(part, "B")] = (part.shape[0], size.rank)
     return shapes
-
-
-def _targeted(linear: FusedLinear, adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
-    sizes = {part: adapted.of(part.name.removesuffix(".weight")) for part in linear.parts}
-    return {part: size for part, size in sizes.items() if size is not None}
 
 
 def _name(part: TensorSlice, matrix: str) -> str:
@@ -89,17 +85,17 @@ def _name(part: TensorSlice, matrix: str) -> str:
 
 
 def _lora_weights(
-    linear: FusedLinear, targeted: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: Decoder
+    linear: FusedLinear, chosen: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: Decoder
 ) -> LoraFactors:
     num_outputs, num_inputs = linear.weight_OI.shape
-    sizes = list(targeted.values())
+    sizes = list(chosen.values())
     num_ranks = sum(size.rank for size in sizes)
     a_RI = torch.empty(num_ranks, num_inputs)
     b_OR = torch.zeros(num_outputs, num_ranks)
     row = first = 0
     for part in linear.parts:
-        if part in targeted:
-            columns = slice(first, first := first + targeted[part].rank)
+        if part in chosen:
+            columns = slice(first, first := first + chosen[part].rank)
             a_RI[columns] = tensors[_name(part, "A")]
             b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
         row += part.shape[0]

@@ -67,10 +67,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
-    [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which all tokens'
-    final hidden states can be computed."""
+    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer
+    of attention [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which
+    all tokens' final hidden states can be computed."""
 
+    lora_weights: Mapping[str, LoraFactors]
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
@@ -132,7 +133,7 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        self.dtype, self.device = dtype, device
+        self.folder, self.dtype, self.device = folder, dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
@@ -206,16 +207,10 @@ class Decoder:
                 values.append(value)
             x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent)
+        return Prefilled(lora_weights, self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values, recurrent)
 
     @torch.inference_mode()
-    def score(
-        self,
-        token_ids: tuple[int, ...],
-        prompt: Prefilled,
-        num_top: int = 0,
-        lora_weights: Mapping[str, LoraFactors] = _NO_ADAPTER,
-    ) -> PromptScores:
+    def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each.
 
         Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
@@ -223,7 +218,7 @@ class Decoder:
         label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
         scores = PromptScores()
         for label_C, x_CH in zip(label_T.split(_SCORED), prompt.stream_TH[:-1].split(_SCORED), strict=True):
-            scores.add(self.logits(self._norm(x_CH, self._final_norm_H), lora_weights), label_C, num_top)
+            scores.add(self.logits(self._norm(x_CH, self._final_norm_H), prompt.lora_weights), label_C, num_top)
         return scores
 
     @torch.inference_mode()

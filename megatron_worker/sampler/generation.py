@@ -224,9 +224,7 @@ class _Lane:
                 continue
             if sequence.num_prompt_top is not None:
                 prompt = self._prefilled(sequence.prompt)
-                sequence.prompt_scores = self._decoder.score(
-                    sequence.prompt, prompt, sequence.num_prompt_top, self._lora
-                )
+                sequence.prompt_scores = self._decoder.score(sequence.prompt, prompt, sequence.num_prompt_top)
             if not sequence.draws_nothing:
                 return seat
             sequence.end = End("length")

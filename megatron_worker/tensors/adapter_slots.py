@@ -33,7 +33,7 @@ from megatron_worker.tensors.state_files import (
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
-from shared.models.lora_modules import LoraSize, beside
+from shared.models.lora_modules import AdaptedModules, LoraSize, beside
 
 
 class SlotAdapter(Protocol):
@@ -164,15 +164,13 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def dropping(self) -> Iterator[None]:
         """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
         training = self.training
-        masks = None if training.slot is None else self.adapters[training.slot].masks
-        if masks is not None and masks.rate:
-            masks.moment = training.optimizer.step_count, training.num_bins
+        masks = Masks(0.0, 0) if training.slot is None else self.adapters[training.slot].masks
+        masks.moment = training.optimizer.step_count, training.num_bins
         training.num_bins += 1
         try:
             yield
         finally:
-            if masks is not None:
-                masks.moment = None
+            masks.moment = None
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
@@ -191,7 +189,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter.slices, exact.views, self._ranks)
+            read_adapter(folder, adapter.slices, exact.views, self._ranks, self._base.folder)
         adapter.flat.buffer.copy_(exact.buffer)
         self._install(name, adapter, trainable, seed)
         if trainable:
@@ -281,7 +279,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 adapter = self.adapters[training.slot]
                 peft_format.read_config(folder / "weights", adapter.lora)
                 exact = adapter.flat.like(torch.float32)
-                read_adapter(folder / "weights", adapter.slices, exact.views, ranks)
+                read_adapter(folder / "weights", adapter.slices, exact.views, ranks, self._base.folder)
                 training.optimizer.put("master", exact)
             read_optimizer(folder / "optimizer", training.optimizer, training.slices, ranks, training.keeps_masters)
         training.optimizer.refresh_working()
@@ -355,6 +353,12 @@ def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
         "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
         "optimizer": Resident([flat.host for flat in optimizer.states()]),
     }
+
+
+def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
+    """Return those of a fused linear's parts that an adapter is beside."""
+    sizes = {part: adapted.of(part.name.removesuffix(".weight")) for part in parts}
+    return {part: size for part, size in sizes.items() if size is not None}
 
 
 def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:

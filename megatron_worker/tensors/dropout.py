@@ -20,7 +20,7 @@ class Masks:
 
     def seed_of(self, linear: str, place: int) -> int | None:
         """Return the seed of a linear's mask on ranks of this place; None where nothing is dropped."""
-        if self.moment is None:
+        if self.moment is None or not self.rate:
             return None
         digest = hashlib.sha256(f"{self.seed}:{self.moment}:{linear}:{place}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1

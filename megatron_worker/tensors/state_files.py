@@ -145,13 +145,26 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
 
 
 def read_adapter(
-    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, model: Path
 ) -> None:
-    """Read an adapter. Raises InvalidInput as `read_model`."""
+    """Read an adapter of a model's folder. Raises InvalidInput as `read_model`."""
     path = folder / peft_format.WEIGHTS
     with single_file(path) as files:
-        check_names(files, {s.name for s in slices}, path)
+        check_adapter_names(files, {s.name for s in slices}, path, model)
         _read(files, slices, parameters, ranks)
+
+
+def check_adapter_names(files: TensorFiles, expected: set[str], path: Path, model: Path) -> None:
+    """Raise InvalidInput unless the expected tensors are there, and at most copies of the model's embeddings, which
+    PEFT writes beside their adapters and loads into the model."""
+    found = map(peft_format.EMBEDDING_COPY.fullmatch, sorted(files.names))
+    copies = {each[0]: f"{each[1]}.weight" for each in found if each}
+    check_names(files, expected | set(copies), path)
+    if copies:
+        with model_files(model) as base:
+            tied = next(name for name in sorted(base.names) if name.endswith("embed_tokens.weight"))
+            for copy, original in copies.items():
+                base.beside(files).check_equal(copy, original if original in base.names else tied)
 
 
 def write_adapter(

@@ -28,7 +28,5 @@ class Snapshot:
 
 def refuse_beyond_passes(lora: Lora) -> None:
     """Raises InvalidInput for what is no part of a backbone's pass that user code asks for."""
-    if lora.dropout:
-        raise InvalidInput("passes of code of one's own belong to no step, which masks follow from", "dropout")
-    if AdaptedModules(lora).of(OUTPUT) is not None:
-        raise InvalidInput("heads of code of one's own are computed with the base's lm_head", "targets")
+    if lora.dropout or AdaptedModules(lora).of(OUTPUT) is not None:
+        raise InvalidInput("dropout and adapters of lm_head are of a run's own passes alone", "trainable")

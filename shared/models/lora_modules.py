@@ -32,7 +32,7 @@ class AdaptedModules:
         self._whole = None if lora.target_pattern is None else ModulePattern(lora.target_pattern)
         self._ranks = [(ModulePattern(key, is_end=True), rank) for key, rank in lora.rank_pattern]
         self._alphas = [(ModulePattern(key, is_end=True), alpha) for key, alpha in lora.alpha_pattern]
-        self._used: set[ModulePattern] = set()
+        self.unused = {pattern for pattern, _ in (*self._ranks, *self._alphas)}
 
     def of(self, module: str) -> LoraSize | None:
         """Return what is beside a module, if anything. Raises InvalidInput where a pattern takes too long."""
@@ -50,28 +50,15 @@ class AdaptedModules:
         return module == OUTPUT or self.lora.layers is None or layer_of(module) in self.lora.layers
 
     def _first(self, pairs: Sequence[tuple[ModulePattern, float]], module: str, otherwise: float) -> float:
-        for pattern, value in pairs:
-            if self._matches(pattern, module):
-                self._used.add(pattern)
-                return value
-        return otherwise
+        found = next((pair for pair in pairs if self._matches(pair[0], module)), None)
+        self.unused.discard(found and found[0])
+        return otherwise if found is None else found[1]
 
     def _matches(self, pattern: ModulePattern, module: str) -> bool:
         try:
             return pattern.matches(module, self._effort)
         except ValueError as error:
             raise InvalidInput(str(error), "trainable") from None
-
-    def unused(self) -> str | None:
-        """Return a field and its pattern that was of no module asked for yet."""
-        for field, keys, pairs in (
-            ("rank_pattern", self.lora.rank_pattern, self._ranks),
-            ("alpha_pattern", self.lora.alpha_pattern, self._alphas),
-        ):
-            for (key, _), (pattern, _) in zip(keys, pairs, strict=True):
-                if pattern not in self._used:
-                    return f"{field} {key}"
-        return None
 
 
 def layer_of(module: str) -> int | None:
@@ -100,11 +87,10 @@ def beside(lora: Lora, modules: Collection[str]) -> Lora:
     if others := sorted(name for name in found if name.rpartition(".")[2] not in TARGETS):
         raise InvalidInput(f"the pattern means {others[0]}, too, which is no linear", "target_pattern")
     if not found:
-        raise InvalidInput(
-            "this model has no linear of that name", "target_pattern" if lora.target_pattern else "layers"
-        )
+        raise InvalidInput("this model has no linear of that name", "trainable")
     if lacking := sorted(set(lora.layers or ()) - {layer_of(name) for name in found}):
         raise InvalidInput(f"this model has nothing to adapt in layer {lacking[0]}", "layers")
-    if pattern := adapted.unused():
-        raise InvalidInput(f"no module with an adapter has a name like that: {pattern}", pattern.partition(" ")[0])
+    if adapted.unused:
+        unused = min(pattern.expression for pattern in adapted.unused)
+        raise InvalidInput(f"no module with an adapter has a name like that: {unused}", "trainable")
     return lora

@@ -16,6 +16,7 @@ from shared.field_rules import refused_value
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
+EMBEDDING_COPY = re.compile(r"base_model\.model\.((?:.*\.)?(?:lm_head|embed_tokens))\.base_layer\.weight")
 
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
@@ -56,13 +57,7 @@ def _switched_on(config: _Config) -> list[str]:
     return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
 
 
-_THEIRS = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "targets": "target_modules",
-    "target_pattern": "target_modules",
-    "layers": "layers_to_transform",
-}
+_OURS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layers_to_transform": "layers"}
 
 
 def config_of(lora: Lora) -> dict[str, object]:
@@ -107,21 +102,22 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         names = (*(name for name in TARGETS if name in names), *(name for name in names if name not in TARGETS))
         if any("." in name for name in names):
             names = rf"(.*\.)?({'|'.join(map(re.escape, names))})"  # as PEFT reads the ends of names
-    chosen = {"target_pattern": names} if isinstance(names, str) and names != "all-linear" else {"targets": names}
-    settings = {
-        "rank": read.r,
-        "alpha": read.lora_alpha,
-        "layers": (listed,) if isinstance(listed, int) else listed or None,
-        "rank_pattern": read.rank_pattern or {},
-        "alpha_pattern": read.alpha_pattern or {},
-        "rank_stabilized": read.use_rslora,
-    }
+    is_pattern = isinstance(names, str) and names != "all-linear"
     try:
-        return Lora.model_validate(settings | chosen)
+        return Lora(
+            rank=read.r,
+            alpha=read.lora_alpha,
+            layers=(listed,) if isinstance(listed, int) else listed or None,
+            rank_pattern=read.rank_pattern or {},
+            alpha_pattern=read.alpha_pattern or {},
+            rank_stabilized=read.use_rslora,
+            **{"target_pattern" if is_pattern else "targets": names},
+        )
     except ValidationError as error:
         rule = refused_value(error)
-        ours = rule.partition(" ")[0].partition(".")[0]
-        raise InvalidInput(rule.replace(ours, _THEIRS.get(ours, ours), 1), place) from error
+        for theirs, ours in {**_OURS, "target_modules": "target_pattern" if is_pattern else "targets"}.items():
+            rule = re.sub(rf"^{ours}\b", theirs, rule)
+        raise InvalidInput(rule, place) from error
 
 
 def write_config(folder: Path, lora: Lora) -> None:

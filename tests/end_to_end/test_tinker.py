@@ -196,7 +196,7 @@ def test_the_rest_client_finds_runs_and_checkpoints(told: dict[str, Any]) -> Non
     assert rest["checkpoints"] == [["weights/first", True, True], ["sampler_weights/policy", False, True]]
     assert rest["left"] == 1 and rest["runs"] >= 2 and rest["all"] >= 2
     assert len(rest["session"]["training_run_ids"]) == 5, "that of a model that could not be opened, too"
-    assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is False
+    assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is True
 
 
 @pytest.mark.deep

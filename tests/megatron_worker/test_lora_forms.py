@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.training import Adam, Lora
@@ -55,7 +55,8 @@ def in_peft(model: Path, weights: Path, is_trainable: bool = False):
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
 
 
 def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -79,7 +80,7 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(model, tmp_path, name, engine):
     before, after = trained(ours, FORMS[name], tmp_path)
     reference = in_peft(model, before, is_trainable=True)
     reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
-    reference.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    reference.save_pretrained(tmp_path / "theirs")
     rows = random_rows([40, 17], seed=9)
     expected = logprobs_in_transformers(reference.eval(), rows)
     assert furthest(weights_of(after), weights_of(tmp_path / "theirs")) <= 1e-5
@@ -189,24 +190,48 @@ def test_masks_keep_the_mean_and_the_share():
     assert len({masks.seed_of("a", 0), *(each.seed_of(*of) for each, *of in others)}) == 6
 
 
-def test_code_of_one_s_own_has_no_dropout(model):
+def test_code_of_one_s_own_has_neither_dropout_nor_another_head(model):
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
-    with pytest.raises(InvalidInput, match="belong to no step") as refused:
-        rank.create_adapter("run", Lora(dropout=0.1), seed=0)
-    assert refused.value.place == "dropout"
+    for lora in (Lora(dropout=0.1), Lora(targets=("lm_head",))):
+        with pytest.raises(InvalidInput, match="a run's own passes alone"):
+            rank.create_adapter("run", lora, seed=0)
 
 
 @pytest.mark.parametrize(
     ("settings", "place", "words"),
     [
         ({"target_pattern": r".*\.mlp"}, "target_pattern", "model.layers.0.mlp, too, which is no linear"),
-        ({"target_pattern": "x_proj"}, "target_pattern", "no linear of that name"),
+        ({"target_pattern": "x_proj"}, "trainable", "no linear of that name"),
         ({"layers": [0, 7]}, "layers", "nothing to adapt in layer 7"),
-        ({"rank_pattern": {"q_prj": 2}}, "rank_pattern", "rank_pattern q_prj"),
-        ({"targets": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "alpha_pattern", "alpha_pattern v_proj"),
+        ({"rank_pattern": {"q_prj": 2}}, "trainable", "like that: q_prj"),
+        ({"targets": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "trainable", "like that: v_proj"),
     ],
 )
 def test_what_a_model_has_not_is_refused_by_its_field(model, settings, place, words):
     with pytest.raises(InvalidInput, match=words) as refused:
         MegatronEngine(model, Layout(), "float32").add_adapter("run", Lora.model_validate(settings), seed=0)
     assert refused.value.place == place
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_copies_of_embeddings_that_peft_writes_are_the_model_s(tmp_path, is_same):
+    """PEFT writes the output layer beside its adapter, and would load it. Here the model's is tied to its embedding."""
+    model = distinct_model(tmp_path / "model", "qwen3", tied=True)
+    ours = MegatronEngine(model, Layout(), "float32")
+    after = trained(ours, FORMS["lm_head"], tmp_path)[1]
+    reference = in_peft(model, after)
+    reference.save_pretrained(tmp_path / "theirs")
+    path, name = tmp_path / "theirs" / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    tensors = load_file(path)
+    assert name in tensors
+    if is_same:
+        ours.load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
+        rows = random_rows([40, 17], seed=9)
+        assert (logprobs(ours, bin_of(rows)) - logprobs_in_transformers(reference, rows)).abs().max() <= 1e-5
+        adapter = load_adapter("theirs", tmp_path / "theirs", Decoder(model, torch.float32, torch.device("cpu")))
+        assert "lm_head" in adapter.lora_weights
+    else:
+        tensors[name][7, 3] += 1
+        save_file(tensors, path)
+        with pytest.raises(InvalidInput, match=r"to 'model\.embed_tokens\.weight', and they differ"):
+            ours.load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
