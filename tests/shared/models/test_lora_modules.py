@@ -30,6 +30,12 @@ PATTERNS = st.recursive(
 )
 
 
+@pytest.mark.parametrize("pattern", ["[ab]*", "[ab]+b", r".*\.a", r"[^.]*\.?[^.]*", "a*b*", r"(?:\w*\.)+\w*"])
+def test_a_run_of_characters_ends_where_it_ends(pattern: str) -> None:
+    for name in ("a", "ab", "aab", "abab", "a.b", "ab.ab", "aa.bb.a", "aaaaaaaaa.a", ".a", "a."):
+        assert ModulePattern(pattern).matches(name, Effort()) == bool(re.fullmatch(pattern, name)), name
+
+
 @settings(max_examples=400, deadline=None)
 @given(PATTERNS, st.text("ab.0_", min_size=1, max_size=7))
 def test_a_pattern_means_what_it_means_in_re(pattern: str, name: str) -> None:
