@@ -20,11 +20,11 @@ from torch import Tensor
 from benchmarks.machine import provenance
 from examples.tiny_model import Family
 from longshore.layout import Layout
-from longshore.training import DELTA_NET, LINEARS, Full, Lora
+from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.engine import Engine
 from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
@@ -53,8 +53,8 @@ with random weights, in float32 on the CPU, against transformers {transformers} 
 | sampler | log-probabilities that its steps draw by with the trainer's (nats) |
 | layouts | of two ranks that hold the family; others are refused by name |
 
-LoRA is beside every linear; beside those of attention and of delta nets in mixtures, as PEFT sees no linears in the
-experts of transformers. How far layouts differ from one rank is in [parallel layouts](layouts.md).
+LoRA is beside every linear; in mixtures beside those of attention, delta nets and Mamba-2, and around experts, as PEFT
+sees no linears in the experts of transformers. How far layouts differ from one rank: [parallel layouts](layouts.md).
 
 """
 
@@ -109,7 +109,8 @@ def lora_steps(model: Path, folder: Path) -> float:
     from peft import PeftModel
 
     is_mixture = read_architecture(model).num_experts > 0
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET) if is_mixture else LINEARS
+    of_mixtures = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT, *MAMBA, *LATENT_EXPERTS)
+    targets = of_mixtures if is_mixture else LINEARS
     engine = MegatronEngine(model, Layout(), "float32")
     engine.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
     engine.save(folder / "lora")
@@ -135,7 +136,7 @@ def _relative(engine: Engine, reference: Any, rate: float) -> float:
 
 
 def sampled(model: Path, engine: Engine) -> float:
-    decoder = Decoder(model, torch.float32, torch.device("cpu"))
+    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
     row = random_rows([120])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
     return _furthest(logprobs_by_steps(decoder, row.ids, range(50, 100), {}), expected[49:99])

@@ -125,10 +125,11 @@ def both_flops(shape: Shape, architecture: Architecture) -> tuple[dict[str, floa
 
 def step_flops(a: Architecture, num_tokens: int, num_pairs: int, num_targets: int) -> dict[str, float]:
     linears = attention = states = 0.0
+    mixture = next((mlp for mlp in a.mlps if isinstance(mlp, Mixture)), None)
     for part in (part for linear in linears_of(slices_of(a, 1)) for part in linear.slices):
         (num_outputs, num_inputs), used = part.shape, 1.0
-        if isinstance(a.mlp, Mixture) and part.expert is not None:
-            used = a.mlp.experts_per_token / a.mlp.num_experts
+        if mixture is not None and part.expert is not None:
+            used = mixture.experts_per_token / mixture.num_experts
         linears += used * (4.0 * num_outputs * num_inputs + 6 * RANK * (num_outputs + num_inputs))
     for mixer in a.mixers:
         match mixer:

@@ -58,11 +58,11 @@ def prompts(num: int) -> list[tuple[int, ...]]:
 class Ours:
     """A sampler process, asked by a thread a group."""
 
-    def __init__(self, model: Path, slots: int, stack: ExitStack) -> None:
+    def __init__(self, model: Path, slots: int, stack: ExitStack, *options: str) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ready = folder / "ready.json"
         command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--ready-file", str(ready)]
-        process = subprocess.Popen([*command, "--served-model-name", "model", "--slots", str(slots)])
+        process = subprocess.Popen([*command, "--served-model-name", "model", "--slots", str(slots), *options])
         stack.callback(end, process)
         while not ready.exists():
             assert process.poll() is None
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--by-transformers", action="store_true", help="the sampler by transformers' model, too")
     parser.add_argument("--sleep", action="store_true", help="measure sleep and wake instead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -167,6 +168,8 @@ def main() -> None:
                 print(json.dumps(figures[-2:], indent=1), flush=True)
                 continue
             contestants: dict[str, Ours | Theirs] = {f"ours_{n}": Ours(model, n, stack) for n in arguments.slots}
+            if arguments.by_transformers:
+                contestants["by_transformers"] = Ours(model, arguments.slots[0], stack, "--by-transformers")
             contestants["transformers"] = Theirs(model)
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)
         figures.append({"hidden": hidden, "tokens_per_s": speed})

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen2", "llama", "mistral", "smollm3"]
+Family = Literal[
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
+    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3",
+]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -98,8 +101,15 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import (
+        DeepseekV3Config,
+        Gemma3TextConfig,
+        Gemma4TextConfig,
+        Glm4MoeLiteConfig,
+        GptOssConfig,
         LlamaConfig,
+        MinistralConfig,
         MistralConfig,
+        NemotronHConfig,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
@@ -119,7 +129,34 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         "linear_value_head_dim": size,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     }
+    latents = {
+        **{"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": size, "qk_rope_head_dim": size // 2},
+        **{"num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": sizes["hidden_size"]},
+    }
+    mixers = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])]
+    windows = {"layer_types": mixers, "sliding_window": 24, "final_logit_softcapping": 20.0}
     match family:
+        case "gemma3":
+            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=2 * size)
+        case "gemma4":  # with four layers the last two take the keys and values of those before
+            return Gemma4TextConfig(
+                **{**sizes, **windows, "num_key_value_heads": sizes["num_attention_heads"]},
+                global_head_dim=2 * size,
+                num_global_key_value_heads=sizes["num_key_value_heads"],
+                attention_k_eq_v=True,
+                num_kv_shared_layers=max(0, sizes["num_hidden_layers"] - 2),
+                use_double_wide_mlp=True,
+                hidden_size_per_layer_input=size // 2,
+                vocab_size_per_layer_input=sizes["vocab_size"],
+            )
+        case "deepseek_v3" | "glm4_moe_lite":
+            latents = {**sizes, **latents}
+            latents.pop("head_dim")
+            if family == "glm4_moe_lite":
+                experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+                return Glm4MoeLiteConfig(**latents, **experts, v_head_dim=size + size // 2)
+            experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+            return DeepseekV3Config(**latents, **experts, v_head_dim=size, first_k_dense_replace=1)
         case "qwen3_5":
             return Qwen3_5TextConfig(**sizes, **delta_net)
         case "qwen3_5_moe":
@@ -127,6 +164,22 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
             experts["shared_expert_intermediate_size"] = sizes["hidden_size"] // 2
             return Qwen3_5MoeTextConfig(**sizes, **delta_net, **experts)
+        case "gpt_oss":
+            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": sizes["hidden_size"]}
+            return GptOssConfig(**sizes, sliding_window=16)
+        case "nemotron_h":  # a layer is one block, and its embeddings are never tied
+            sizes["tie_word_embeddings"] = False
+            kinds, num_layers = ("linear_attention", "full_attention", "moe", "mlp"), sizes.pop("num_hidden_layers")
+            mamba = {"mamba_num_heads": 4, "mamba_head_dim": size, "ssm_state_size": size, "n_groups": 2}
+            routed: dict[str, Any] = {
+                "n_routed_experts": 8,
+                "n_group": 2,
+                "routed_scaling_factor": 1.5,
+                "moe_latent_size": 2 * size,
+            }
+            ffn = {"moe_intermediate_size": 2 * size, "moe_shared_expert_intermediate_size": 3 * size}
+            blocks = [kinds[layer % 4] for layer in range(num_layers)]
+            return NemotronHConfig(**sizes, **mamba, **routed, **ffn, layers_block_type=blocks)
         case "qwen3":
             return Qwen3Config(**sizes)
         case "qwen3_moe":
@@ -137,6 +190,8 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
             return Qwen2Config(**sizes)
         case "mistral":
             return MistralConfig(**sizes, sliding_window=None)
+        case "ministral":
+            return MinistralConfig(**sizes, sliding_window=16, layer_types=mixers)
         case "smollm3":
             sizes.pop("head_dim")
             return SmolLM3Config(**sizes, no_rope_layer_interval=2)

@@ -12,10 +12,18 @@ from longshore.module_patterns import MAX_LENGTH, ModulePattern
 Linear = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "in_proj", "fc1_latent_proj", "fc2_latent_proj",
 ]  # fmt: skip
 LINEARS: tuple[Linear, ...] = get_args(Linear)
 DELTA_NET: tuple[Linear, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The linears of a gated delta net, which some layers of a hybrid model have in the place of attention."""
+LATENT: tuple[Linear, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Linears of multi-head latent attention, in the place of those that make queries, keys and values."""
+MAMBA: tuple[Linear, ...] = ("in_proj",)
+"""The linears of a Mamba-2 mixer that take adapters: PEFT refuses them beside its `out_proj`."""
+LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
+"""The linears around experts that work in fewer dimensions than the model."""
 Target = Literal[Linear, "lm_head"]
 TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
 """What an adapter can be beside: linears of layers, and the output layer."""
@@ -25,6 +33,7 @@ DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where 
 
 
 _LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
+_SORTED = AfterValidator(lambda layers: layers and tuple(sorted({*layers})))
 _PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
 
 
@@ -58,7 +67,7 @@ class Lora(Frozen):
     target_pattern: Pattern | None = Field(
         default=None, description="instead of targets: a regular expression that the whole names of modules match"
     )
-    layers: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None = Field(
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
     rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], _PAIRED] = Field(

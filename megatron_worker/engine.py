@@ -199,7 +199,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of an engine that do not change."""
+    """Properties of an engine that do not change. `windows`: of its layers of attention (None: of those without)."""
 
     layout: Layout
     dtype: Dtype
@@ -209,6 +209,7 @@ class Facts:
     dp_size: int
     vocab_size: int
     hidden_size: int
+    windows: frozenset[int | None] = frozenset({None})
 
     @property
     def device_name(self) -> str:

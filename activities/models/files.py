@@ -12,12 +12,11 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule, refused_value
-from shared.models.config import (
-    DenseConfig,
-    HybridConfig,
-    decoder_settings,
-    read_model_config,
-)
+from shared.models.config import decoder_settings, prefix_of, read_model_config
+from shared.models.dense import DenseConfig
+from shared.models.families import LatentConfig
+from shared.models.lora_modules import layer_of
+from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -45,7 +44,9 @@ _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*rotary_emb)(.+)")
+_OF_LAYER = re.compile(
+    r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
+)
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -124,10 +125,8 @@ class _Config(BaseModel):
     vocab_size: int = Field(ge=1)
     tie_word_embeddings: bool = False
     hidden_act: Literal["silu"] = "silu"
-    use_sliding_window: Literal[False] = False
-    quantization_config: None = None
-    num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    moe_intermediate_size: int = Field(default=0, ge=0)
+    num_experts: int | None = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    moe_intermediate_size: int | None = Field(default=0, ge=0)
 
 
 class _Index(BaseModel):
@@ -227,7 +226,7 @@ def _weight_map(location: Location) -> dict[str, str]:
 
 
 def check_weights(location: Location) -> list[str]:
-    """Return the names of modules that have a weight.
+    """Return the names of the decoder's modules that have a weight.
 
     Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train.
     """
@@ -248,7 +247,9 @@ def check_weights(location: Location) -> list[str]:
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
-    return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    prefix, num_layers = prefix_of(config, tensors), config.num_hidden_layers
+    modules = [module_of(name) for name in tensors if name.endswith(".weight") and name.startswith(f"{prefix}.")]
+    return [name for name in modules if (layer_of(name) or 0) < num_layers]
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -300,15 +301,17 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
 
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
-    prefix = config.tensor_prefix
-    kinds = config.is_recurrent if isinstance(config, HybridConfig) else (False,) * config.num_hidden_layers
-    embedded = f"{prefix}.embed_tokens.weight"
-    needed = [embedded, f"{prefix}.norm.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
-    for is_recurrent in sorted(set(kinds)):
-        layers = [number for number, kind in enumerate(kinds) if kind == is_recurrent]
-        found = {match[2] for name in tensors if (match := _OF_LAYER.fullmatch(name)) and int(match[1]) in layers}
-        suffixes = sorted(found | {"input_layernorm.weight"})
+    prefix, names, kinds = prefix_of(config, tensors), config.names, config.layer_kinds
+    embedded = f"{prefix}.{names.embedding}.weight"
+    needed = [embedded, f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+    of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
+    for own in dict.fromkeys(kinds):
+        layers = [number for number, kind in enumerate(kinds) if kind == own]
+        found = {match[2] for match in of_layers if int(match[1]) in layers}
+        suffixes = sorted(found | {f"{names.mixer_norm}.weight"})
         needed += [f"{prefix}.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes]
+    if isinstance(config, LatentConfig):  # what stands behind the layers predicts more tokens, and says so
+        needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
     for name in needed:
         if name not in tensors:
             raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)

@@ -26,11 +26,11 @@ from activities.models.files import (
 )
 from activities.sources.models import Location, locate
 from longshore.fields import Artifact, Frozen
-from longshore.training import Linear, Lora
+from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
-from shared.models.lora_modules import OUTPUT, AdaptedModules, beside
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import floats_of
-from shared.models.peft import CONFIG, EMBEDDING_COPY, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -53,8 +53,8 @@ What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
-    r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|mlp(\.experts\.\d+|(?P<shared>\.shared_expert))?)\.(?P<linear>\w+)|lm_head)"
+    r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
+    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 
@@ -99,7 +99,7 @@ class Resolve:
             shape = check(location)
             modules = check_weights(location)
             if isinstance(request.trainable, Lora):
-                beside(request.trainable, modules)
+                beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -136,15 +136,16 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
-        check_same(lora, request.lora, location.place(CONFIG))
+        linears = LINEARS if request.shape is None else request.shape.linears
+        check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
 
 
 def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
-    found = read_tensors(location, WEIGHTS)
-    tensors = {name: tensor for name, tensor in found.items() if not EMBEDDING_COPY.fullmatch(name)}
+    tensors = read_tensors(location, WEIGHTS)
+    tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
     for name, tensor in tensors.items():
@@ -171,14 +172,12 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: M
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
     if rank != size.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
-    linear, is_shared = cast(Linear | None, match["linear"]), match["shared"] is not None
-    in_size = out_size = 0
-    if shape is not None:
-        head = shape.hidden_size, shape.vocab_size
-        in_size, out_size = head if linear is None else shape.linear_size(linear, is_shared)
+    linear = cast(Target, module.rpartition(".")[2])
+    of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"] or 0))
     found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and found != fits:
-        rule = f"{linear or OUTPUT} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
+        rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 
 

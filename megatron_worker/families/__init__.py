@@ -5,26 +5,30 @@ import json
 import math
 from pathlib import Path
 
-from megatron_worker.families import qwen3_5
+from megatron_worker.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
     LinearScaling,
     Llama3Scaling,
     Mixture,
+    Mlp,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
 from shared.errors import InvalidInput
-from shared.models.config import (
-    DenseConfig,
+from shared.models.config import read_model_config
+from shared.models.dense import DenseConfig, RopeConfig
+from shared.models.families import (
+    GptOssConfig,
     HybridConfig,
-    HybridMixtureConfig,
+    LatentConfig,
     MixtureConfig,
-    RopeConfig,
+    NemotronHConfig,
     SmolLM3Config,
-    read_model_config,
 )
+from shared.models.gemma import GemmaConfig
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
@@ -47,14 +51,20 @@ def read_config(folder: Path) -> DenseConfig:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return read_model_config(values, str(path))
+    config = read_model_config(values, str(path))
+    if isinstance(config, NemotronHConfig):
+        return nemotron_h.named_as_in(folder, config)
+    return config
 
 
 def architecture_of(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
-        case "llama" | "mistral":
-            return _sized(config, _attention(config))
+        case "llama" | "mistral" | "ministral":
+            return _windowed(_sized(config, _attention(config)), config)
+        case "gpt_oss":
+            assert isinstance(config, GptOssConfig)
+            return gpt_oss.architecture(_sized(config, _attention(config)), config)
         case "smollm3":
             assert isinstance(config, SmolLM3Config)
             attention = _attention(config)
@@ -62,14 +72,32 @@ def architecture_of(config: DenseConfig) -> Architecture:
             mixers = tuple(attention if rotated else still for rotated in config.is_rotated)
             return dataclasses.replace(_sized(config, attention), mixers=mixers)
         case "qwen2":
-            return _sized(config, _attention(config, qkv_bias=True))
+            return _windowed(_sized(config, _attention(config, qkv_bias=True)), config)
         case "qwen3" | "qwen3_moe":
-            return _sized(config, _attention(config, qk_norm=True))
+            return _windowed(_sized(config, _attention(config, qk_norm=True)), config)
         case "qwen3_5" | "qwen3_5_moe":
             assert isinstance(config, HybridConfig)
             return qwen3_5.architecture(_sized(config, _attention(config, qk_norm=True)), config)
+        case "deepseek_v3" | "glm4_moe_lite":
+            assert isinstance(config, LatentConfig)
+            return deepseek_v3.architecture(_sized(config, _attention(config)), config)
+        case "nemotron_h":
+            assert isinstance(config, NemotronHConfig)
+            return nemotron_h.architecture(_sized(config, _attention(config)), config)
+        case "gemma3" | "gemma4":
+            assert isinstance(config, GemmaConfig)
+            attention = _attention(config, qk_norm=True)
+            heads = [config.heads_of(layer)[0] for layer in range(config.num_hidden_layers)]
+            ropes = [_rope_with(config.rope_of(layer), size) for layer, size in enumerate(heads)]
+            return gemma.architecture(_sized(config, attention), config, ropes)
         case family:
             raise AssertionError(family)  # refused when the file was read
+
+
+def _windowed(alike: Architecture, config: DenseConfig) -> Architecture:
+    """Return an architecture of attention with the window of each layer."""
+    mixers = tuple(dataclasses.replace(alike.attention, window=window) for window in config.windows)
+    return dataclasses.replace(alike, mixers=mixers)
 
 
 def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Attention:
@@ -88,7 +116,8 @@ def _sized(config: DenseConfig, attention: Attention) -> Architecture:
     return Architecture(
         family=config.model_type,
         mixers=(attention,) * config.num_hidden_layers,
-        mlp=_mixture(config) if isinstance(config, MixtureConfig) else config.intermediate_size,
+        mlps=(_mixture(config) if isinstance(config, MixtureConfig) else Mlp(config.intermediate_size),)
+        * config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
@@ -104,16 +133,21 @@ def _mixture(config: MixtureConfig) -> Mixture:
         ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
         is_normalised=config.norm_topk_prob,
-        shared_ffn_size=config.shared_expert_intermediate_size if isinstance(config, HybridMixtureConfig) else 0,
+        shared_ffn_size=config.shared_ffn_size,
     )
 
 
 def _rope(config: DenseConfig) -> Rope:
-    parameters = config.rope
+    return _rope_with(config.rope, config.rotary_size)
+
+
+def _rope_with(parameters: RopeConfig, size: int) -> Rope:
     theta = parameters.rope_theta or _DEFAULT_THETA
-    size = config.rotary_size if isinstance(config, HybridConfig) else config.size_of_heads
     if parameters.rope_type == "default":
         return Rope(theta, size)
+    if parameters.rope_type == "proportional":
+        num_turning = int((parameters.partial_rotary_factor or 1.0) * size // 2)
+        return Rope(theta, size, ProportionalScaling(num_turning, parameters.factor or 1.0))
     factor, original = parameters.factor, parameters.original_max_position_embeddings
     assert factor is not None  # else the file was refused
     if parameters.rope_type == "linear":

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from shared.models.dense import DenseConfig, TensorNames
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,21 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `num_turning` frequencies turn, and they are divided by `factor` (Gemma 4)."""
+
+    num_turning: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over the first `size` dimensions of each head, half
     against half."""
 
     theta: float
     size: int
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling | None = None
 
     def tables(self, position_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the positions' angles, [T, 1, size] each, for `rotary_frequencies`."""
@@ -64,8 +76,12 @@ class Rope:
 class Attention:
     """Grouped-query attention, `num_heads` being a multiple of `num_kv_heads`. `rope` None: positions are not encoded.
 
-    `is_gated`: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al. 2025,
-    arXiv:2505.06708).
+    Attributes:
+        is_gated: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al.
+            2025, arXiv:2505.06708).
+        window: tokens that a token attends to, itself and those before it; None: all.
+        has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
+        scale: of the scores; None: 1 / sqrt(head_dim).
     """
 
     num_heads: int
@@ -73,8 +89,17 @@ class Attention:
     head_dim: int
     rope: Rope | None
     qkv_bias: bool = False
+    output_bias: bool = False
     qk_norm: bool = False
     is_gated: bool = False
+    window: int | None = None
+    has_sinks: bool = False
+    scale: float | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """What is made of the input, by Hugging Face's names: queries, keys and values."""
+        return "q_proj", "k_proj", "v_proj"
 
     @property
     def heads_per_group(self) -> int:
@@ -85,6 +110,32 @@ class Attention:
     def rows_per_head(self) -> int:
         """Outputs of the query projection for each head: the query, and its gate."""
         return self.head_dim * (2 if self.is_gated else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): keys and values are made of a
+    latent of each token. The last part of a key, of the size of `rope`, is rotated, and the same for all heads.
+
+    Attributes:
+        query_rank: size of the latent that queries are made of; None: they are made of the hidden state.
+        latent_size: of keys and values together.
+        value_size: of a head; `head_dim` is that of its key.
+        is_interleaved: what is rotated are pairs of neighbours, not the first half against the second.
+        norm_eps: of the latents' norms.
+    """
+
+    query_rank: int | None
+    latent_size: int
+    value_size: int
+    is_interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        """The parts of a key: of the head's own, and the rotated one."""
+        rotated = 0 if self.rope is None else self.rope.size
+        return self.head_dim - rotated, rotated
 
 
 @dataclass(frozen=True)
@@ -121,15 +172,92 @@ class DeltaNet:
         return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
 
 
-Mixer = Attention | DeltaNet
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba-2 mixer (Dao & Gu 2024, arXiv:2405.21060): a recurrent state a head, [head_size, state_size].
+
+    `num_groups`: groups of heads that write and read their states by the same keys and queries (the paper's B and C),
+    and whose outputs are normed together. `least_step`: steps are no smaller.
+    """
+
+    num_heads: int
+    head_size: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    conv_bias: bool
+    least_step: float
+
+    @property
+    def num_values(self) -> int:
+        """Outputs of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """The channels of the convolution: values, keys and queries."""
+        return self.num_values, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    @property
+    def made_sizes(self) -> tuple[int, int, int, int, int]:
+        """What is made of the input: gates, the convolution's channels, and a step for each head."""
+        return self.num_values, *self.mixed_sizes, self.num_heads
+
+
+Mixer = Attention | DeltaNet | Mamba2
+Activation = Literal["silu", "relu2", "gelu_tanh"]
+
+
+def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    """Return what an MLP's last linear is applied to: the activation of its first one's outputs, or where it is gated
+    of their first half, times the second."""
+    gate, up = made.chunk(2, dim=-1) if is_gated else (made, None)
+    match activation:
+        case "silu":
+            active = F.silu(gate)
+        case "relu2":
+            active = F.relu(gate).square()
+        case "gelu_tanh":
+            active = F.gelu(gate, approximate="tanh")
+    return active if up is None else active * up
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate."""
+
+    ffn_size: int
+    activation: Activation = "silu"
+    is_gated: bool = True
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """An activation of gate and up: (up + 1) * gate * sigmoid(alpha * gate), of the gate's part below `limit` and the
+    up's within it (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * gate * (self.alpha * gate).sigmoid()
 
 
 @dataclass(frozen=True)
 class Mixture:
     """Experts in the place of an MLP.
 
-    `is_normalised`: the chosen experts' weights add up to 1. `shared_ffn_size`: of an expert that all tokens go to,
-    with a gate of its own; 0: there is none.
+    Attributes:
+        is_normalised: the chosen experts' weights add up to 1, before they are multiplied by `scale`.
+        shared_ffn_size: of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
+        scoring: the softmax of all experts' scores; or the sigmoid of each one's, to which a correction is added for
+            the choice alone; or the softmax of the chosen ones' alone.
+        num_groups, chosen_groups: experts are chosen among those of some groups.
+        activation, is_gated: of the experts, as of an Mlp.
+        latent_size: experts work in so many dimensions, between two linears; 0: in the model's.
+        stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
+            they are not.
     """
 
     num_experts: int
@@ -137,6 +265,35 @@ class Mixture:
     experts_per_token: int
     is_normalised: bool = True
     shared_ffn_size: int = 0
+    shared_is_gated: bool = True
+    activation: Activation = "silu"
+    is_gated: bool = True
+    scoring: Literal["softmax", "sigmoid", "chosen softmax"] = "softmax"
+    num_groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    latent_size: int = 0
+    stacked: ClampedGate | None = None
+
+    @property
+    def shared_mlp(self) -> Mlp:
+        """The expert that all tokens go to."""
+        return Mlp(self.shared_ffn_size, self.activation, self.is_gated)
+
+
+@dataclass(frozen=True)
+class NormedBlock:
+    """A residual block that norms what a mixer and an MLP put out, too, before it is added (Gemma).
+
+    Attributes:
+        per_layer_size: of what each layer takes of a token beside the residual stream, by an embedding of the layer's
+            own with `per_layer_vocab_size` rows and by a projection of the token's embedding. 0: there is none.
+        has_scalar: what leaves a layer is multiplied by a number of the layer's, which is not trained.
+    """
+
+    per_layer_size: int = 0
+    per_layer_vocab_size: int = 0
+    has_scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,15 +301,18 @@ class Architecture:
     """A whole model, before any tensor parallelism.
 
     Attributes:
-        mixers: what mixes the tokens of each layer.
-        mlp: the feed-forward size of each layer's MLP, or its experts.
+        mixers: what mixes the tokens of each layer; None: nothing does.
+        mlps: each layer's MLP, or its experts; None: it has none.
         zero_centred_norms: the norms' weights are kept as their difference from one.
         tensor_prefix, carried: see shared.models.config.DenseConfig.
+        block: None: the residual block is a norm before each mixer and each MLP.
+        embedding_scale: what embeddings are multiplied by, rounded to their dtype.
+        logit_cap: logits become cap * tanh(logit / cap).
     """
 
     family: str
-    mixers: tuple[Mixer, ...]
-    mlp: int | Mixture
+    mixers: tuple[Mixer | None, ...]
+    mlps: tuple[Mlp | Mixture | None, ...]
     hidden_size: int
     vocab_size: int
     norm_eps: float
@@ -160,6 +320,10 @@ class Architecture:
     zero_centred_norms: bool = False
     tensor_prefix: str = "model"
     carried: tuple[str, ...] = ()
+    names: TensorNames = DenseConfig.names
+    block: NormedBlock | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -167,13 +331,25 @@ class Architecture:
 
     @property
     def attention(self) -> Attention:
-        """The first layer of attention: all are alike but for their rotary embedding."""
+        """The first layer of attention."""
         return next(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
     def delta_net(self) -> DeltaNet | None:
         """The first gated delta net: all are alike. None: there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of the layers of attention; None: of those that have none."""
+        attending = [mixer for mixer in self.mixers if isinstance(mixer, Attention | LatentAttention)]
+        return frozenset(mixer.window if isinstance(mixer, Attention) else None for mixer in attending)
+
+    @property
+    def conv_width(self) -> int | None:
+        """Of the convolutions of recurrent layers, which are all alike. None: there are none."""
+        widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, DeltaNet | Mamba2))
+        return next(widths, None)
 
     def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
         """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""
@@ -182,7 +358,8 @@ class Architecture:
 
     @property
     def num_experts(self) -> int:
-        return self.mlp.num_experts if isinstance(self.mlp, Mixture) else 0
+        """Experts of a layer; all that have any have as many."""
+        return next((mlp.num_experts for mlp in self.mlps if isinstance(mlp, Mixture)), 0)
 
 
 def rotary_frequencies(rope: Rope) -> Tensor:
@@ -194,6 +371,9 @@ def rotary_frequencies(rope: Rope) -> Tensor:
             return frequency
         case LinearScaling(factor=factor):
             return frequency / factor
+        case ProportionalScaling() as proportional:
+            is_still = torch.arange(len(frequency)) >= proportional.num_turning
+            return (frequency / proportional.factor).masked_fill(is_still, 0.0)
         case Llama3Scaling() as llama:
             turns = llama.original_max_positions * frequency / (2 * math.pi)
             kept = (turns - llama.low_freq_factor) / (llama.high_freq_factor - llama.low_freq_factor)

@@ -1,7 +1,20 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
+from megatron_worker.families import gemma
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixture,
+    Mlp,
+)
+from megatron_worker.families.deepseek_v3 import latent_slices
+from megatron_worker.families.gpt_oss import stacked_expert_slices
+from megatron_worker.families.nemotron_h import mamba_slices
 from megatron_worker.families.qwen3_5 import delta_net_slices
+from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
 
 
@@ -9,11 +22,12 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     """Return every tensor that is computed with, for `tp` and `etp` ranks."""
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
-    embedding = f"{a.tensor_prefix}.embed_tokens.weight", "embedding.word_embeddings.weight"
-    slices = [TensorSlice(*embedding, vocab, 0, 0, rows)]
+    embedding = f"{a.tensor_prefix}.{a.names.embedding}.weight", "embedding.word_embeddings.weight"
+    slices = [TensorSlice(*embedding, vocab, 0, 0, rows), *gemma.per_layer_slices(a, tp)]
     for layer in range(a.num_layers):
         slices += _layer(a, tp, etp, layer)
-    slices.append(_vector(f"{a.tensor_prefix}.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
+    norm = f"{a.tensor_prefix}.{a.names.final_norm}.weight"
+    slices.append(_vector(norm, "decoder.final_layernorm.weight", a.hidden_size))
     return slices if a.tied else [*slices, output_slice(a, tp)]
 
 
@@ -23,22 +37,39 @@ def output_slice(a: Architecture, tp: int) -> TensorSlice:
     return TensorSlice("lm_head.weight", "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 
 
+def constants_of(a: Architecture) -> list[TensorSlice]:
+    """Return every tensor that is computed with and never trained: whole on every rank."""
+    return [*corrections(a), *gemma.scalars(a)]
+
+
 def _layer(a: Architecture, tp: int, etp: int, layer: int) -> list[TensorSlice]:
     theirs, ours = f"{a.tensor_prefix}.layers.{layer}", f"decoder.layers.{layer}"
-    mixer = f"{ours}.self_attention"
-    slices = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
+    mixer, mlp = f"{ours}.self_attention", f"{theirs}.{a.names.mlp}"
+    slices = _norms(a, layer, theirs, ours) if a.block is None else gemma.norm_slices(a, theirs, ours)
     match a.mixers[layer]:
+        case LatentAttention() as latent:
+            slices += latent_slices(latent, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
         case Attention() as attention:
-            slices += _attention(attention, a.hidden_size, tp, f"{theirs}.self_attn", mixer)
+            slices += _attention(attention, a.hidden_size, tp, f"{theirs}.{a.names.attention}", mixer)
         case DeltaNet() as delta_net:
             slices += delta_net_slices(delta_net, a.hidden_size, tp, f"{theirs}.linear_attn", mixer)
-    norm = f"{theirs}.post_attention_layernorm.weight"
-    slices.append(_vector(norm, f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
-    match a.mlp:
+        case Mamba2() as mamba:
+            slices += mamba_slices(mamba, a.hidden_size, tp, f"{theirs}.mixer", mixer)
+    match a.mlps[layer]:
         case Mixture() as mixture:
-            return slices + _mixture(mixture, a.hidden_size, tp, etp, f"{theirs}.mlp", f"{ours}.mlp")
-        case int(ffn_size):
-            return slices + _swiglu(f"{theirs}.mlp", f"{ours}.mlp", a.hidden_size, ffn_size, tp)
+            slices += _mixture(mixture, a.hidden_size, tp, etp, mlp, f"{ours}.mlp", a.names.shared_expert)
+        case Mlp() as dense:
+            slices += _mlp(dense, mlp, f"{ours}.mlp", a.hidden_size, tp)
+    return slices
+
+
+def _norms(a: Architecture, layer: int, theirs: str, ours: str) -> list[TensorSlice]:
+    norms = []
+    if a.mixers[layer] is not None:
+        norms.append(_vector(f"{theirs}.{a.names.mixer_norm}.weight", f"{ours}.input_layernorm.weight", a.hidden_size))
+    if a.mlps[layer] is not None:
+        norms.append(_vector(f"{theirs}.{a.names.mlp_norm}.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
+    return norms
 
 
 def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
@@ -47,20 +78,23 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
         slices += _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "bias", ())
     if attention.qk_norm:
         slices.append(_vector(f"{theirs}.q_norm.weight", f"{ours}.q_layernorm.weight", attention.head_dim))
-        slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
+        if "k_proj" in attention.projections:
+            slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))
     shape = (hidden_size, attention.num_heads * attention.head_dim)
     slices.append(TensorSlice(f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", shape, 1, 0, hidden_size))
+    if attention.output_bias:
+        slices.append(_vector(f"{theirs}.o_proj.bias", f"{ours}.linear_proj.bias", hidden_size))
+    if attention.has_sinks:
+        heads = attention.num_heads
+        slices.append(TensorSlice(f"{theirs}.sinks", f"{ours}.sinks", (heads,), 0, 0, heads // tp))
     return slices
 
 
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
     """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
     slices, start = [], 0
-    for name, per_group in (
-        ("q_proj", a.heads_per_group * a.rows_per_head),
-        ("k_proj", a.head_dim),
-        ("v_proj", a.head_dim),
-    ):
+    for name in a.projections:
+        per_group = a.heads_per_group * a.rows_per_head if name == "q_proj" else a.head_dim
         stop = start + per_group
         whole = (a.num_kv_heads * per_group, *rest)
         groups = a.num_kv_heads // tp
@@ -69,30 +103,38 @@ def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple
     return slices
 
 
-def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:
+def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours: str, shared: str) -> list[TensorSlice]:
     router = (m.num_experts, hidden_size)
+    if m.stacked is not None:
+        return stacked_expert_slices(m, hidden_size, etp, theirs, ours)
     slices = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, m.num_experts)]
     for number in range(m.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
-        slices += _swiglu(*names, hidden_size, m.ffn_size, etp, number)
-    if m.shared_ffn_size:
+        slices += _mlp(m, *names, m.latent_size or hidden_size, etp, number)
+    if m.latent_size:
+        into, out = (m.latent_size, hidden_size), (hidden_size, m.latent_size)
+        for name, own, shape in (("fc1_latent_proj", "latent_in", into), ("fc2_latent_proj", "latent_out", out)):
+            slices.append(TensorSlice(f"{theirs}.{name}.weight", f"{ours}.{own}.weight", shape, None, 0, shape[0]))
+    if m.shared_ffn_size and m.shared_is_gated:
         gate = f"{theirs}.shared_expert_gate.weight", f"{ours}.shared_gate.weight"
         slices.append(TensorSlice(*gate, (1, hidden_size), None, 0, 1))
-        names = f"{theirs}.shared_expert", f"{ours}.shared_expert"
-        slices += _swiglu(*names, hidden_size, m.shared_ffn_size, tp)
+    if m.shared_ffn_size:
+        names = f"{theirs}.{shared}", f"{ours}.shared_expert"
+        slices += _mlp(m.shared_mlp, *names, hidden_size, tp)
     return slices
 
 
-def _swiglu(
-    theirs: str, ours: str, hidden_size: int, ffn_size: int, num_ranks: int, expert: int | None = None
+def _mlp(
+    mlp: Mlp | Mixture, theirs: str, ours: str, hidden_size: int, num_ranks: int, expert: int | None = None
 ) -> list[TensorSlice]:
-    up, down, share = (ffn_size, hidden_size), (hidden_size, ffn_size), ffn_size // num_ranks
+    up, down, share = (mlp.ffn_size, hidden_size), (hidden_size, mlp.ffn_size), mlp.ffn_size // num_ranks
     fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
-    return [
-        TensorSlice(f"{theirs}.gate_proj.weight", fc1, up, 0, 0, share, expert=expert),
-        TensorSlice(f"{theirs}.up_proj.weight", fc1, up, 0, share, 2 * share, expert=expert),
-        TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert),
-    ]
+    slices = []
+    for place, name in enumerate(("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)):
+        rows = place * share, (place + 1) * share
+        slices.append(TensorSlice(f"{theirs}.{name}.weight", fc1, up, 0, *rows, expert=expert))
+    slices.append(TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert))
+    return slices
 
 
 def _vector(name: str, parameter: str, size: int) -> TensorSlice:

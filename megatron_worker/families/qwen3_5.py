@@ -8,7 +8,7 @@ import dataclasses
 
 from megatron_worker.families.architecture import Architecture, DeltaNet
 from megatron_worker.families.tensor_slices import TensorSlice
-from shared.models.config import HybridConfig
+from shared.models.families import HybridConfig
 
 IN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # in the order of `DeltaNet.made_sizes`
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longshore.training import TARGETS
+from shared.models.peft import module_of
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `sections`:
-    sizes of parts along `split` that are each split over the ranks; none: the whole is. `stage` and `ep_rank`: the
-    pipeline stage and the expert-parallel rank that hold it.
+    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
+    is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
+    sizes of parts along `split` that are each split over the ranks; none: the whole is. `takes_adapter`: where it is a
+    linear's. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str
@@ -33,7 +35,9 @@ class TensorSlice:
     stop: int
     groups: int = 1
     expert: int | None = None
+    is_stack: bool = False
     sections: tuple[int, ...] = ()
+    takes_adapter: bool = True
     stage: int = 0
     ep_rank: int = 0
 
@@ -82,14 +86,23 @@ class Linear:
     """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
 
     name: str
-    kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
+    # Megatron's words: "column" splits output rows over ranks, "row" input columns; "whole": every rank has all of it.
+    kind: Literal["column", "row", "whole"]
     slices: tuple[TensorSlice, ...]
+
+
+def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
+    """Return the names in memory of all modules with a weight, and whether LoRA can adapt them."""
+    weights = [s for s in slices if s.name.endswith(".weight")]
+    return {module_of(s.name): s.takes_adapter and s.name.split(".")[-2] in TARGETS for s in weights}
 
 
 def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """Return the linears that LoRA can adapt, in model order."""
+    can_adapt = modules_of(slices)
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
-        if s.name.endswith(".weight") and s.name.split(".")[-2] in TARGETS:
+        if can_adapt.get(module_of(s.name)) and s.name.endswith(".weight"):
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
-    return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
+    kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
+    return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

@@ -61,7 +61,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         )
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
-        sizes = architecture.vocab_size, architecture.hidden_size
+        sizes = architecture.vocab_size, architecture.hidden_size, architecture.windows
         self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
         self._read_base()
         self._model.settle()

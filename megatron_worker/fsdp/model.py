@@ -4,7 +4,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary; in at
 heads, D size of a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.head.beside import BesideHead
-from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
+from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
 from shared.models.lora_modules import OUTPUT
 from shared.models.shape import check_family
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 _ATTENTION = "longshore"
+
+Forests = Mapping[int | None, Forest]
 
 
 def _attend(
@@ -35,16 +37,18 @@ def _attend(
     attention_mask: None,
     *,
     scaling: float,
-    forest: Forest,
+    forests: Forests,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights.
 
-    transformers' models pass keywords that they do not know on to the attention: so the bin's `forest` gets here.
+    transformers' models pass keywords that they do not know on to the attention: so the bin's `forests`, one for each
+    window of the model's layers, get here.
     """
     assert attention_mask is None and abs(scaling * query_1HTD.shape[-1] ** 0.5 - 1) < 1e-6, (attention_mask, scaling)
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
-    return attend_forest(query_THD, key_TGD, value_TGD, forest)[None], None
+    return attend_forest(query_THD, key_TGD, value_TGD, forests[sliding_window])[None], None
 
 
 # Without a mask function of the same name transformers makes no mask.
@@ -59,10 +63,10 @@ class _Headed(nn.Module):
         self.causal_lm: Any = causal_lm
 
     def forward(
-        self, token_id_T: Tensor, position_T: Tensor, forest: Forest, hidden_index_N: Tensor, head: Head
+        self, token_id_T: Tensor, position_T: Tensor, forests: Forests, hidden_index_N: Tensor, head: Head
     ) -> dict[str, Tensor]:
         hidden_1TH = self.causal_lm.model(
-            input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False, forest=forest
+            input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False, forests=forests
         ).last_hidden_state
         return head(hidden_1TH[0].index_select(0, hidden_index_N), self.causal_lm.lm_head.weight)
 
@@ -118,8 +122,9 @@ class FsdpModel:
         self._require_grad(True)
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self._ranks.device)
         with torch.no_grad():
-            forest = plan_forest(zero_1 - 1, self._dtype)
-            self._root(zero_1, zero_1, forest, zero_1[:0], lambda hidden_NH, _: {"hidden_NH": hidden_NH})
+            self._root(
+                zero_1, zero_1, self._planned(zero_1 - 1), zero_1[:0], lambda hidden_NH, _: {"hidden_NH": hidden_NH}
+            )
         self._require_grad(False)
 
     def forget(self) -> None:
@@ -142,9 +147,13 @@ class FsdpModel:
 
         Collective. Raises InvalidInput, before any collective, when a tree's tokens do not stand depth first.
         """
-        forest = plan_forest(batch.parent_T, self._dtype)
-        found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head)
+        forests = self._planned(batch.parent_T)
+        found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forests, batch.hidden_index_N, head)
         return found
+
+    def _planned(self, parent_T: Tensor) -> Forests:
+        windows = self.architecture.windows
+        return {window: plan_forest(parent_T, self._dtype, window=window) for window in windows}
 
 
 def _on_meta(folder: Path, dtype: torch.dtype) -> Any:

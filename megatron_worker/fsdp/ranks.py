@@ -39,7 +39,7 @@ class Ranks:
         """Return the rank that holds a part of a tensor; the first, of what all hold."""
         return part
 
-    def splitting(self, _expert: int | None) -> "Ranks":
+    def splitting(self, _tensor_slice: TensorSlice) -> "Ranks":
         """Return this rank's place among those that a tensor is split over: all of them."""
         return self
 

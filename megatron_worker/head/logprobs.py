@@ -11,6 +11,8 @@ The entropy's gradient, if asked for, costs one product and one such row more: w
 
     d entropy_n / d hidden_n = -sum_v p_nv (z_nv - m_n) W_v
 
+Where logits are capped, each row W_v above is multiplied by the slope of its logit, 1 - (z_v / cap)^2.
+
 At a temperature other than 1, z are the logits divided by it, in the softmax's dtype; so is every gradient above.
 
 Under tensor parallelism the hidden states are replicated and the vocabulary is sharded; ranks merge maxima, sums of
@@ -35,19 +37,23 @@ from megatron_worker.engine import Outputs, Scores
 from megatron_worker.head import top_k, torch_tiles
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.kernel_choice import use_kernel
-from megatron_worker.head.torch_tiles import LocalSums, TileSize, finite, rows_of_labels, tile_size
+from megatron_worker.head.torch_tiles import LocalSums, TileSize, capped_slope, finite, rows_of_labels, tile_size
 
 NO_LABEL = -1
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the output embedding: ids `first` to `first + size`, padding from `vocab_size` on."""
+    """This rank's rows of the output embedding: ids `first` to `first + size`, padding from `vocab_size` on.
+
+    `logit_cap`: logits are cap * tanh(logit / cap) of the products with the rows; None: the products themselves.
+    """
 
     first: int
     size: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
+    logit_cap: float | None = None
 
     @property
     def num_real(self) -> int:
@@ -173,10 +179,13 @@ def _scan(
     local = LocalSums(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
     real_VH = weight_VH[: shard.num_real]
     if num_targets and shard.num_real:
-        if kernels_do(hidden_NH):
+        if kernels_do(hidden_NH, shard.logit_cap):
             _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, shard)
         else:
-            torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, shard.first, tile)
+            torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, shard.first, tile, shard.logit_cap)
+        slope_N = capped_slope(local.target_N, shard.logit_cap, outputs.temperature)
+        if label_rows_NH is not None and slope_N is not None:
+            label_rows_NH.mul_(slope_N[:, None])
         local.top_NK = top_k.shifted(local.top_NK, shard.first)
     return local
 
@@ -246,7 +255,7 @@ def _weight_gradient(
     """
     grad_VH = lse_N.new_zeros(len(weight_VH), width)
     real_VH = weight_VH[: shard.num_real]
-    if len(hidden_NH) and shard.num_real and kernels_do(hidden_NH):
+    if len(hidden_NH) and shard.num_real and kernels_do(hidden_NH, shard.logit_cap):
         from megatron_worker.head import kernels as kernels
 
         kernels.add_weight_gradient(
@@ -260,9 +269,8 @@ def _weight_gradient(
             temperature,
         )
         return grad_VH
-    torch_tiles.add_weight_gradient(
-        grad_VH[: shard.num_real], hidden_NH, real_VH, label_N, lse_N, grad_N, entropy, temperature, shard.first, tile
-    )
+    arguments = label_N, lse_N, grad_N, entropy, temperature, shard.first, tile, shard.logit_cap
+    torch_tiles.add_weight_gradient(grad_VH[: shard.num_real], hidden_NH, real_VH, *arguments)
     return grad_VH
 
 
@@ -272,8 +280,12 @@ def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
     return torch.where(owned_N, row_N, -1)
 
 
-def kernels_do(hidden_NH: Tensor) -> bool:
-    return use_kernel("head", hidden_NH, _probe_kernels)
+def kernels_do(hidden_NH: Tensor, logit_cap: float | None = None) -> bool:
+    return use_kernel("head", hidden_NH, _probe_kernels if logit_cap is None else _probe_cap)
+
+
+def _probe_cap(_one_NH: Tensor) -> None:
+    raise NotImplementedError("it caps no logits")
 
 
 def _probe_kernels(one_NH: Tensor) -> None:

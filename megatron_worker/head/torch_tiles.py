@@ -52,15 +52,22 @@ class LocalSums:
 
 
 def scan(
-    local: LocalSums, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, first: int, tile: TileSize
+    local: LocalSums,
+    hidden_NH: Tensor,
+    real_VH: Tensor,
+    label_N: Tensor,
+    outputs: Outputs,
+    first: int,
+    tile: TileSize,
+    cap: float | None = None,
 ) -> None:
-    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile):
+    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile, cap):
         _add_target(local.target_N[chunk], logit_CT, label_N[chunk], first + columns.start)
         if outputs.top_k:
             found_CK = top_k.shifted(top_k.of_logits(logit_CT, outputs.top_k), columns.start)
             both = torch.cat([local.top_NK[chunk], found_CK], dim=1)
             local.top_NK[chunk] = top_k.greatest(both, outputs.top_k)
-        _add_exponentials(local, chunk, logit_CT, real_VH[columns], outputs)
+        _add_exponentials(local, chunk, logit_CT, real_VH[columns], outputs, cap)
 
 
 def _add_target(target_C: Tensor, logit_CT: Tensor, label_C: Tensor, first: int) -> None:
@@ -69,8 +76,12 @@ def _add_target(target_C: Tensor, logit_CT: Tensor, label_C: Tensor, first: int)
     target_C += torch.where(owned_C, logit_CT.gather(1, column_C[:, None])[:, 0], 0.0)
 
 
-def _add_exponentials(local: LocalSums, chunk: slice, logit_CT: Tensor, weight_TH: Tensor, outputs: Outputs) -> None:
+def _add_exponentials(
+    local: LocalSums, chunk: slice, logit_CT: Tensor, weight_TH: Tensor, outputs: Outputs, cap: float | None
+) -> None:
     """Scale a chunk's sums to a new maximum and add a tile's. Overwrites the tile's logits."""
+    has_slopes = cap is not None and local.weighted_rows_NH is not None
+    slope_CT = capped_slope(logit_CT, cap, outputs.temperature) if has_slopes else None
     max_C = torch.maximum(local.max_N[chunk], logit_CT.amax(dim=1))
     fall_C = local.max_N[chunk] - max_C  # -inf at the first tile
     scale_C = fall_C.exp()
@@ -85,6 +96,9 @@ def _add_exponentials(local: LocalSums, chunk: slice, logit_CT: Tensor, weight_T
     if local.weighted_rows_NH is None:
         return
     rows_CH = local.weighted_rows_NH[chunk]
+    if slope_CT is not None:
+        exp_CT = exp_CT * slope_CT
+        below_CT = below_CT.mul_(slope_CT) if local.logit_rows_NH is not None else below_CT
     if local.logit_rows_NH is not None:
         logit_rows_CH = local.logit_rows_NH[chunk].addcmul_(rows_CH, finite(fall_C)[:, None]).mul_(scale_C[:, None])
         _add_product(logit_rows_CH, below_CT, weight_TH)
@@ -110,14 +124,16 @@ def add_weight_gradient(
     temperature: float,
     first: int,
     tile: TileSize,
+    cap: float | None = None,
 ) -> None:
     """Add d loss / d weight of rows of the shard, whose ids begin at `first`, of as many last columns as `grad_VH` has.
 
     Other arguments as in logprobs.py.
     """
     seen_NH = hidden_NH[:, -grad_VH.shape[1] :]
-    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile):
+    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile, cap):
         grad_C = grad_N[chunk]
+        slope_CT = capped_slope(logit_CT, cap, temperature)
         pull_CT = -grad_C[:, None]
         if entropy is not None:
             mean_logit_N, by_entropy_N = entropy
@@ -125,13 +141,15 @@ def add_weight_gradient(
         grad_CT = logit_CT.sub_(lse_N[chunk, None]).exp_().mul_(pull_CT)
         column_C, owned_C = rows_of_labels(label_N[chunk], first + columns.start, len(real_VH[columns]))
         grad_CT.scatter_add_(1, column_C[:, None], torch.where(owned_C, grad_C, 0.0)[:, None])
+        if slope_CT is not None:
+            grad_CT.mul_(slope_CT)
         _add_product(grad_VH[columns], grad_CT.t(), seen_NH[chunk])
 
 
 def _tiles_of_logits(
-    hidden_NH: Tensor, real_VH: Tensor, temperature: float, tile: TileSize
+    hidden_NH: Tensor, real_VH: Tensor, temperature: float, tile: TileSize, cap: float | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield each tile's targets, its rows, and its logits [C, T] in the softmax's dtype, divided by the temperature.
+    """Yield each tile's targets, its rows, and its logits [C, T] in the softmax's dtype, capped, by the temperature.
 
     The buffer is the same for every tile: use it before going on.
     """
@@ -149,6 +167,8 @@ def _tiles_of_logits(
             torch.mm(hidden_NH[chunk].detach(), real_VH[columns].detach().t(), out=product_CT)
             if exact is not product:
                 logit_CT.copy_(product_CT)
+            if cap is not None:
+                logit_CT.div_(cap).tanh_().mul_(cap)
             if temperature != 1:
                 logit_CT.div_(temperature)
             yield chunk, columns, logit_CT
@@ -163,6 +183,11 @@ def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, 
     row_N = label_N - first
     owned_N = (row_N >= 0) & (row_N < num_rows)
     return torch.where(owned_N, row_N, 0), owned_N
+
+
+def capped_slope(logit: Tensor, cap: float | None, temperature: float) -> Tensor | None:
+    """Return d logit / d product of logits that were capped, and then divided by the temperature; None: one."""
+    return None if cap is None else 1 - (logit * (temperature / cap)).square()
 
 
 def finite(value_N: Tensor) -> Tensor:

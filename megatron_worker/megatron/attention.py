@@ -9,6 +9,7 @@ head, E half of it.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,13 +17,15 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture, Attention, Rope
 from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
 from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
-from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
+from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,13 @@ class Context:
 class BinPlan:
     """The plan of a bin's attention. Tables are in the compute dtype.
 
-    A bin of chains has their lengths, which add up to T; a bin in which something branches has a forest, and so has
-    every bin that is cut over context-parallel ranks: there T are this rank's tokens.
+    A bin of chains has their lengths, which add up to T. A bin in which something branches has a forest for each window
+    of the model's layers, and so has every bin that is cut over context-parallel ranks: there T are this rank's tokens.
+    A bin of chains has one where a window excludes something, and where layers have sinks.
     """
 
     lengths: tuple[int, ...]
-    forest: Forest | None
+    forests: Mapping[int | None, Forest]
     start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
     rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and sines, [T, 1, D] each
     context: Context | None = None
@@ -62,15 +66,24 @@ class LayerNeeds:
     Attributes:
         frequencies: of each rotary embedding, in radians a position, [D / 2].
         conv_width: of the convolutions of its recurrent layers; None: it has none.
+        windows: of its layers of attention; None: of those that have none.
+        has_sinks: some of them have.
     """
 
     frequencies: Mapping[Rope, Tensor]
     conv_width: int | None = None
+    windows: frozenset[int | None] = frozenset({None})
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        delta_net = architecture.delta_net
-        return cls(architecture.frequencies(device), None if delta_net is None else delta_net.conv_width)
+        attention = [mixer for mixer in architecture.mixers if isinstance(mixer, Attention)]
+        return cls(
+            architecture.frequencies(device),
+            architecture.conv_width,
+            architecture.windows,
+            any(mixer.has_sinks for mixer in attention),
+        )
 
 
 def plan_bin(
@@ -82,13 +95,17 @@ def plan_bin(
         position_T: of this rank's tokens; `parent_T` is the whole bin's.
     """
     lengths = chain_lengths(parent_T) if context is None else None
-    forest = plan_forest(parent_T, dtype, context.chunks if context else ()) if lengths is None else None
+    forests = {
+        window: plan_forest(parent_T, dtype, context.chunks if context else (), window)
+        for window in needs.windows
+        if lengths is None or needs.has_sinks or (window is not None and max(lengths, default=0) > window)
+    }
     rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in needs.frequencies.items()}
     recurrence = None if needs.conv_width is None else plan_recurrence(parent_T, needs.conv_width)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
-    return BinPlan(lengths or (), forest, start_S1, rotary, context, recurrence)
+    return BinPlan(lengths or (), forests, start_S1, rotary, context, recurrence)
 
 
 def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
@@ -108,9 +125,16 @@ class PackedSelfAttention(SelfAttention):
     every layer and knows no sequences without Transformer Engine. A head's gate stands behind its query.
     """
 
-    def __init__(self, *args: Any, attention: Attention, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: Any, attention: Attention, **kwargs: Any) -> None:
+        own = copy(config)
+        own.num_attention_heads, own.num_query_groups = attention.num_heads, attention.num_kv_heads
+        own.kv_channels, own.attention_output_gate = attention.head_dim, attention.is_gated
+        own.add_qkv_bias, own.add_bias_linear = attention.qkv_bias, attention.output_bias
+        own.qk_layernorm = attention.qk_norm
+        super().__init__(own, *args, **kwargs)
         self._attention = attention
+        heads = attention.num_heads // config.tensor_model_parallel_size
+        self.sinks = Parameter(torch.empty(heads, dtype=config.params_dtype)) if attention.has_sinks else None
 
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
         plan, a = attention_mask, self._attention
@@ -128,15 +152,17 @@ class PackedSelfAttention(SelfAttention):
             query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
         if a.rope is not None:
             query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
-        key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
-        attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
+        if a.scale is not None:
+            query_THD = query_THD * (a.scale * size**0.5)
+        key_TGD, value_TGD = whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
+        attended_THD = attend(query_THD, key_TGD, value_TGD, plan, a.window, self.sinks)
         if gate_THD is not None:
             attended_THD = attended_THD * gate_THD.sigmoid()
         output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
         return output, bias
 
 
-def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+def whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
     """Gather keys and values of the whole bin, in its order."""
     if context is None:
         return key_TGD, value_TGD
@@ -151,10 +177,17 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
 
 
-def attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
+def attend(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    plan: BinPlan,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
     """Attend from each token to itself and those before it in its sequence, or above it in its tree: [T, H, D]."""
-    if plan.forest is not None:
-        return attend_forest(query_THD, key_TGD, value_TGD, plan.forest)
+    if (forest := plan.forests.get(window)) is not None:
+        return attend_forest(query_THD, key_TGD, value_TGD, forest, sink_H)
     if plan.start_S1 is not None:
         return _varlen(query_THD, key_TGD, value_TGD, plan)
     parts = zip(*(_split(x, plan.lengths) for x in (query_THD, key_TGD, value_TGD)), strict=True)

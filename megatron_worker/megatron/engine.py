@@ -17,7 +17,7 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import output_slice, slices_of
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.lora import MegatronAdapter
@@ -67,13 +67,15 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes)
+        windows = self._model.needs.windows
+        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes, windows)
         self._read_base()
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
-            carried = self._model.architecture.carried
-            read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh, carried)
+            model, a = self._model, self._model.architecture
+            slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
+            read_model(self._folder, slices, views, self._mesh, a.carried)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)

@@ -17,7 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Mixture
+from megatron_worker.families import routing
+from megatron_worker.families.architecture import Mixture, activate
+from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -26,33 +28,53 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 class Router(torch.nn.Module):
     """Chooses the experts of each token, and their weights."""
 
+    correction: Tensor | None
+
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = Parameter(torch.empty(mixture.num_experts, hidden_size, dtype=dtype))
-        self._num_chosen, self._normalised = mixture.experts_per_token, mixture.is_normalised
+        self.bias = Parameter(torch.empty(mixture.num_experts, dtype=dtype)) if mixture.stacked else None
+        is_corrected = mixture.scoring == "sigmoid"  # in float32 whatever is computed in, and never trained
+        self.register_buffer("correction", torch.zeros(mixture.num_experts) if is_corrected else None)
+        self._mixture = mixture
 
     def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
-        logit_sE = F.linear(hidden_sH, self.weight)
-        probability_sE = logit_sE.softmax(dim=-1, dtype=torch.promote_types(torch.float32, logit_sE.dtype))
-        weight_sK, expert_sK = probability_sE.topk(self._num_chosen, dim=-1)
-        if self._normalised:
-            weight_sK = weight_sK / weight_sK.sum(dim=-1, keepdim=True)
-        return weight_sK.to(hidden_sH.dtype), expert_sK
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]."""
+        score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
+        expert_sK = routing.choose(score_sE, self._mixture, self.correction)
+        return routing.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
 
 
 class Expert(torch.nn.Module):
-    """A SwiGLU MLP, or this rank's slice of it: its output is then to be added up over etp."""
+    """An MLP, or this rank's slice of it, with `ffn_size` channels: its output is then to be added up over etp."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, mixture: Mixture, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear_fc1 = ExpertLinear(hidden_size, 2 * ffn_size, dtype)
+        self.linear_fc1 = ExpertLinear(hidden_size, (2 if mixture.is_gated else 1) * ffn_size, dtype)
         self.linear_fc2 = ExpertLinear(ffn_size, hidden_size, dtype)
+        self._mixture = mixture
 
     def forward(self, hidden_MH: Tensor) -> Tensor:
-        gate_MF, up_MF = self.linear_fc1(hidden_MH).chunk(2, dim=-1)
-        output_MH: Tensor = self.linear_fc2(F.silu(gate_MF) * up_MF)
+        made_MF = self.linear_fc1(hidden_MH)
+        output_MH: Tensor = self.linear_fc2(activate(made_MF, self._mixture.activation, self._mixture.is_gated))
         return output_MH
+
+
+class StackedExperts(torch.nn.Module):
+    """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate."""
+
+    def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert mixture.stacked is not None
+        size, self._gate = mixture.ffn_size, mixture.stacked
+        self.gate_up_proj = Parameter(torch.empty(num_experts, hidden_size, 2 * size, dtype=dtype))
+        self.gate_up_proj_bias = Parameter(torch.empty(num_experts, 2 * size, dtype=dtype))
+        self.down_proj = Parameter(torch.empty(num_experts, size, hidden_size, dtype=dtype))
+        self.down_proj_bias = Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
+
+    def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
+        stacks = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
+        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks))
 
 
 class SharedGate(torch.nn.Module):
@@ -83,23 +105,37 @@ class MegatronExperts(torch.nn.Module):
         self._first = mesh.ep.rank * self._per_rank
         own = range(self._first, self._first + self._per_rank)
         self.router = Router(mixture, hidden_size, dtype)
-        self.experts = torch.nn.ModuleDict(
-            {str(number): Expert(hidden_size, mixture.ffn_size // mesh.etp.size, dtype) for number in own}
-        )
+        self.experts: torch.nn.ModuleDict | StackedExperts
+        if mixture.stacked is not None:
+            self.experts = StackedExperts(mixture, self._per_rank, hidden_size, dtype)
+        else:
+            sizes = mixture.latent_size or hidden_size, mixture.ffn_size // mesh.etp.size
+            self.experts = torch.nn.ModuleDict({str(number): Expert(mixture, *sizes, dtype) for number in own})
+        latent = mixture.latent_size
+        self.latent_in = ExpertLinear(hidden_size, latent, dtype) if latent else None
+        self.latent_out = ExpertLinear(latent, hidden_size, dtype) if latent else None
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
-        self.shared_gate = SharedGate(hidden_size, dtype) if mixture.shared_ffn_size else None
+        is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
+        self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
         self._mesh = mesh
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         output_sH = self._routed(hidden_sH)
-        if self.shared_expert is not None and self.shared_gate is not None:
-            shared_s1H, _bias = self.shared_expert(hidden_states)
-            output_sH = output_sH + self.shared_gate(hidden_sH) * shared_s1H.reshape(output_sH.shape)
+        if self.shared_expert is not None:
+            shared_sH = self.shared_expert(hidden_states)[0].reshape(output_sH.shape)
+            output_sH = output_sH + (shared_sH if self.shared_gate is None else self.shared_gate(hidden_sH) * shared_sH)
         return output_sH.view(hidden_states.shape), None
 
     def _routed(self, hidden_sH: Tensor) -> Tensor:
         weight_sK, expert_sK = self.router(hidden_sH)
+        if self.latent_in is None or self.latent_out is None:
+            return self._exchanged(hidden_sH, weight_sK, expert_sK)
+        output_sH: Tensor = self.latent_out(self._exchanged(self.latent_in(hidden_sH), weight_sK, expert_sK))
+        return output_sH
+
+    def _exchanged(self, hidden_sH: Tensor, weight_sK: Tensor, expert_sK: Tensor) -> Tensor:
+        """Let each token's experts work on it, on whichever ranks they are. H: where there is one, the latent size."""
         if self._mesh.experts.size == 1:
             return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)
@@ -116,6 +152,9 @@ class MegatronExperts(torch.nn.Module):
         choice_B = local.argsort(stable=True)[: sum(counts)]
         token_B = choice_B // expert_RK.shape[1]
         blocks = copied(hidden_RH, token_B, counts).split(counts)
-        made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]
+        if isinstance(self.experts, StackedExperts):
+            made = [self.experts(number, hidden_MH) for number, hidden_MH in enumerate(blocks)]
+        else:
+            made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]
         output_BH = torch.cat(made) * weight_RK.flatten()[choice_B, None]
         return added(output_BH, token_B, counts, len(hidden_RH))

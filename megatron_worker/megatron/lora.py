@@ -36,7 +36,7 @@ from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
-from shared.models.peft import PREFIX
+from shared.models.peft import PREFIX, module_of
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,25 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
 
 class AdaptedRowLinear(RowParallelLinear):
-    """A row-parallel linear with an adapter beside it, or none."""
+    """A row-parallel linear with an adapter beside it, or none. Its bias, if any, is added by the layer."""
 
     lora: LoraWeights | None = None
     sequence: Group | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), None
+            return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), self.bias
         if self.lora is None:
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _linear(input_, self.weight, None, self.lora, forward_group=group), None
+        return _linear(input_, self.weight, None, self.lora, forward_group=group), self.bias
 
 
 class ExpertLinear(torch.nn.Module):
-    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none."""
+    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none.
+
+    It has no collectives: whoever calls it brings tokens together, and adds outputs up. So do linears beside latents.
+    """
 
     lora: LoraWeights | None = None
 
@@ -218,7 +221,7 @@ class MegatronAdapter:
         """Initialise as PEFT does: A Kaiming-uniform (a = sqrt 5) from seed and name, made whole, then cut; B zero."""
         for s in self.slices:
             if ".lora_A." in s.name and holds(self._mesh, s):
-                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s.expert)
+                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
     def new_optimizer(self) -> MegatronOptimizer:
@@ -243,17 +246,20 @@ class MegatronAdapter:
 
 
 def _place(linear: Linear, mesh: Mesh) -> int:
-    """Ranks that a column-parallel linear is split over have the same inputs, and whole A: one mask."""
-    shards = mesh.splitting(linear.slices[0].expert).size if linear.kind == "column" else 1
-    return mesh.rank // shards
+    """Ranks that a column-parallel linear is split over have the same inputs, and whole A: one mask.
+
+    So have those that each compute all of a linear, unless (sp) their tokens differ.
+    """
+    is_alike = linear.kind == "column" or (linear.kind == "whole" and not mesh.layout.sp)
+    return mesh.rank // mesh.splitting(linear.slices[0]).size if is_alike else mesh.rank
 
 
 def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
     """Return A and B of every part, under PEFT's names."""
     slices, start = [], 0
     for number, (part, size) in enumerate(parts.items()):
-        module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
-        split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
+        module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
+        split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
         slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
         stop = start + size.rank
@@ -278,7 +284,7 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
         rows[s.parameter] = max(rows.get(s.parameter, 0), s.stop)
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
-        size, columns = mesh.splitting(s.expert).size, s.shape[1]
+        size, columns = mesh.splitting(s).size, s.shape[1]
         own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
         shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -23,12 +24,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixer, Mixture
+from megatron_worker.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    Mixture,
+    Mlp,
+    activate,
+)
+from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
-from megatron_worker.megatron.delta_net import GatedDeltaNet
 from megatron_worker.megatron.experts import MegatronExperts
+from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
+from megatron_worker.megatron.layers.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
+from megatron_worker.megatron.layers.latent_attention import LatentSelfAttention
+from megatron_worker.megatron.layers.mamba import Mamba2Mixer
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
@@ -38,7 +53,11 @@ from megatron_worker.megatron.regions import arrange
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
-_OF_EACH_TOKEN = (".router.weight", ".shared_gate.weight")
+_OF_EACH_TOKEN = (
+    *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
+    *(".query_down.weight", ".latent_down.weight", ".latent_in.weight", ".latent_out.weight"),
+    *(".per_layer.gate.weight", ".per_layer.projection.weight"),
+)
 _NORMS_OF_HEADS = (".q_layernorm.weight", ".k_layernorm.weight", ".self_attention.norm.weight")
 
 
@@ -62,17 +81,24 @@ class ZeroCentredNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
-class SwigluMLP(MLP):
+class DenseMLP(MLP):
     """Megatron's MLP without its general activation, which passes over the widest tensors more often."""
 
+    def __init__(self, config: TransformerConfig, mlp: Mlp, **_: object) -> None:
+        own = copy(config)
+        own.ffn_hidden_size = mlp.ffn_size  # megatron's second linear goes by this alone
+        own.gated_linear_unit = mlp.is_gated
+        linears = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
+        super().__init__(own, linears, ffn_hidden_size=mlp.ffn_size)
+        self._mlp = mlp
+
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
-        gate_up, _bias = self.linear_fc1(hidden_states)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.linear_fc2(F.silu(gate) * up)
+        made, _bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(activate(made, self._mlp.activation, self._mlp.is_gated))
 
 
 class MegatronModel:
-    """This rank's part of the model, its parameters views of `flat`. Frozen until trained.
+    """This rank's part of the model, its parameters views of `flat`. Frozen until trained; `constants` for ever.
 
     Parameters go by the names that they have in the whole model, whatever this stage calls them.
     """
@@ -81,9 +107,10 @@ class MegatronModel:
         a = architecture
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
-        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group)
+        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap)
         self.dtype = dtype
         self.needs = LayerNeeds.of(a, mesh.device)
+        self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
@@ -94,6 +121,10 @@ class MegatronModel:
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
+        self.constants: dict[str, Tensor] = {}
+        for name, buffer in self._gpt.named_buffers():
+            buffer.data = buffer.to(mesh.device)
+            self.constants[self._whole_name(name)] = buffer
         self.set_adapter(None)
 
     def _whole_name(self, name: str) -> str:
@@ -134,12 +165,18 @@ class MegatronModel:
         Args:
             received_s1H: what the stage before gave; None for the first.
         """
+        per_layer_sLP = None
         if received_s1H is None:
             received_s1H = self._gpt.embedding(part.token_id_t[None], None)
             if self._mesh.layout.sp:
                 received_s1H = own_rows(received_s1H, self._mesh.tp)
+            if self._embedding_scale != 1:
+                received_s1H = received_s1H * self._embedding_scale
+            if (per_layer := getattr(self._gpt.embedding, "per_layer", None)) is not None:
+                per_layer_sLP = per_layer(part.token_id_t, received_s1H)
+        plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=part.plan)
+        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:
             return hidden_s1H
@@ -154,7 +191,7 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            [_layer(a, a.mixers[number], mesh, norm) for number in layers], layer_norm=norm
+            [_layer_of(a, number, mesh, norm) for number in layers], layer_norm=norm
         ),
         vocab_size=padded_vocab,
         max_sequence_length=0,
@@ -163,6 +200,8 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
         position_embedding_type="none",
         share_embeddings_and_output_weights=a.tied,
     )
+    if a.block is not None and a.block.per_layer_size and mesh.is_first_stage:
+        gpt.embedding.per_layer = PerLayerEmbedding(a, mesh, config, norm)
     for module in gpt.modules():
         if isinstance(module, AdaptedLinear) and mesh.layout.sp:
             module.sequence = mesh.tp
@@ -170,18 +209,12 @@ def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, l
 
 
 def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) -> TransformerConfig:
-    attention = a.attention
+    """Return what all layers share; each mixer and MLP puts its own sizes into a copy."""
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=a.hidden_size,
-        ffn_hidden_size=a.mlp if isinstance(a.mlp, int) else a.mlp.ffn_size,
-        num_attention_heads=attention.num_heads,
-        num_query_groups=attention.num_kv_heads,
-        kv_channels=attention.head_dim,
+        num_attention_heads=a.attention.num_heads,
         layernorm_epsilon=a.norm_eps,
-        add_qkv_bias=attention.qkv_bias,
-        qk_layernorm=attention.qk_norm,
-        attention_output_gate=attention.is_gated,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -201,12 +234,27 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
-def _layer(a: Architecture, mixer: Mixer, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+def _layer_of(a: Architecture, number: int, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
+    """Return megatron's spec of a layer, or of one of ours in its place."""
+    spec = _layer(a.mixers[number], a.mlps[number], mesh, norm)
+    if a.block is None:
+        return spec
+    parts = {"self_attention": spec.submodules.self_attention, "mlp": spec.submodules.mlp}
+    return ModuleSpec(module=NormedLayer, params={"number": number, "block": a.block, "norm": norm, **parts})
+
+
+def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
     """Return megatron's spec of a layer, with our parts in it."""
     has_norms = isinstance(mixer, Attention) and mixer.qk_norm
     layer = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     match mixer:
+        case LatentAttention():
+            params = {"attention": mixer, "tp": mesh.tp, "norm": norm}
+            layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
+        case SharedAttention():
+            params = {"attention": mixer, "norm": norm}
+            layer.submodules.self_attention = ModuleSpec(module=TakenAttention, params=params)
         case Attention():
             attention = layer.submodules.self_attention
             attention.module, attention.params = PackedSelfAttention, {**attention.params, "attention": mixer}
@@ -216,20 +264,18 @@ def _layer(a: Architecture, mixer: Mixer, mesh: Mesh, norm: type[RMSNorm]) -> Mo
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
         case DeltaNet():
             layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
-    match a.mlp:
+        case Mamba2():
+            layer.submodules.self_attention = ModuleSpec(module=Mamba2Mixer, params={"mamba": mixer})
+        case None:
+            layer.submodules.input_layernorm = layer.submodules.self_attention = IdentityOp
+            layer.submodules.self_attn_bda = IdentityFuncOp
+    match mlp:
         case Mixture() as mixture:
-            params = {"mixture": mixture, "mesh": mesh, "shared": partial(_swiglu, ffn_size=mixture.shared_ffn_size)}
+            params = {"mixture": mixture, "mesh": mesh, "shared": partial(DenseMLP, mlp=mixture.shared_mlp)}
             layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params=params)
-        case int():
-            mlp = layer.submodules.mlp
-            mlp.module, mlp.submodules = SwigluMLP, _SWIGLU
+        case Mlp():
+            layer.submodules.mlp = ModuleSpec(module=DenseMLP, params={"mlp": mlp})
+        case None:
+            layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
+            layer.submodules.mlp_bda = IdentityFuncOp
     return layer
-
-
-_SWIGLU = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
-
-
-def _swiglu(config: TransformerConfig, ffn_size: int) -> SwigluMLP:
-    own = copy(config)
-    own.ffn_hidden_size = ffn_size  # megatron's second linear goes by this alone
-    return SwigluMLP(own, _SWIGLU, ffn_hidden_size=ffn_size)

@@ -190,7 +190,8 @@ class Planner:
         passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
         for slot, load in loads.items():
             branches = load.size.num_shared > 0
-            masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if branches else 0.0
+            has_masks = branches or any(self._facts.windows)
+            masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if has_masks else 0.0
             backbone = self._backbones[slot.lora, slot.keeps_graph, branches].at(load.size.num_tokens)
             peak = max(peak, live + backbone.forward + masks)
             live += (backbone.kept + masks) * slot.keeps_graph

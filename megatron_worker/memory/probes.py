@@ -19,7 +19,7 @@ from megatron_worker.forwards.answers import answers
 from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, ForwardInput, HeadCall, Ints, TopK
 from megatron_worker.memory.pass_costs import PassBytes, PassCost, measure
-from megatron_worker.tree_attention import mask_lengths
+from megatron_worker.mixers.forest_calls import mask_elements
 
 # Large enough that an allocator's rounding does not matter. The last two sizes of heads are larger than their chunks.
 _BACKBONE_TOKENS = {"cpu": (4, 16, 64, 256), "cuda": (128, 512, 1024)}
@@ -143,12 +143,14 @@ def _two_sequences(num_tokens: int, branches: bool, device: torch.device, num_ta
 
 
 def mask_bytes(parent_T: Ints, facts: Facts) -> float:
-    """Return the bytes of the attention masks of a pack, which all layers share.
+    """Return the bytes of the attention masks of a pack, which all layers of one window share.
 
-    On the CPU [L, L] for each small tree with many branches. On CUDA a block mask: four lists of int32, of partial and
-    full blocks by rows and columns.
+    On the CPU [L, L] for each small tree with many branches, and what a window cuts off. On CUDA a block mask: four
+    lists of int32, of partial and full blocks by rows and columns. Sequences without branches or windows have none.
     """
-    if facts.device.type == "cuda":
-        return 4 * 4 * (-(-len(parent_T) // _MASK_BLOCK)) ** 2
     element_bytes: int = getattr(torch, facts.dtype).itemsize
-    return element_bytes * sum(length**2 for length in mask_lengths(parent_T))
+    is_chain = bool(((parent_T == -1) | (parent_T == np.arange(len(parent_T)) - 1)).all())
+    windows = [window for window in facts.windows if window is not None or not is_chain]
+    if facts.device.type == "cuda":
+        return len(windows) * 4 * 4 * (-(-len(parent_T) // _MASK_BLOCK)) ** 2
+    return element_bytes * sum(mask_elements(parent_T, window) for window in windows)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families.architecture import DeltaNet
-from megatron_worker.tree_attention import find_nodes
+from megatron_worker.mixers.forest_calls import find_nodes
 
 _CHUNK = 64
 _CHUNK_MULTIPLE = 16
@@ -89,14 +89,28 @@ def _ancestors(parent_T: Tensor, conv_width: int) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def convolve(input_TJ: Tensor, weight_JW: Tensor, plan: RecurrentPlan) -> Tensor:
+def convolve(input_TJ: Tensor, weight_JW: Tensor, plan: RecurrentPlan, bias_J: Tensor | None = None) -> Tensor:
     """Return each channel's sum over a token and its ancestors, by their weights (the token's own is the last), after
     a SiLU: [T, J]. Before a sequence's first token there are zeros."""
     padded = F.pad(input_TJ, (0, 0, 0, 1))
     output_TJ = input_TJ * weight_JW[:, -1]
     for distance, ancestor_T in enumerate(plan.ancestor_WT, start=1):
         output_TJ = output_TJ + padded.index_select(0, ancestor_T) * weight_JW[:, -1 - distance]
-    return F.silu(output_TJ)
+    return F.silu(output_TJ if bias_J is None else output_TJ + bias_J)
+
+
+def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return factors by which states decay: from each token of a chunk (the last dimension) to each later one and
+    itself (the one before), 0 to earlier ones; from the chunk's beginning to each token; from each to its end.
+
+    Differences of sums count, which are summed in float64: a tenth of the error.
+    """
+    decayed_XGC = log_decay_XGC.double().cumsum(-1)
+    between_XGCC = (decayed_XGC[..., :, None] - decayed_XGC[..., None, :]).to(log_decay_XGC.dtype)
+    later_CC = torch.ones(between_XGCC.shape[-2:], dtype=torch.bool, device=log_decay_XGC.device).triu(1)
+    between_XGCC = between_XGCC.masked_fill(later_CC, -torch.inf).exp()
+    to_end = (decayed_XGC[..., -1:] - decayed_XGC).to(log_decay_XGC.dtype).exp()
+    return between_XGCC, decayed_XGC.to(log_decay_XGC.dtype).exp(), to_end
 
 
 def gated_delta_rule(
@@ -108,26 +122,21 @@ def gated_delta_rule(
     Queries and keys are divided by their lengths, queries by the root of their size too.
     """
     query, key, value, log_decay, step = (
-        _in_chunks(x.to(torch.promote_types(torch.float32, x.dtype)), plan)
+        in_chunks(x.to(torch.promote_types(torch.float32, x.dtype)), plan)
         for x in (query_THK, key_THK, value_TGV, log_decay_TG[..., None], step_TG[..., None])
     )
     per_key_head = value_TGV.shape[1] // key_THK.shape[1]
     query, key = (unit_length(x).repeat_interleave(per_key_head, dim=1) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    # Since the chunk's beginning. In float64, as it is differences of these sums that count: a tenth of the error.
-    decayed_XGC = log_decay[..., 0].double().cumsum(-1)
-    between_XGCC = (decayed_XGC[..., :, None] - decayed_XGC[..., None, :]).to(value.dtype)
-    later_CC = torch.ones(between_XGCC.shape[-2:], dtype=torch.bool, device=value.device).triu(1)
-    between_XGCC = between_XGCC.masked_fill(later_CC, -torch.inf).exp()
+    between_XGCC, from_start_XGC, to_end_XGC = decays_in_chunks(log_decay[..., 0])
+    from_start, to_end = from_start_XGC[..., None], to_end_XGC[..., None]
     step_key = key * step
     system_XGCC = (step_key @ key.transpose(-1, -2)) * between_XGCC
     seen_XGCC = (query @ key.transpose(-1, -2)) * between_XGCC
-    from_start = decayed_XGC.to(value.dtype).exp()[..., None]
     # What each token writes, were the state before the chunk zero; and what it takes off that for the state.
     written = torch.linalg.solve_triangular(system_XGCC, value * step, upper=False, unitriangular=True)
     read_first = torch.linalg.solve_triangular(system_XGCC, step_key * from_start, upper=False, unitriangular=True)
     query = query * from_start
-    to_end = (decayed_XGC[..., -1:] - decayed_XGC).to(value.dtype).exp()[..., None]
     key = (key * to_end).transpose(-1, -2)
     whole_decay = from_start[..., -1, :, None]
     outputs, states, start = [], value.new_empty(0), 0
@@ -161,7 +170,7 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS)
 
 
-def _in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
+def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
     """Return rows of tokens, [T, heads, size], by chunk: [X, heads, C, size], zeros where a chunk has no token.
 
     Without a decay and a step, these change no state.

@@ -48,7 +48,7 @@ def serve(options: argparse.Namespace) -> None:
         from tokenizers import Tokenizer
 
         from megatron_worker.sampler.answers import AnswerLimits, Answers
-        from megatron_worker.sampler.decoder import Decoder
+        from megatron_worker.sampler.decoders.interface import open_decoder
         from megatron_worker.sampler.generation import Generator
         from megatron_worker.sampler.models import Models
         from megatron_worker.sampler.server import Server, listening
@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
     tokenizer_file = options.model / "tokenizer.json"
     if not tokenizer_file.exists():
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
-    decoder = Decoder(options.model, getattr(torch, options.dtype), device)
+    decoder = open_decoder(options.model, getattr(torch, options.dtype), device, options.by_transformers)
     generator = Generator(decoder, options.slots)
     limits = AnswerLimits(min(options.max_model_len, _context_of(options.model)), options.logprobs_mode)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -121,6 +121,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights-address", help="an IP address at which trainers of other machines send weights")
     parser.add_argument("--weights-key-file", type=Path, help="in hexadecimal, by which those are known")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
+    parser.add_argument(
+        "--by-transformers", action="store_true", help="compute by transformers' model, if our own decoder could too"
+    )
     parser.add_argument("--device", help="cuda where there is one, unless given")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")
     parser.add_argument("--slots", type=int, default=32, help="sequences a step; part of that too")

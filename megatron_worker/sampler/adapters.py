@@ -10,7 +10,7 @@ from torch import Tensor
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 from megatron_worker.tensors.adapter_slots import scale_of, targeted
 from megatron_worker.tensors.safetensors_files import single_file
@@ -46,7 +46,7 @@ class LoadedAdapter:
         )
 
 
-def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
+def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder)
     path = folder / peft_format.WEIGHTS
@@ -60,7 +60,7 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
         return adapter_of(name, str(folder), lora, decoder, tensors)
 
 
-def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
+def adapter_of(name: str, folder: str, lora: Lora, decoder: AnyDecoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
     found, adapted = {}, AdaptedModules(lora)
     for linear in decoder.adaptable:
@@ -69,7 +69,7 @@ def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Ma
     return LoadedAdapter(name, folder, found)
 
 
-def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(decoder: AnyDecoder, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     adapted = AdaptedModules(lora)
@@ -81,11 +81,11 @@ def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
 
 
 def _name(part: TensorSlice, matrix: str) -> str:
-    return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
+    return f"{peft_format.PREFIX}{peft_format.module_of(part.name)}.lora_{matrix}.weight"
 
 
 def _lora_weights(
-    linear: FusedLinear, chosen: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: Decoder
+    linear: FusedLinear, chosen: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: AnyDecoder
 ) -> LoraFactors:
     num_outputs, num_inputs = linear.weight_OI.shape
     sizes = list(chosen.values())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler import generation
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.drawing import Penalties
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.sampler.sequence import End, Ending, Sequence, Ticket
@@ -107,7 +107,7 @@ class Answers:
     def __init__(
         self,
         models: Models,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         generator: generation.Generator,

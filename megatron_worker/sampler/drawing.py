@@ -8,13 +8,14 @@ Shape suffixes: B rows, C rows of a chunk of a prompt, V vocabulary, K likeliest
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 _BITS = 52  # fewer than a double's 53, so that a number times a double total stays below that total
+_SCORED = 64  # prompt tokens whose logits are held at a time
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,20 @@ class PromptScores:
         self.logprobs += logprob_C1[:, 0].tolist()
         self.ranks += (logprob_CV >= logprob_C1).sum(-1).tolist()
         self.top += likeliest(logprob_CV, num_top)
+
+
+def score_prompt(
+    token_ids: tuple[int, ...], rows_TH: Tensor, logits_of: Callable[[Tensor], Tensor], num_top: int
+) -> PromptScores:
+    """Score a prompt's tokens but the first, by the rows of the tokens before them and what makes logits of rows.
+
+    Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
+    """
+    label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=rows_TH.device)
+    scores = PromptScores()
+    for label_C, rows_CH in zip(label_T.split(_SCORED), rows_TH[:-1].split(_SCORED), strict=True):
+        scores.add(logits_of(rows_CH), label_C, num_top)
+    return scores
 
 
 def likeliest(logprob_CV: Tensor, num: int) -> list[list[tuple[int, float]]]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_worker.sampler.adapters import LoadedAdapter
-from megatron_worker.sampler.decoder import BLOCK, Cache, Decoder, Prefilled
+from megatron_worker.sampler.decoders.interface import AnyCache, AnyDecoder, AnyPrompt
 from megatron_worker.sampler.drawing import Cuts, Drawn, draw, likeliest
+from megatron_worker.sampler.layers.attention import BLOCK
 from megatron_worker.sampler.layers.linears import LoraFactors
 from megatron_worker.sampler.sequence import End, Sequence, Ticket
 from shared.errors import InvalidInput
@@ -63,7 +64,7 @@ class Generator:
     `num_changes` counts the changes of weights that have begun, but for those under which sequences went on.
     """
 
-    def __init__(self, decoder: Decoder, num_slots: int) -> None:
+    def __init__(self, decoder: AnyDecoder, num_slots: int) -> None:
         self._decoder = decoder
         self._num_slots = num_slots
         self._arrivals: queue.SimpleQueue[Ticket | Pause | None] = queue.SimpleQueue()
@@ -152,7 +153,7 @@ class _Seat:
 class _Lane:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: Decoder, adapter: LoadedAdapter, num_slots: int) -> None:
+    def __init__(self, decoder: AnyDecoder, adapter: LoadedAdapter, num_slots: int) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._drawn_by = adapter.drawn_by
@@ -162,7 +163,7 @@ class _Lane:
         )
         self._slots: list[_Seat | None] = [None] * num_slots
         self._waiting: deque[_Seat] = deque()
-        self._prompts: OrderedDict[tuple[int, ...], Prefilled] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], AnyPrompt] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -231,7 +232,7 @@ class _Lane:
             seat.ticket.one_ended()
         return None
 
-    def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
+    def _prefilled(self, prompt: tuple[int, ...]) -> AnyPrompt:
         if prompt not in self._prompts:
             self._prompts[prompt] = self._decoder.prefill(prompt, self._lora)
             if len(self._prompts) > _KEPT_PROMPTS:
@@ -317,10 +318,10 @@ def _drawing(seat: _Seat | None) -> tuple[float, float, int, float, float]:
 
 
 def forward(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     token_B: torch.Tensor,
     position_B: torch.Tensor,
-    cache: Cache,
+    cache: AnyCache,
     lora_weights: Mapping[str, LoraFactors],
 ) -> torch.Tensor:
     """Call `Decoder.step` over as many blocks as the longest sequence needs."""
@@ -334,19 +335,19 @@ def shapes_of(lora_weights: Mapping[str, LoraFactors]) -> Shapes:
 
 
 @torch.inference_mode()
-def reliable_width(decoder: Decoder, shapes: Shapes, num_slots: int) -> int:
+def reliable_width(decoder: AnyDecoder, shapes: Shapes, num_slots: int) -> int:
     """Return the largest of num_slots, num_slots / 2, …, 1 whose slots compute the same bits from the same tokens.
 
     How a sum is computed depends on shapes, not on values. So an adapter of random values is tried: one that begins,
     whose second matrices are zeros, would hide differences that its later versions have.
     """
     lora_weights = _random_weights(decoder, shapes)
-    while num_slots > 1 and not _slots_are_equal(decoder, lora_weights, num_slots):
+    while num_slots > 1 and not decoder.computes_slots_alone and not _slots_are_equal(decoder, lora_weights, num_slots):
         num_slots //= 2
     return num_slots
 
 
-def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraFactors]:
+def _random_weights(decoder: AnyDecoder, shapes: Shapes) -> dict[str, LoraFactors]:
     """Return an adapter that adds to each linear about as much as an input of that size has."""
     device, dtype = decoder.device, decoder.dtype
     drawn = torch.Generator(device).manual_seed(0)
@@ -357,7 +358,7 @@ def _random_weights(decoder: Decoder, shapes: Shapes) -> dict[str, LoraFactors]:
     return {name: LoraFactors(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
 
 
-def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], num_slots: int) -> bool:
+def _slots_are_equal(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], num_slots: int) -> bool:
     """Compare two tokens in all slots, then in slots at either end and in the middle, among others."""
     other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
     alike = _two_tokens(decoder, lora_weights, torch.full_like(other, 1))
@@ -371,7 +372,7 @@ def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], 
     return True
 
 
-def _two_tokens(decoder: Decoder, lora_weights: Mapping[str, LoraFactors], token_B: torch.Tensor) -> torch.Tensor:
+def _two_tokens(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], token_B: torch.Tensor) -> torch.Tensor:
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
 from megatron_worker.weight_sync.bucket_reader import Receiving
@@ -65,7 +65,7 @@ class Models:
     loaded.
     """
 
-    def __init__(self, name: str, folder: Path, decoder: Decoder, generator: Generator, max_model_len: int) -> None:
+    def __init__(self, name: str, folder: Path, decoder: AnyDecoder, generator: Generator, max_model_len: int) -> None:
         self._decoder = decoder
         self._base: LoadedAdapter | None = self._whole(name, str(folder))
         self._synced: SyncedWeights | None = None

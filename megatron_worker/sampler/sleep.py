@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from megatron_worker.tensors.offload import HostCopy
@@ -29,7 +29,7 @@ class Sleep:
     device, drops them: what was read from a folder is read again by `wake`, the rest has to be sent or loaded anew.
     """
 
-    def __init__(self, decoder: Decoder, models: Models, generator: Generator) -> None:
+    def __init__(self, decoder: AnyDecoder, models: Models, generator: Generator) -> None:
         self._decoder = decoder
         self._models = models
         self._generator = generator

@@ -14,7 +14,7 @@ from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, modules_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.dropout import Masks
@@ -144,7 +144,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
-        self._modules = [s.name.removesuffix(".weight") for s in base.slices if s.name.endswith(".weight")]
+        self._modules = modules_of(base.slices)
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
@@ -184,7 +184,9 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = beside(peft_format.read_config(folder, lora), self._modules)
+            found = beside(peft_format.read_config(folder), self._modules)
+            if lora is not None:
+                peft_format.check_same(found, beside(lora, self._modules), str(folder))
             found = found.model_copy(update={"dropout": 0.0 if lora is None else lora.dropout})
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
@@ -357,7 +359,7 @@ def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
 
 def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
     """Return those of a fused linear's parts that an adapter is beside."""
-    sizes = {part: adapted.of(part.name.removesuffix(".weight")) for part in parts}
+    sizes = {part: adapted.of(peft_format.module_of(part.name)) for part in parts if part.takes_adapter}
     return {part: size for part, size in sizes.items() if size is not None}
 
 

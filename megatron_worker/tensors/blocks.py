@@ -26,7 +26,7 @@ def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
     if s.split is None:
         yield TensorBlock(s.name, ranks.first_holder(s, 0), 0, num_rows)
         return
-    size = ranks.splitting(s.expert).size
+    size = ranks.splitting(s).size
     held = [s.spans(part, size) for part in range(size)]
     for section in range(len(held[0])):  # by rows: receivers take a tensor's blocks in their order
         for part, spans in enumerate(held):

@@ -18,19 +18,19 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class HostCopy:
-    """Tensors of one dtype, each with its own storage, and host buffers for their values while they are offloaded.
+    """Tensors, each with its own storage, and host buffers for their values while they are offloaded.
 
     Buffers are pinned where there is a device to copy to. They are allocated the first time that they are needed, and
     kept until `forget`: page-locking, or a page's first touch, costs more than the copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._device, self._dtype = tensors[0].device, tensors[0].dtype
+        self._device = tensors[0].device
         self._storages = [t.untyped_storage() for t in tensors]
         # Whole storages: a shard's is longer than the shard where the ranks' are not equal.
         self._sizes = [storage.nbytes() for storage in self._storages]
         whole = [t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in tensors]
-        self._slices = _cut(whole, chunk_bytes // tensors[0].itemsize)
+        self._slices = _cut([t.view(torch.uint8) for t in whole], chunk_bytes)
         self._host: list[Tensor] = []
 
     @property
@@ -83,9 +83,9 @@ class HostCopy:
                 _copy_each(self._host[number].split([len(s) for s in slices]), slices)
         torch.get_device_module(self._device).synchronize()
 
-    def _new_chunk(self, num_elements: int) -> Tensor:
+    def _new_chunk(self, num_bytes: int) -> Tensor:
         pinned = self._device.type != "cpu"
-        chunk = torch.empty(num_elements, dtype=self._dtype, pin_memory=pinned)
+        chunk = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         if not pinned:
             _prefer_huge_pages(chunk.untyped_storage())
         return chunk

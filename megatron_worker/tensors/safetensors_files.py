@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from megatron_worker.families.tensor_slices import TensorSlice, join_parts
+from megatron_worker.tensors.mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, Mxfp4Slice
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
@@ -30,10 +31,19 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class TensorFiles:
-    """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps."""
+    """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps.
+
+    What two tensors hold in MXFP4 is one, by the name without their suffixes.
+    """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+        ends = {name: name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
+        self._packed = {
+            name: (files[blocks], files[name + SCALES]) for blocks, name in ends.items() if name + SCALES in files
+        }
+        packed = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
+        plain = {name: path for name, path in files.items() if name not in packed}
+        self._files = plain | {name: path for name, (path, _) in self._packed.items()}
         self._open: dict[Path, Any] = {}
 
     @property
@@ -100,7 +110,19 @@ class TensorFiles:
         self._open.clear()
 
     def _slice(self, name: str) -> Any:
-        path = self._files[name]
+        if name in self._packed:
+            blocks, scales = self._packed[name]
+            parts = self._slice_in(blocks, name + BLOCKS), self._slice_in(scales, name + SCALES)
+            (*outer, num_bytes), scaled = parts[0].get_shape(), parts[1].get_shape()
+            if outer != scaled or len(outer) != 3 or num_bytes != BLOCK_BYTES:
+                message = (
+                    f"{name + SCALES!r} of shape {scaled} does not fit the shape of its blocks, {[*outer, num_bytes]}"
+                )
+                raise InvalidInput(message, str(scales))
+            return Mxfp4Slice(*parts)
+        return self._slice_in(self._files[name], name)
+
+    def _slice_in(self, path: Path, name: str) -> Any:
         if path not in self._open:
             self._open[path] = open_safetensors(path)
         try:

@@ -66,8 +66,8 @@ class StateRanks(Protocol):
         """Return the first of the ranks that hold a part of a tensor, counted along its split."""
         ...
 
-    def splitting(self, expert: int | None) -> Place:
-        """Return the ranks that a tensor, of an expert or not, is split over."""
+    def splitting(self, tensor_slice: TensorSlice, /) -> Place:
+        """Return the ranks that a tensor is split over."""
         ...
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype, /) -> Tensor:
@@ -136,6 +136,7 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
     for settings in (config, config.get("text_config")):  # of a model that reads images, the decoder's too
         if isinstance(settings, dict):
             settings.pop("torch_dtype", None)
+            settings.pop("quantization_config", None)
             settings["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):
@@ -155,16 +156,13 @@ def read_adapter(
 
 
 def check_adapter_names(files: TensorFiles, expected: set[str], path: Path, model: Path) -> None:
-    """Raise InvalidInput unless the expected tensors are there, and at most copies of the model's embeddings, which
-    PEFT writes beside their adapters and loads into the model."""
-    found = map(peft_format.EMBEDDING_COPY.fullmatch, sorted(files.names))
-    copies = {each[0]: f"{each[1]}.weight" for each in found if each}
-    check_names(files, expected | set(copies), path)
+    """Raise InvalidInput unless the expected tensors are there, and at most a copy of the model's output layer."""
+    copies = files.names & {peft_format.OUTPUT_COPY}
+    check_names(files, expected | copies, path)
     if copies:
         with model_files(model) as base:
-            tied = next(name for name in sorted(base.names) if name.endswith("embed_tokens.weight"))
-            for copy, original in copies.items():
-                base.beside(files).check_equal(copy, original if original in base.names else tied)
+            tied = {name for name in base.names if name.endswith(".embed_tokens.weight")}
+            base.beside(files).check_equal(peft_format.OUTPUT_COPY, ({"lm_head.weight"} & base.names or tied).pop())
 
 
 def write_adapter(
@@ -174,7 +172,7 @@ def write_adapter(
     tensors = _whole(slices, parameters, ranks, torch.float32)
     with all_drawn(tensors):
         if folder is not None:
-            peft_format.write_config(folder, lora)
+            peft_format.write_config(folder, lora, (s.name for s in slices))
         entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
         write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
 
@@ -227,7 +225,7 @@ def _read(
     """Fill this rank's parameters from whole tensors named `prefix + name`; other ranks' tensors are left out."""
     for s in slices:
         if s.parameter in parameters:
-            place = ranks.splitting(s.expert)
+            place = ranks.splitting(s)
             s.write(
                 parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
             )

@@ -22,7 +22,7 @@ class Snapshot:
     def write(self, folder: Path) -> None:
         """Write the weights as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
         entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-        peft_format.write_config(folder, self.lora)
+        peft_format.write_config(folder, self.lora, self.tensors)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
 
 

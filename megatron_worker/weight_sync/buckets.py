@@ -279,19 +279,20 @@ class Assembly:
 
 
 def _source(buffer: Tensor, part: BucketPart, rows: Tensor) -> Tensor:
-    return view_of(buffer, part) if part.num_changes is None else rows.contiguous()
+    return view_of(buffer, part) if part.num_changes is None else rows.to(DTYPES[part.dtype]).contiguous()
 
 
 def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
-    if rows.dtype != DTYPES[part.dtype]:
+    if rows.itemsize < DTYPES[part.dtype].itemsize:
         raise InvalidInput(f"changes of {part.dtype} do not apply to {rows.dtype}", part.name)
     assert part.num_changes is not None
-    whole = rows.contiguous()  # itself, but of some columns
+    # Itself, but of some columns, and where a model keeps a tensor wider than it is sent.
+    whole = rows.to(DTYPES[part.dtype]).contiguous()
     try:
         changes.apply(buffer[part.start :], part.num_changes, whole)
     except ValueError as error:
         raise InvalidInput(str(error), part.name) from error
-    if not rows.is_contiguous():
+    if whole.data_ptr() != rows.data_ptr():
         rows.copy_(whole)
 
 

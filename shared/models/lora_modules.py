@@ -1,7 +1,7 @@
 """Which modules of a model an adapter is beside, with which rank and scale: as PEFT decides it by their names."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.module_patterns import Effort, ModulePattern
@@ -66,30 +66,40 @@ def layer_of(module: str) -> int | None:
     return next((int(part) for part in module.split(".")[2:-1] if part.isdecimal()), None)
 
 
-def beside(lora: Lora, modules: Collection[str]) -> Lora:
+def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
     """Return an adapter's settings with the targets that a model has, as PEFT takes them.
 
+    Raises:
+        InvalidInput: it has none of them.
+    """
+    if lora.target_pattern is not None:
+        return lora
+    targets = tuple(name for name in TARGETS if name in lora.targets and (name in linears or name == OUTPUT))
+    if not targets:
+        raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
+    return lora.model_copy(update={"targets": targets})
+
+
+def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
+    """Check an adapter's settings against a model. Returns them as `with_own_targets`.
+
     Args:
-        modules: names of all of the model's modules that have a weight.
+        modules: names of all of the model's modules that have a weight, and whether an adapter can be beside them.
 
     Raises:
-        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what is no linear.
+        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none.
     """
-    modules = {*modules, OUTPUT}  # tied ones, too
-    if lora.target_pattern is None:
-        names = {module.rpartition(".")[2] for module in modules}
-        if not (targets := tuple(name for name in TARGETS if name in lora.targets and name in names)):
-            raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
-        lora = lora.model_copy(update={"targets": targets})
+    modules = {**modules, OUTPUT: True}  # tied ones, too
+    lora = with_own_targets(lora, {name.rpartition(".")[2] for name, takes_adapter in modules.items() if takes_adapter})
     adapted = AdaptedModules(lora)
     above = {".".join(parts[:n]) for parts in (name.split(".") for name in modules) for n in range(1, len(parts))}
     found = [name for name in {*modules, *above} if adapted.of(name) is not None]
-    if others := sorted(name for name in found if name.rpartition(".")[2] not in TARGETS):
-        raise InvalidInput(f"the pattern means {others[0]}, too, which is no linear", "target_pattern")
-    if not found:
-        raise InvalidInput("this model has no linear of that name", "trainable")
+    if others := sorted(name for name in found if not modules.get(name)):
+        raise InvalidInput(f"the pattern means {others[0]}, too, which takes no adapter", "target_pattern")
     if lacking := sorted(set(lora.layers or ()) - {layer_of(name) for name in found}):
         raise InvalidInput(f"this model has nothing to adapt in layer {lacking[0]}", "layers")
+    if not found:
+        raise InvalidInput("this model has no linear of that name", "trainable")
     if adapted.unused:
         unused = min(pattern.expression for pattern in adapted.unused)
         raise InvalidInput(f"no module with an adapter has a name like that: {unused}", "trainable")

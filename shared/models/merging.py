@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from longshore.training import Lora
 from shared.errors import InvalidInput
 from shared.models.lora_modules import AdaptedModules
-from shared.models.peft import CONFIG, PREFIX
+from shared.models.peft import CONFIG, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's scale and factors by the name of the weight that they change: A of [rank, in], B of [out, rank]."""
+    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
 
     factors: dict[str, tuple[float, Floats, Floats]]
     _used: set[str] = field(default_factory=set)
@@ -59,16 +59,15 @@ class Merger:
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
-            sides.setdefault(f"{stem.removeprefix(PREFIX)}.weight", {})[side] = values
+            sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
+        merger, adapted = cls({}), AdaptedModules(lora)
         for name, found in sides.items():
             if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
                 raise InvalidInput(f"the two factors for {name} do not belong together", place)
-        sizes, adapted = {}, AdaptedModules(lora)
-        for name, found in sides.items():
-            if (size := adapted.of(name.removesuffix(".weight"))) is None or size.rank != len(found["A"]):
+            if (size := adapted.of(name)) is None or size.rank != len(found["A"]):
                 raise InvalidInput(f"the factors for {name} are not those that {CONFIG} names", place)
-            sizes[name] = size
-        return cls({name: (sizes[name].scale, found["A"], found["B"]) for name, found in sides.items()})
+            merger.factors[name] = size.scale, found["A"], found["B"]
+        return merger
 
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
         """Copy one safetensors file, and change the weights that the adapter has factors for.
@@ -79,7 +78,7 @@ class Merger:
         header, entries = read_header(source, place)
         target.write(header)
         for entry in entries:
-            if entry.name in self.factors:
+            if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
                 for block in self._merged(entry, source, place):
                     target.write(block)
             else:
@@ -92,13 +91,13 @@ class Merger:
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        scale, a_RI, b_OR = self.factors[entry.name]
+        scale, a_RI, b_OR = self.factors[module_of(entry.name)]
         if entry.dtype not in _WIDTHS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
                 f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
             )
-        self._used.add(entry.name)
+        self._used.add(module_of(entry.name))
         row_bytes = entry.shape[1] * _WIDTHS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):

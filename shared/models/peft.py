@@ -3,21 +3,27 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshore.fields import Sha256
-from longshore.training import DELTA_NET, LINEARS, TARGETS, Lora, Target
+from longshore.training import TARGETS, Lora, Target
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
-EMBEDDING_COPY = re.compile(r"base_model\.model\.((?:.*\.)?(?:lm_head|embed_tokens))\.base_layer\.weight")
+OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
+_PLAIN: frozenset[Target] = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+)  # what takes these takes all: a model has other linears in their places
 
+# What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
+_TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
 # hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
@@ -28,6 +34,19 @@ _WITHOUT_EFFECT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
 )
+
+
+# transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
+_RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module that a model's tensor belongs to."""
+    module = tensor.rpartition(".")[0]
+    for in_files, in_memory in _RENAMED:
+        if module.startswith(in_files):
+            return in_memory + module.removeprefix(in_files)
+    return module
 
 
 class _Config(BaseModel):
@@ -54,7 +73,11 @@ class _Config(BaseModel):
 def _switched_on(config: _Config) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}).items()
-    return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
+    return [
+        name
+        for name, value in more
+        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
+    ]
 
 
 _OURS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layers_to_transform": "layers"}
@@ -120,9 +143,12 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         raise InvalidInput(rule, place) from error
 
 
-def write_config(folder: Path, lora: Lora) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
+    """Write `adapter_config.json` beside these tensors."""
     config = config_of(lora) | {"lora_dropout": lora.dropout}
+    if any(".language_model." in name for name in tensors):
+        config["exclude_modules"] = _TOWERS
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -154,23 +180,22 @@ def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
 def check_same(found: Lora, expected: Lora, place: str) -> None:
     """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
 
-    Targets that its family of models has not do not count: see `shared.models.lora_modules.beside`.
+    Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`.
     """
-    for name, theirs, ours in (
-        ("rank", found.rank, expected.rank),
-        ("alpha", found.alpha, expected.alpha),
-        ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
-        ("target_pattern", found.target_pattern, expected.target_pattern),
-        ("targets", _counted(found), _counted(expected)),
-        ("layers", found.layers and set(found.layers), expected.layers and set(expected.layers)),
-        ("rank_pattern", found.rank_pattern, expected.rank_pattern),
-        ("alpha_pattern", found.alpha_pattern, expected.alpha_pattern),
-    ):
-        if theirs != ours:
-            raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
+    theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout"}) for lora in (found, expected))
+    for name in theirs:
+        if theirs[name] != ours[name]:
+            raise InvalidInput(f"the adapter's {name} is {theirs[name]}, {ours[name]} is asked for", place)
+    if not _are_alike({*found.targets}, {*expected.targets}):
+        wanted = f"{sorted(expected.targets)} is asked for"
+        raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
 
 
-def _counted(lora: Lora) -> list[Target]:
-    """Return the targets, sorted; without those of gated delta nets where all others are there."""
-    others = set(LINEARS) - set(DELTA_NET)
-    return sorted(set(lora.targets) - set(DELTA_NET) if others <= set(lora.targets) else lora.targets)
+def _are_alike(one: set[Target], other: set[Target]) -> bool:
+    """Return True if there may be a model beside which both targets are the same modules.
+
+    So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    Every model has an output layer.
+    """
+    smaller, larger = sorted((one - {"lm_head"}, other - {"lm_head"}), key=len)
+    return "lm_head" not in one ^ other and (smaller == larger or smaller < larger > _PLAIN)

@@ -1,27 +1,41 @@
-"""A model with recurrent layers, and a tower of vision, is trained, killed, published and asked as any other."""
+"""Models with recurrent layers, a tower of vision or latents are trained, killed, published and asked as any other."""
 
 import signal
 from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import Family
+from tests.depth import drawn
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import ranks, signal_all
-from tests.megatron_worker.rows import model_with_tower
+from tests.megatron_worker.rows import distinct_model, model_with_tower
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drawn]
+FAMILIES = drawn(["qwen3_5", "glm4_moe_lite", "nemotron_h"], 1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    name: Family = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def hybrid_options(sft_options: list[str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    _, model = model_with_tower(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
+def options_of_family(
+    family: Family, sft_options: list[str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    folder = tmp_path_factory.mktemp("family")
+    model = model_with_tower(folder, family)[1] if family == "qwen3_5" else distinct_model(folder, family, tied=False)
     return [str(model) if option == str(tiny_model) else option for option in sft_options]
 
 
-def test_a_killed_run_ends_with_the_same_bits_and_answers(stack: Stack, hybrid_options: list[str]) -> None:
-    undisturbed = stack.cli(*hybrid_options, "--wait")
+def test_a_killed_run_ends_with_the_same_bits_and_answers(
+    stack: Stack, options_of_family: list[str], family: Family
+) -> None:
+    undisturbed = stack.cli(*options_of_family, "--wait")
     assert undisturbed.json["status"] == "succeeded", undisturbed
-    run_id = stack.cli(*hybrid_options).json["run_id"]
+    run_id = stack.cli(*options_of_family).json["run_id"]
     stored = stack.root / "store" / "runs" / run_id / "checkpoints"
     wait_until(lambda: any(stored.glob("*/*/manifest.json")), "a checkpoint", every_s=0.01)
     signal_all(ranks(stack), signal.SIGKILL)

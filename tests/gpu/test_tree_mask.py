@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_worker.tree_attention import attend_forest, plan_forest
+from megatron_worker.mixers.tree_attention import attend_forest, plan_forest
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.test_tree_attention import random_forest
 

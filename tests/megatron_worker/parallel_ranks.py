@@ -35,7 +35,7 @@ from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.trials import given_trials
 
-LORA = Lora(rank=3, alpha=6, targets=TARGETS, rank_pattern={"q_proj": 5}, alpha_pattern={"v_proj": 2})
+LORA = Lora(rank=3, alpha=6, targets=TARGETS, rank_pattern={"q(_b)?_proj": 5}, alpha_pattern={"(kv_b|v)_proj": 2})
 # Where a gradient is as small as float32 rounds, Adam's first step has the size of the rate and the rounding's sign.
 # An epsilon above the rounding keeps a comparison of weights one of layouts.
 ADAM = Adam(weight_decay=0.01, clip_norm=1.0, eps=1e-5)
@@ -244,7 +244,7 @@ def _same_shard(_: Any) -> Any:
 
 def _own_everywhere(original: Any) -> Any:
     def gathered(self: Mesh, tensor_slice: TensorSlice, parameter: torch.Tensor) -> torch.Tensor:
-        whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice.expert)
+        whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice)
         if (split := tensor_slice.split) is not None:
             own = tensor_slice.local(whole, group.rank, group.size).clone()
             for part in whole.chunk(group.size, dim=split):

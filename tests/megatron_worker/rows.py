@@ -4,11 +4,12 @@ Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,45 +20,95 @@ from megatron_worker.engine import Batch
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 
-def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, seed: int = 0, **sizes: Any) -> Path:
-    """A tiny model whose norms are not ones and whose biases are not zeros."""
-    from transformers import AutoModelForCausalLM
+def distinct_model(
+    folder: Path,
+    family: Family = "qwen3",
+    tied: bool = True,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Path:
+    """A tiny model whose norms are not ones and whose biases are not zeros. `config`: changes of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if family == "nemotron_h":
+        sizes = {"num_layers": 4} | sizes  # one of each kind
     make_tiny_model(folder, ["hello there"], family=family, tied=tied, vocab_size=VOCAB_SIZE, seed=seed, **sizes)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if config:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **config), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
-                is_zero_centred = family.startswith("qwen3_5") and "linear_attn" not in name
+                is_zero_centred = family == "gemma3" or (family.startswith("qwen3_5") and "linear_attn" not in name)
                 weight.copy_((0 if is_zero_centred else 1) + 0.2 * noise)
+                if family == "gemma4" and "q_norm" in name:  # has what others' scale of scores does
+                    weight.mul_(weight.numel() ** -0.5)
             elif "bias" in name:
                 weight.copy_(0.3 * noise)
+            elif name.endswith(".D"):
+                weight.copy_(noise)
             elif "A_log" not in name:  # rates from fast to slow already
                 weight.copy_(3 * weight)
+            elif family == "nemotron_h":  # states that last for many tokens
+                weight.sub_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        for number, scalar in enumerate(value for name, value in model.named_buffers() if "layer_scalar" in name):
+            scalar.fill_(0.75 + 0.125 * number)
     model.save_pretrained(folder)
     return folder
 
 
-def model_with_tower(folder: Path, family: Literal["qwen3_5", "qwen3_5_moe"]) -> tuple[Path, Path]:
+_SMALL = {"hidden_size": 16, "intermediate_size": 16}
+# By family: its classes' name, the tower's settings, and those of the whole.
+_TOWERS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    **{
+        family: (name, _SMALL | {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64}, {})
+        for family, name in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
+    },
+    "gemma3": (
+        "Gemma3",
+        _SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
+        {"mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **_SMALL,
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+            **{"patch_size": 4, "position_embedding_size": 8},
+        },
+        {},
+    ),
+}
+
+
+def model_with_tower(folder: Path, family: Family) -> tuple[Path, Path]:
     """A text model; and one that reads images, as it is published, with that for its decoder."""
     import transformers
 
-    alone = distinct_model(folder / "alone", family, tied=False, num_layers=4)
+    is_tied = family.startswith("gemma")
+    alone = distinct_model(folder / "alone", family, tied=is_tied, num_layers=4)
+    if family == "gemma3":  # which caps no logits beside a tower
+        config = json.loads((alone / "config.json").read_text())
+        (alone / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
     decoder = transformers.AutoModelForCausalLM.from_pretrained(alone)
-    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
-    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
-    config = getattr(transformers, f"{name}Config")(
-        text_config=decoder.config.to_dict(), vision_config=sizes | {"out_hidden_size": decoder.config.hidden_size}
-    )
+    name, tower, more = _TOWERS[family]
+    config = getattr(transformers, f"{name}Config")(text_config=decoder.config.to_dict(), vision_config=tower, **more)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.model.language_model.load_state_dict(decoder.model.state_dict())
     model.lm_head.load_state_dict(decoder.lm_head.state_dict())
     whole = shutil.copytree(alone, folder / "whole")
     model.save_pretrained(whole)
-    tensors = load_file(whole / "model.safetensors")
-    save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, whole / "model.safetensors", {"format": "pt"})
+    if not is_tied:
+        tensors = load_file(whole / "model.safetensors")
+        save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, whole / "model.safetensors", {"format": "pt"})
     return alone, whole
 
 

@@ -1,13 +1,14 @@
 """Log-probabilities of tokens, in nats: by an engine, by transformers, and by the sampler, a step at a time."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Engine, Outputs
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import forward
 from megatron_worker.sampler.layers.linears import LoraFactors
 from tests.megatron_worker.rows import Row
@@ -32,8 +33,14 @@ def logprobs_in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
     return torch.cat(found)
 
 
+def transformers_model(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(folder)
+
+
 def logprobs_by_steps(
-    decoder: Decoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, LoraFactors]
+    decoder: AnyDecoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, LoraFactors]
 ) -> Tensor:
     """Of the ids at these places, each drawn in a slot behind those before it, the first ones read as a prompt."""
     read, cache = decoder.prefill(tuple(ids[: steps.start]), lora_weights), decoder.new_cache(2)

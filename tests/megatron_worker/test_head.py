@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head.beside import BesideHead
+from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.head.torch_tiles import TileSize
+from shared.errors import InvalidInput
 from tests.megatron_worker.launch import fork_ranks
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
@@ -106,6 +108,36 @@ def test_a_temperature_divides_the_logits(dtype: torch.dtype, tolerance: float, 
         (weight_VH.grad, by_weight),
     ):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_logits_are_capped(dtype: torch.dtype, tolerance: float, temperature: float):
+    """Values, and the gradients of both, in chunks and tiles; the cap is one that all logits feel."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=3)
+    shard = VocabShard(0, VOCAB_SIZE, VOCAB_SIZE, logit_cap=2.0)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(5, 16))
+    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
+    logprob_NV = (2.0 * (hidden @ weight.t() / 2.0).tanh() / temperature).log_softmax(dim=-1)
+    logprob_N, entropy_N = logprob_NV.gather(1, label_N[:, None])[:, 0], -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
+    ((logprob_N + 0.7 * entropy_N) * grad_N).sum().backward()
+    assert (scores.top_logprob_NK - logprob_NV.topk(3).values).abs().max() <= 1e-5
+    for ours, theirs in (
+        (scores.logprob_N, logprob_N),
+        (scores.entropy_N, entropy_N),
+        (hidden_NH.grad, hidden.grad),
+        (weight_VH.grad, weight.grad),
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_capped_logits_without_kernels_are_refused_where_kernels_are_strict():
+    hidden_NH, weight_VH, label_N, _ = inputs()
+    shard = VocabShard(0, VOCAB_SIZE, VOCAB_SIZE, logit_cap=2.0)
+    with policy("strict"), pytest.raises(InvalidInput, match="'head' cannot be used"):
+        score_targets(hidden_NH, weight_VH, label_N, Outputs(), shard)
 
 
 def test_a_temperature_does_not_round_bfloat16_once_more():

@@ -1,30 +1,35 @@
 """Forms of LoRA that PEFT has: trained as PEFT trains them, read and written as it does, and sampled with."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import Family
 from longshore.layout import Layout
-from longshore.training import Adam, Lora
+from longshore.training import LATENT, TARGETS, Adam, Lora
 from megatron_worker.families import read_architecture
-from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import open_decoder
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.trainer_rank.rank import TrainerRank
 from shared.errors import InvalidInput
-from shared.models.peft import config_of, read_config
+from shared.models.peft import config_of, module_of, read_config
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, accumulate, train
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_loss, reference_steps
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 
 STEPS = [random_rows([20, 31, 12], seed=seed) for seed in range(10)]
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FORMS = {
     "regex": Lora(rank=4, alpha=8, target_pattern=r"model\.layers\.(0|1)\..*(q|down)_proj"),
     "layers": Lora(rank=4, alpha=8, layers=(1,)),
@@ -38,11 +43,35 @@ FORMS = {
     "lm_head": Lora(rank=4, alpha=8, targets=("q_proj", "down_proj", "lm_head"), layers=(0,)),
     "lm_head alone": Lora(rank=3, alpha=8, targets=("lm_head",)),
 }
+# Of families with linears or a head of their own, all at once: what PEFT sees linears for.
+OF_FAMILIES: dict[Family, Lora] = {
+    "gpt_oss": Lora(rank=4, targets=(*ATTENTION, "lm_head"), rank_pattern={"q_proj": 2}, alpha_pattern={"k_proj": 9}),
+    "glm4_moe_lite": Lora(
+        **{"rank": 4, "targets": (*LATENT, "o_proj", "lm_head"), "layers": (1,)},
+        **{"rank_pattern": {"q_._proj": 2, "lm_head": 3}, "alpha_pattern": {"kv_.*": 9}, "rank_stabilized": True},
+    ),
+    "nemotron_h": Lora(
+        **{"rank": 4, "target_pattern": r"model\.layers\.\d\.mixer\.(in|[qvo]|fc\d_latent)_proj|lm_head"},
+        **{"rank_pattern": {r"in_proj": 6, r"layers\.1\..*": 2}, "alpha_pattern": {"fc1.*": 9}},
+    ),
+    "gemma3": Lora(rank=4, targets=TARGETS, layers=(0,), rank_pattern={"up_proj": 6, "lm_head": 2}),  # tied, and capped
+}
+CASES = [("qwen3", engine, name) for engine in ENGINES for name in FORMS]
+CASES += [(family, "megatron", "all") for family in OF_FAMILIES]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return distinct_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
+def models(tmp_path_factory) -> Callable[[Family], Path]:
+    @functools.cache
+    def made(family: Family) -> Path:
+        return distinct_model(tmp_path_factory.mktemp(family), family, tied=family == "gemma3")
+
+    return made
+
+
+@pytest.fixture
+def model(models) -> Path:
+    return models("qwen3")
 
 
 def in_peft(model: Path, weights: Path, is_trainable: bool = False):
@@ -73,11 +102,11 @@ def trained(engine, lora: Lora, folder: Path):
     return folder / "before" / "weights", folder / "after" / "weights"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", FORMS)
-def test_ten_steps_are_peft_s_and_the_sampler_s(model, tmp_path, name, engine):
+@pytest.mark.parametrize(("family", "engine", "name"), CASES)
+def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine, name):
+    model = models(family)
     ours = ENGINES[engine](model, Layout(), "float32")
-    before, after = trained(ours, FORMS[name], tmp_path)
+    before, after = trained(ours, FORMS.get(name) or OF_FAMILIES[family], tmp_path)
     reference = in_peft(model, before, is_trainable=True)
     reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
     reference.save_pretrained(tmp_path / "theirs")
@@ -96,47 +125,57 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(model, tmp_path, name, engine):
     expected = logprobs_in_transformers(reference, rows)
     ours.load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
     assert (logprobs(ours, bin_of(rows)) - expected).abs().max() <= 1e-5
-    decoder = Decoder(model, torch.float32, torch.device("cpu"))
+    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
     adapter = load_adapter("theirs", tmp_path / "theirs", decoder)
     ids = rows[0].ids
     whole = logprobs_in_transformers(reference, [Row(ids, [1.0] * len(ids))])
     drawn = logprobs_by_steps(decoder, ids, range(10, 30), adapter.lora_weights)
     assert (drawn - whole[9:29]).abs().max() <= 1e-5
+    scored = decoder.score(tuple(ids), decoder.prefill(tuple(ids), adapter.lora_weights)).logprobs
+    assert (torch.tensor(scored) - whole).abs().max() <= 1e-5
 
 
 class OursInPeft(torch.nn.Module):
-    """PEFT's dropout with our masks: of the step and bin that `masks` is at."""
+    """PEFT's dropout with our masks: of the step and bin that `masks` is at; at the output layer, of its targets."""
 
-    def __init__(self, masks: Masks, linear: str) -> None:
+    def __init__(self, masks: Masks, linear: str, targets: list[torch.Tensor]) -> None:
         super().__init__()
-        self.masks, self.linear = masks, linear
+        self.masks, self.linear, self.targets = masks, linear, targets
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dropped(x[0], self.masks.rate, self.masks.seed_of(self.linear, 0))[None]
+        seen, seed = x.flatten(0, -2), self.masks.seed_of(self.linear, 0)
+        if seed is None or self.linear not in ("output_layer", "lm_head"):
+            return dropped(seen, self.masks.rate, seed).view(x.shape)
+        index_N = self.targets[0]
+        return seen.index_copy(0, index_N, dropped(seen[index_N], self.masks.rate, seed)).view(x.shape)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_dropout_is_peft_s_under_the_same_masks(model, tmp_path, engine):
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [*(("qwen3", engine) for engine in ENGINES), *((family, "megatron") for family in OF_FAMILIES)],
+)
+def test_dropout_is_peft_s_under_the_same_masks(models, tmp_path, family, engine):
     """Two bins a step, each of one row. PEFT's own masks are of torch's random state, and of no step."""
-    lora, steps = Lora(rank=4, alpha=8, dropout=0.3), [rows[:2] for rows in STEPS]
+    model, steps = models(family), [rows[:2] for rows in STEPS]
+    lora = OF_FAMILIES.get(family, Lora(rank=4, alpha=8, targets=TARGETS)).model_copy(update={"dropout": 0.3})
     ours = ENGINES[engine](model, Layout(), "float32")
     ours.add_adapter("run", lora, seed=3)
     ours.save(tmp_path / "before")
     reference = in_peft(model, tmp_path / "before" / "weights", is_trainable=True)
-    masks = Masks(0.3, seed=3)
-    ours_of = {
-        p: f.name for f in linears_of(slices_of(read_architecture(model), 1)) for p in (s.name for s in f.slices)
-    }
+    masks, targets = Masks(0.3, seed=3), [torch.tensor([])]
+    a = read_architecture(model)
+    fused = linears_of([*slices_of(a, 1), *([output_slice(a, 1)] if a.tied else [])])
+    ours_of = {module_of(part.name): linear.name for linear in fused for part in linear.slices}
     for name, module in reference.get_base_model().named_modules():
         if hasattr(module, "lora_dropout"):
             assert module.lora_dropout["default"].p == 0.3
-            linear = ours_of[f"{name}.weight"] if engine == "megatron" else name
-            module.lora_dropout["default"] = OursInPeft(masks, linear)
+            linear = ours_of[name] if engine == "megatron" else name
+            module.lora_dropout["default"] = OursInPeft(masks, linear, targets)
     optimizer = torch.optim.AdamW((p for p in reference.parameters() if p.requires_grad), lr=3e-3, weight_decay=0)
     for step, rows in enumerate(steps):
         total = sum(sum(row.weights) for row in rows)
         for number, row in enumerate(rows):
-            masks.moment = step, number
+            masks.moment, targets[0] = (step, number), bin_of([row]).hidden_index_N
             (reference_loss(reference, [row]) * sum(row.weights) / total).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -200,7 +239,7 @@ def test_code_of_one_s_own_has_neither_dropout_nor_another_head(model):
 @pytest.mark.parametrize(
     ("settings", "place", "words"),
     [
-        ({"target_pattern": r".*\.mlp"}, "target_pattern", "model.layers.0.mlp, too, which is no linear"),
+        ({"target_pattern": r".*\.mlp"}, "target_pattern", "model.layers.0.mlp, too, which takes no adapter"),
         ({"target_pattern": "x_proj"}, "trainable", "no linear of that name"),
         ({"layers": [0, 7]}, "layers", "nothing to adapt in layer 7"),
         ({"rank_pattern": {"q_prj": 2}}, "trainable", "like that: q_prj"),

@@ -38,11 +38,26 @@ EXPERTS = {
 }
 HYBRID = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
 HYBRID_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)]}
+WINDOWS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, ep=2), Layout(pp=2), Layout(cp=2)]}
+LATENT = {
+    2: [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)],
+    4: [Layout(tp=2, sp=True, cp=2, ep=2)],
+}
+MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2)]}
+MAMBA_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2)], 4: [Layout(pp=2, ep=2, dp=2)]}
+GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
+GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},
     "hybrid": {"family": "qwen3_5", "tied": False},
     "hybrid-experts": {"family": "qwen3_5_moe", "tied": False},
+    "windows": {"family": "gpt_oss", "tied": False},
+    "latent": {"family": "deepseek_v3", "tied": False},
+    "mamba": {"family": "nemotron_h", "config": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}},
+    "mamba-experts": {"family": "nemotron_h"},
+    "gemma3": {"family": "gemma3"},
+    "gemma4": {"family": "gemma4", "num_layers": 4},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -57,7 +72,11 @@ ALL_FAULTS = {
 FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
-    for name, worlds in zip(MODELS, (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS), strict=True)
+    for name, worlds in zip(
+        MODELS,
+        (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS, LATENT, MAMBA, MAMBA_EXPERTS, GEMMA3, GEMMA4),
+        strict=True,
+    )
     for own in worlds.values()
     for layout in own
 ]

@@ -19,8 +19,8 @@ from longshore.layout import Layout
 from longshore.training import Adam
 from megatron_worker.forwards.packing import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.mixers.tree_attention import plan_forest
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.tree_attention import plan_forest
 from shared.errors import InvalidInput
 from tests.depth import SEED
 from tests.megatron_worker.live_bytes import LiveBytes

@@ -3,6 +3,8 @@
 Shape suffixes: T tokens, H query heads, G key/value heads, D size of a head.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,13 @@ import torch.nn.functional as F
 
 from longshore.layout import Layout
 from longshore.training import Full, Lora
-from megatron_worker import tree_attention
 from megatron_worker.engine import Outputs
 from megatron_worker.families.architecture import Rope
 from megatron_worker.megatron.attention import LayerNeeds, attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tree_attention import Forest, block_mask, find_nodes, plan_calls
+from megatron_worker.mixers import tree_attention
+from megatron_worker.mixers.forest_calls import depths, find_nodes, mask_elements, plan_calls, subtree_ends
+from megatron_worker.mixers.tree_attention import Forest, block_mask, plan_forest
 from shared.errors import InvalidInput
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
@@ -46,12 +49,27 @@ def ancestors(parent_T):
     return seen
 
 
-def reference(query_THD, key_TGD, value_TGD, parent_T):
-    """Softmax of the scores that are not masked (Vaswani et al. 2017, equation 1)."""
+def within(parent_T, window):
+    """Whether a token is seen from another at most `window` - 1 steps up: [T, T] bool."""
+    seen = above = torch.eye(len(parent_T), dtype=torch.bool)
+    one_up = torch.zeros_like(seen)
+    one_up[parent_T >= 0, parent_T[parent_T >= 0]] = True
+    for _ in range(window - 1):
+        above = (above.double() @ one_up.double()).bool()
+        seen = seen | above
+    return seen
+
+
+def reference(query_THD, key_TGD, value_TGD, parent_T, window=None, sink_H=None):
+    """Softmax of the scores that are not masked (Vaswani et al. 2017, equation 1), and of a sink."""
     per_group = query_THD.shape[1] // key_TGD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(per_group, 1) for x in (key_TGD, value_TGD))
     score = torch.einsum("qhd,khd->hqk", query_THD, key_THD) * D**-0.5
-    weight = score.masked_fill(~ancestors(parent_T), -torch.inf).softmax(-1)
+    seen = ancestors(parent_T) if window is None else within(parent_T, window)
+    score = score.masked_fill(~seen, -torch.inf)
+    if sink_H is not None:
+        score = torch.cat([score, sink_H[:, None, None].expand(-1, len(parent_T), 1)], -1)
+    weight = score.softmax(-1)[..., : len(parent_T)]
     return torch.einsum("hqk,khd->qhd", weight, value_THD)
 
 
@@ -84,6 +102,60 @@ def test_output_and_gradients_in_float64(seed, call_pairs):
     theirs = with_gradients(lambda *x: reference(*x, parent_T), inputs)
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("call_pairs", [0, 40, 10**6])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 40, None])
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_and_sinks_in_float64(seed, window, call_pairs):
+    parent_T = random_forest(seed, longest=20)
+    inputs = [*heads(len(parent_T), torch.float64, seed), torch.tensor([-9.0, 0.0, 2.0, 50.0], dtype=torch.float64)]
+    nodes = find_nodes(parent_T.numpy(), longest=window)
+    forest = Forest(calls=tuple(plan_calls(nodes, torch.float64, call_pairs, window=window)))
+    ours = with_gradients(lambda q, k, v, s: tree_attention.attend_forest(q, k, v, forest, s), inputs)
+    theirs = with_gradients(lambda q, k, v, s: reference(q, k, v, parent_T, window, s), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("window", [3, 17, 64])
+def test_windows_and_sinks_of_chains_and_of_a_rank_with_half_of_the_queries(window):
+    lengths = [70, 1, 33, 64]
+    parent_T = torch.tensor([at - 1 if at else -1 for at in range(70)] + [-1])
+    parent_T = torch.cat([parent_T, *(torch.arange(n) + start - 1 for start, n in ((71, 33), (104, 64)))])
+    parent_T[[71, 104]] = -1
+    inputs = [*heads(len(parent_T), torch.float64), torch.tensor([-9.0, 0.0, 2.0, 5.0], dtype=torch.float64)]
+    position_T = torch.cat([torch.arange(n) for n in lengths])
+    needs = dataclasses.replace(NEEDS, windows=frozenset({window, None}), has_sinks=True)
+    plan = plan_bin(position_T, parent_T, needs, torch.float64)
+    theirs = with_gradients(lambda q, k, v, s: reference(q, k, v, parent_T, window, s), inputs)
+    ours = with_gradients(lambda q, k, v, s: attend(q, k, v, plan, window, s), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * max(1.0, float(b.abs().max()))
+    chunks = (slice(20, 40), slice(90, 150))
+    rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+    forest = plan_forest(parent_T, torch.float64, chunks, window)
+    own = tree_attention.attend_forest(inputs[0][rows], inputs[1], inputs[2], forest, inputs[3])
+    assert (own - theirs[0][rows]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("window", [5, 40, 300])
+def test_the_masks_of_windows_on_cuda(window):
+    """The block mask against the definition; and its sinks, by flex_attention's slow path."""
+    parent_T = random_forest(3, num_nodes=30, longest=30)
+    nodes = find_nodes(parent_T.numpy())
+    mask = block_mask(subtree_ends(nodes), torch.device("cpu"), block_size=32, depth_T=depths(nodes), window=window)
+    inputs, sink_H = heads(len(parent_T), torch.float32), torch.tensor([-2.0, 0.0, 1.0, 4.0])
+    flexed = tree_attention.attend_forest(*inputs, Forest(block_mask=mask), sink_H)
+    assert (flexed - reference(*inputs, parent_T, window, sink_H)).abs().max() <= 2e-6
+
+
+def test_a_window_has_few_calls_and_masks_of_its_own_size():
+    """A chain of 1,000 tokens in a window of 100: one call of ten blocks, and nine that share one band."""
+    calls = plan_calls(find_nodes(np.arange(1000) - 1, longest=100), torch.float32, window=100)
+    assert [(c.num_blocks, c.causal) for c in calls] == [(10, True)] + [(1, False)] * 9
+    assert len({id(c.mask_LL) for c in calls[1:]}) == 1
+    assert mask_elements(np.arange(1000) - 1, 100) == 99 * 100
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -153,7 +225,7 @@ def test_chains_take_the_way_of_chains_to_the_bit():
     position_T = torch.cat([torch.arange(n) for n in lengths])
     parent_T = torch.where(position_T == 0, -1, torch.arange(len(position_T)) - 1)
     plan = plan_bin(position_T, parent_T, NEEDS, torch.float32)
-    assert plan.forest is None and plan.lengths == tuple(lengths)
+    assert not plan.forests and plan.lengths == tuple(lengths)
     inputs = heads(len(parent_T), torch.float32)
     expected = [
         F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in parts), is_causal=True, enable_gqa=True)[
@@ -174,7 +246,7 @@ def test_the_block_mask_is_flex_attention_s_own(seed):
 
     parent_T = random_forest(seed, num_nodes=25, longest=30)
     num_tokens = len(parent_T)
-    end_T = tree_attention._subtree_end(find_nodes(parent_T.numpy()))
+    end_T = subtree_ends(find_nodes(parent_T.numpy()))
     ours = block_mask(end_T, torch.device("cpu"), block_size=16)
     seen_TT = ancestors(parent_T)
     theirs = create_block_mask(
@@ -194,7 +266,7 @@ def test_the_block_mask_is_flex_attention_s_own(seed):
 def test_flex_attention_sees_what_the_calls_see():
     parent_T = random_forest(3, num_nodes=20, longest=40)
     inputs = heads(len(parent_T), torch.float32)
-    end_T = tree_attention._subtree_end(find_nodes(parent_T.numpy()))
+    end_T = subtree_ends(find_nodes(parent_T.numpy()))
     flexed = tree_attention.attend_forest(*inputs, Forest(block_mask=block_mask(end_T, torch.device("cpu"))))
     assert (flexed - reference(*inputs, parent_T)).abs().max() <= 2e-6
 
@@ -231,7 +303,7 @@ def test_flex_attention_of_some_queries_is_that_of_all():
     """The block mask's rows of two chunks; on CUDA a chunk is whole blocks."""
     parent_T = random_forest(3, num_nodes=30, longest=60)[:384]
     inputs = heads(len(parent_T), torch.float32)
-    end_T = tree_attention._subtree_end(find_nodes(parent_T.numpy()))
+    end_T = subtree_ends(find_nodes(parent_T.numpy()))
     chunks = (slice(64, 128), slice(256, 320))
     rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
     mask = block_mask(end_T, torch.device("cpu"), block_size=32, chunks=chunks)

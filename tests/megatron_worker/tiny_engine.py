@@ -182,7 +182,7 @@ class TinyEngine:
         tensors = {n: t.detach().contiguous() for n, t in slot.tensors.items()}
         save_file(tensors, folder / "weights" / _file_of(slot))
         if slot.lora is not None:
-            peft_format.write_config(folder / "weights", slot.lora)
+            peft_format.write_config(folder / "weights", slot.lora, slot.tensors)
         assert slot.optimizer is not None
         moments = {
             f"{moment}.{n}": slot.optimizer.state[t][moment]

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, Engine, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.training.batches import to_batch
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
+from tests.megatron_worker.engines import furthest, gradient
 from tests.megatron_worker.rows import VOCAB_SIZE
+from tests.megatron_worker.scores import logprobs
 
 
 def random_sequences(seed: int, num_groups: int = 2, num_sequences: int = 5) -> list[SequenceRow]:
@@ -68,3 +71,30 @@ def _sums(scores: Scores, batch: Batch) -> LossSums:
 
 
 LOSS = LossFunction(Outputs(), _sums)
+
+
+def as_one_sequence(parent_T: Tensor) -> Tensor:
+    """Parents of the same tokens if nothing began anew."""
+    return torch.arange(len(parent_T)) - 1
+
+
+def as_chains(parent_T: Tensor) -> Tensor:
+    """Parents of the same tokens if each branch began anew."""
+    before_T = torch.arange(len(parent_T)) - 1
+    return torch.where(parent_T == before_T, before_T, -1)
+
+
+def trees_beside_chains(driven: Engine, folder: Path) -> tuple[float, float]:
+    """How far two trees are from their sequences alone: a logprob, in nats; a gradient, by its largest element."""
+    results = []
+    for name, bins in (
+        ("trees", [as_tree(random_sequences(seed)) for seed in range(2)]),
+        ("chains", [as_chain(row) for seed in range(2) for row in random_sequences(seed)]),
+    ):
+        logprob_N = torch.cat([logprobs(driven, batch) for batch in bins])
+        for batch in bins:
+            driven.forward_backward(batch, LOSS)
+        results.append((logprob_N, gradient(driven, folder / name)))
+    (tree_N, by_tree), (chain_N, by_chain) = results
+    largest = max(float(each.abs().max()) for each in by_chain.values())
+    return float((tree_N - chain_N).abs().max()), furthest(by_tree, by_chain) / largest

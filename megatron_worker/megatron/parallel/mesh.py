@@ -121,13 +121,17 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
-    def splitting(self, expert: int | None) -> Group:
-        """Return the ranks that a tensor, of an expert or not, is split over."""
-        return self.tp if expert is None else self.etp
+    def splitting(self, tensor_slice: TensorSlice) -> Group:
+        """Return the ranks that a tensor is split over."""
+        if tensor_slice.is_stack:
+            return self.ep
+        return self.tp if tensor_slice.expert is None else self.etp
 
     def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
         """Return the first of the ranks that hold a part of a tensor: of copies, the first."""
         first_of_stage = tensor_slice.stage * self.world.size // self.pp.size
+        if tensor_slice.is_stack:
+            return first_of_stage + part * self.etp.size
         return first_of_stage + tensor_slice.ep_rank * self.etp.size + part
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -146,7 +150,7 @@ class Mesh:
         return whole
 
     def _gathered(self, tensor_slice: TensorSlice, parameter: Tensor) -> Tensor:
-        group = self.splitting(tensor_slice.expert)
+        group = self.splitting(tensor_slice)
         share = tensor_slice.shape[0] if tensor_slice.split != 0 else -(-tensor_slice.shape[0] // group.size)
         local, split = tensor_slice.read(parameter, share), tensor_slice.split
         if split is None:

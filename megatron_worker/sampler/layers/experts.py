@@ -8,8 +8,8 @@ an expert have other heights, and give other bits, when other slots choose other
 weights gathered for it reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
 computes just the tokens that chose it.
 
-The formula is the trainer's (megatron_worker/megatron/experts.py): softmax in float32, products in the weights' dtype,
-outputs added up in the order of the experts' numbers.
+The formula is the trainer's: experts are chosen by the same functions (megatron_worker/families/routing.py), products
+are in the weights' dtype, outputs added up in the order of the experts' numbers.
 
 Shape suffixes: T tokens or slots, M those that chose one expert, H hidden size, E experts, K experts of a token.
 """
@@ -21,9 +21,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Mixture
+from megatron_worker.families import routing
+from megatron_worker.families.architecture import ClampedGate, Mixture
+from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
+
+
+@dataclass(frozen=True)
+class StackedMlp:
+    """One of the experts that are stored together: views of it. No adapter is beside it."""
+
+    gate: ClampedGate
+    gate_up_HF: Tensor
+    gate_up_bias_F: Tensor
+    down_FH: Tensor
+    down_bias_H: Tensor
+
+    def __call__(self, x_TH: Tensor, _lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        return stacked_expert(x_TH, self.gate, self.gate_up_HF, self.gate_up_bias_F, self.down_FH, self.down_bias_H)
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,14 @@ class SamplerExperts:
     """
 
     router_EH: Tensor
-    mlps: tuple[Mlp, ...]
-    num_chosen: int
-    normalised: bool
+    mlps: tuple[Mlp | StackedMlp, ...]
+    mixture: Mixture
     shared: tuple[Mlp, Tensor] | None = None
+    router_bias_E: Tensor | None = None
 
     @property
     def linears(self) -> list[FusedLinear]:
-        mlps = self.mlps if self.shared is None else (*self.mlps, self.shared[0])
+        mlps = [mlp for mlp in (*self.mlps, *(self.shared or ())) if isinstance(mlp, Mlp)]
         return [linear for mlp in mlps for linear in mlp.linears]
 
     def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool) -> Tensor:
@@ -64,20 +80,25 @@ class SamplerExperts:
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
-        probability_TE = F.linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
-        weight_TK, expert_TK = probability_TE.topk(self.num_chosen, dim=-1)
-        if self.normalised:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        return weight_TK.to(x_TH.dtype), expert_TK
+        score_TE = routing.scores(x_TH, self.router_EH, self.mixture, self.router_bias_E)
+        expert_TK = routing.choose(score_TE, self.mixture)
+        return routing.weights(score_TE, expert_TK, self.mixture).to(x_TH.dtype), expert_TK
 
 
 def fuse_experts(
     module: str, mixture: Mixture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerExperts:
-    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`."""
+    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`, as do
+    experts that are stored together."""
+    if mixture.stacked is not None:
+        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        stacks = [weights[f"{module}.experts.{name}"] for name in names]
+        stacked = tuple(StackedMlp(mixture.stacked, *parts) for parts in zip(*stacks, strict=True))
+        router = weights[f"{module}.router.weight"], weights[f"{module}.router.bias"]
+        return SamplerExperts(router[0], stacked, mixture, router_bias_E=router[1])
     mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(mixture.num_experts))
     shared = None
     if mixture.shared_ffn_size:
         shared = fuse_mlp(f"{module}.shared_expert", weights, slices), weights[f"{module}.shared_expert_gate.weight"]
     router_EH = weights[f"{module}.gate.weight"]
-    return SamplerExperts(router_EH, mlps, mixture.experts_per_token, mixture.is_normalised, shared)
+    return SamplerExperts(router_EH, mlps, mixture, shared)

@@ -4,7 +4,7 @@ Shape suffixes: T tokens or slots, O outputs and I inputs of a linear, R ranks o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,25 @@ class LoraFactors:
     a_RI: Tensor
     b_OR: Tensor
     scale: float | Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root mean square norm over the last dimension. `zero_centred`: by 1 + the weight, in float32."""
+
+    weight: Tensor
+    eps: float
+    zero_centred: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = (x.shape[-1],)
+        if self.zero_centred:
+            return F.rms_norm(x.float(), size, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, size, self.weight, self.eps)
+
+    def by(self, weight: Tensor) -> "Norm":
+        """Return a norm of the same kind."""
+        return replace(self, weight=weight)
 
 
 @dataclass(frozen=True)

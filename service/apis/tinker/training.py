@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import ValidationError
 
-from longshore.training import DELTA_NET, TARGETS, Adam, Lora, SessionRun, Target
+from longshore.training import DELTA_NET, LATENT, MAMBA, TARGETS, Adam, Lora, SessionRun, Target
 from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -36,7 +36,7 @@ from shared.runs.requests import Source
 router = APIRouter(
     route_class=JsonRoute, prefix=TINKER, include_in_schema=False, dependencies=[Depends(require("write"))]
 )
-ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET)
+ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT, *MAMBA)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ALPHA = 32.0  # Tinker's adapters are scaled by 32 / rank
 Future = dict[str, Any]

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save, save_file
+from safetensors.numpy import load_file, save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
 from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.models.config import FAMILIES
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings
@@ -26,7 +27,7 @@ from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
-from tests.megatron_worker.rows import model_with_tower
+from tests.megatron_worker.rows import distinct_model, model_with_tower
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -215,7 +216,7 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    known = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen2, llama, mistral, smollm3"
+    known = ", ".join(FAMILIES)
     assert f"config.json: model_type 'mamba' is not a known family: {known}" in refusal(config, model)
 
 
@@ -225,7 +226,7 @@ def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
         ("hidden_size", "64"),
         ("hidden_size", 0),
         ("num_hidden_layers", None),
-        ("use_sliding_window", True),
+        ("sliding_window", 0),
         ("hidden_act", "gelu"),
         ("quantization_config", {"bits": 4}),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
@@ -286,7 +287,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     resolve(config, model)
     assert refusal(config, model, engine="fsdp") == (
-        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, smollm3, not qwen3_moe: use megatron"
+        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, ministral, smollm3, not qwen3_moe: use megatron"
     )
 
 
@@ -347,7 +348,7 @@ def test_an_incomplete_index_is_named(config, model) -> None:
 
 
 def test_missing_tensors_and_other_sizes_are_named(config, model) -> None:
-    edit(model / "config.json", num_hidden_layers=3)
+    edit(model / "config.json", num_hidden_layers=3, layer_types=None)
     assert "the weights lack the tensor model.layers.2.input_layernorm.weight" in refusal(config, model)
     edit(model / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
     assert "the weights lack the tensor lm_head.weight" in refusal(config, model)
@@ -401,13 +402,28 @@ def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size()
     assert asked == [(0, 8)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp_path) -> None:
+    model = distinct_model(tmp_path, "deepseek_v3", tied=False)
+    found = resolve(config, model)
+    assert found.shape == shape_of(read_config(model))
+    assert (found.shape.num_dense, found.shape.num_layers) == (1, 2)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.2.enorm.weight"] = np.ones(64, np.float32)
+    save_file(tensors, model / "model.safetensors")
+    assert "the weights lack the tensor model.layers.2.eh_proj.weight" in refusal(config, model)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": np.ones((64, 128), np.float32)}, model / "model.safetensors")
+    assert resolve(config, model).shape == found.shape
+    edit(model / "config.json", quantization_config={"quant_method": "fp8"})
+    assert "quantization_config: weights that fp8 has quantized are not read" in refusal(config, model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
 def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
     assert found.shape == theirs.shape == shape_of(read_config(whole))
-    assert found.shape.delta_net is not None
+    assert (found.shape.delta_net is None) == family.startswith("gemma")
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)

@@ -39,7 +39,7 @@ def test_tensors_come_back_to_the_bit_whatever_the_chunks(dtype, chunk):
         assert copy.device_bytes == 0
         assert all(view.untyped_storage().nbytes() == 0 for view in views)
         assert copy.host_bytes == num_bytes
-        assert max(c.numel() for c in copy._host) <= chunk
+        assert max(c.nbytes for c in copy._host) <= chunk * tensors[0].itemsize
         assert len(copy._host) == -(-371 // chunk)
         copy.offload()  # a second time changes nothing
         copy.reload()
@@ -49,6 +49,14 @@ def test_tensors_come_back_to_the_bit_whatever_the_chunks(dtype, chunk):
         for x, t in zip(before, tensors, strict=True):
             t.add_(1)  # what changed is copied anew
             x.copy_(t - round_ - 1)
+
+
+def test_tensors_of_two_dtypes_come_back():
+    tensors = [*make_tensors(13, 100), *make_tensors(7, 50, dtype=torch.bfloat16)]
+    before, copy = [t.clone() for t in tensors], HostCopy(tensors, chunk_bytes=30)
+    copy.offload()
+    copy.reload()
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
 
 
 def test_what_is_frozen_is_copied_once():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder, open_decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models
 from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
@@ -36,7 +36,7 @@ def needs(way: str) -> None:
 @dataclass
 class Listening:
     models: Models
-    decoder: Decoder
+    decoder: AnyDecoder
     generator: Generator
     path: str
     address: str
@@ -64,10 +64,12 @@ def access_of(run_id: str) -> SyncAccess:
 
 
 @contextmanager
-def listening(model: Path, folder: Path, num: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Listening]]:
+def listening(
+    model: Path, folder: Path, num: int, dtype: torch.dtype = torch.float32, by_transformers: bool = False
+) -> Iterator[list[Listening]]:
     found = []
     for number in range(num):
-        decoder = Decoder(model, dtype, torch.device("cpu"))
+        decoder = open_decoder(model, dtype, torch.device("cpu"), by_transformers)
         generator = Generator(decoder, 4)
         models = Models(NAME, model, decoder, generator, 256)
         path = folder / ("a-long-name-" * 8) / f"{number}.sock"

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from longshore.module_patterns import Effort, ModulePattern
-from longshore.training import Lora
+from longshore.training import DELTA_NET, LATENT, LINEARS, TARGETS, Lora
 from shared.errors import InvalidInput
 from shared.models.lora_modules import AdaptedModules
+from shared.models.peft import check_same
 
 CHARACTERS = st.sampled_from(
     ["a", "b", ".", "0", r"\.", r"\d", r"\w", r"\W", "[ab]", "[^a]", "[0-9_]", r"\b", "^", "$"]
@@ -111,3 +112,37 @@ def test_targets_are_said_once() -> None:
             Lora.model_validate({"target_pattern": "q_proj"} | other)
     lora = Lora.model_validate({"rank_pattern": {"b": 2, "a": 3}})
     assert Lora.model_validate_json(lora.model_dump_json()) == lora and hash(lora)  # in their order
+
+
+PLAIN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "are_alike"),
+    [
+        (PLAIN, LINEARS, True),  # of a model that has no others
+        ((*LATENT, "o_proj", "up_proj"), LINEARS, True),
+        (PLAIN, PLAIN[:2], False),
+        (PLAIN, (*PLAIN[:2], *DELTA_NET), False),
+        (PLAIN, TARGETS, False),  # every model has an output layer
+        (("q_proj", "lm_head"), (*PLAIN, "lm_head"), False),
+        ((*PLAIN, "lm_head"), TARGETS, True),
+    ],
+    ids=str,
+)
+def test_targets_are_the_same_where_a_model_may_have_just_these(found, expected, are_alike: bool) -> None:
+    """Of which model an adapter is is not known where it is read."""
+    for one, other in ((found, expected), (expected, found)):
+        if are_alike:
+            check_same(Lora(targets=one), Lora(targets=other), "")
+            continue
+        with pytest.raises(InvalidInput, match="the adapter's targets is"):
+            check_same(Lora(targets=one), Lora(targets=other), "")
+
+
+def test_every_setting_but_dropout_is_compared() -> None:
+    lora = Lora.model_validate({"layers": [2, 0, 2], "rank_pattern": {"q_proj": 2}})
+    check_same(lora, Lora.model_validate({"layers": [0, 2], "rank_pattern": {"q_proj": 2}, "dropout": 0.5}), "")
+    for field in ({"rank": 2}, {"alpha": 2}, {"layers": [0]}, {"rank_pattern": {}}, {"alpha_pattern": {"q_proj": 2}}):
+        with pytest.raises(InvalidInput, match=f"the adapter's {next(iter(field))} is"):
+            check_same(Lora.model_validate(lora.model_dump() | field), lora, "")

@@ -1,0 +1,86 @@
+"""DeepSeek-V3, and GLM-4's models that are built like it (glm4_moe_lite): multi-head latent attention, and experts.
+
+What checkpoints hold besides is carried along as it is: the layers of multi-token prediction, which stand behind the
+others, and the corrections of the routers, which are computed with in float32 and not trained.
+"""
+
+import dataclasses
+import math
+
+from megatron_worker.families.architecture import Architecture, LatentAttention, Mixture, Mlp
+from megatron_worker.families.routing import corrections
+from megatron_worker.families.tensor_slices import TensorSlice
+from shared.models.families import LatentConfig
+
+
+def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
+    """Return the architecture, given one whose layers are all attention and experts."""
+    attention, (mixture, *_) = alike.attention, alike.mlps
+    assert isinstance(mixture, Mixture)
+    latent = LatentAttention(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        rope=attention.rope,
+        scale=_scale(config),
+        query_rank=config.q_lora_rank,
+        latent_size=config.kv_lora_rank,
+        value_size=config.v_head_dim,
+        is_interleaved=config.rope_interleave,
+    )
+    mixture = dataclasses.replace(
+        mixture,
+        shared_is_gated=False,
+        scoring="sigmoid",
+        num_groups=config.n_group,
+        chosen_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+    )
+    mlp = Mlp(config.intermediate_size)
+    whole = dataclasses.replace(
+        alike,
+        mixers=(latent,) * config.num_hidden_layers,
+        mlps=tuple(mlp if is_dense else mixture for is_dense in config.is_dense),
+        names=config.names,
+    )
+    first = config.num_hidden_layers
+    behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))
+    return dataclasses.replace(whole, carried=(*alike.carried, *behind, *(s.name for s in corrections(whole))))
+
+
+def _scale(config: LatentConfig) -> float | None:
+    """Return YaRN's scale of the scores, where the file asks for one: by the square of its magnitude."""
+    rope = config.rope
+    if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor is None:
+        return None
+    magnitude = 1.0 if rope.factor <= 1 else 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return magnitude**2 / math.sqrt(config.size_of_heads)
+
+
+def latent_slices(a: LatentAttention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
+    """Return the tensors of latent attention: what makes latents is whole, the rest by heads."""
+
+    def whole(name: str, parameter: str, *shape: int) -> TensorSlice:
+        return TensorSlice(f"{theirs}.{name}.weight", f"{ours}.{parameter}.weight", shape, None, 0, shape[0])
+
+    def by_heads(name: str, parameter: str, num_rows: int, num_columns: int) -> TensorSlice:
+        names = f"{theirs}.{name}.weight", f"{ours}.{parameter}.weight"
+        return TensorSlice(*names, (num_rows, num_columns), 0, 0, num_rows // tp)
+
+    keys, values, (own, rotated) = a.num_heads * a.head_dim, a.num_heads * a.value_size, a.key_sizes
+    if a.query_rank is None:
+        queries = [by_heads("q_proj", "query_up", keys, hidden_size)]
+    else:
+        queries = [
+            whole("q_a_proj", "query_down", a.query_rank, hidden_size),
+            whole("q_a_layernorm", "query_norm", a.query_rank),
+            by_heads("q_b_proj", "query_up", keys, a.query_rank),
+        ]
+    output = f"{theirs}.o_proj.weight", f"{ours}.output.weight"
+    return [
+        *queries,
+        whole("kv_a_proj_with_mqa", "latent_down", a.latent_size + rotated, hidden_size),
+        whole("kv_a_layernorm", "latent_norm", a.latent_size),
+        by_heads("kv_b_proj", "latent_up", a.num_heads * own + values, a.latent_size),
+        TensorSlice(*output, (hidden_size, values), 1, 0, hidden_size),
+    ]

@@ -1,0 +1,57 @@
+"""gpt-oss: attention with sinks, in windows every other layer, and experts whose tensors are stored together.
+
+Projections, router and experts have biases. Published checkpoints hold the experts in MXFP4 (tensors/mxfp4.py); what is
+trained is written in the run's dtype.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
+from megatron_worker.families.tensor_slices import TensorSlice
+from shared.models.families import GptOssConfig
+
+
+def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
+    """Return the architecture, given one whose layers are plain attention and MLPs."""
+    biased = config.attention_bias
+    attention = dataclasses.replace(alike.attention, has_sinks=True, qkv_bias=biased, output_bias=biased)
+    mixture = Mixture(
+        num_experts=config.num_experts,
+        ffn_size=config.intermediate_size,
+        experts_per_token=config.num_experts_per_tok,
+        scoring="chosen softmax",
+        stacked=ClampedGate(config.swiglu_alpha, config.swiglu_limit),
+    )
+    mixers = tuple(dataclasses.replace(attention, window=window) for window in config.windows)
+    return dataclasses.replace(alike, mixers=mixers, mlps=(mixture,) * len(mixers))
+
+
+def stacked_expert(
+    x_TH: Tensor, gate: ClampedGate, up_HF: Tensor, up_bias_F: Tensor, down_FH: Tensor, down_bias_H: Tensor
+) -> Tensor:
+    """Return an expert's output, [T, H]. Gates and ups stand in turns, so that F is twice its feed-forward size."""
+    gate_up_TF = torch.addmm(up_bias_F, x_TH, up_HF)
+    return torch.addmm(down_bias_H, gate(gate_up_TF[:, ::2], gate_up_TF[:, 1::2]), down_FH)
+
+
+def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:
+    """Return the tensors of a mixture whose experts are stored together, as they are: [experts, inputs, outputs]."""
+    assert etp == 1, etp  # refused by check_layout
+    experts, gate_up = m.num_experts, 2 * m.ffn_size
+    shapes = {
+        "gate_up_proj": (experts, hidden_size, gate_up),
+        "gate_up_proj_bias": (experts, gate_up),
+        "down_proj": (experts, m.ffn_size, hidden_size),
+        "down_proj_bias": (experts, hidden_size),
+    }
+    router = {"weight": (experts, hidden_size), "bias": (experts,)}
+    return [
+        *(TensorSlice(f"{theirs}.router.{n}", f"{ours}.router.{n}", s, None, 0, experts) for n, s in router.items()),
+        *(
+            TensorSlice(f"{theirs}.experts.{name}", f"{ours}.experts.{name}", shape, 0, 0, experts, is_stack=True)
+            for name, shape in shapes.items()
+        ),
+    ]

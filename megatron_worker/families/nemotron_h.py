@@ -1,0 +1,94 @@
+"""Nemotron-H and Nemotron 3: Mamba-2 mixers, attention without positions, MLPs and experts, each a layer of its own.
+
+MLPs have no gate, experts may work in fewer dimensions than the model. The bias by which a router's choice is corrected
+is not trained: it is read in float32 whatever the model computes in, and carried along as it is.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_worker.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
+from megatron_worker.families.routing import corrections
+from megatron_worker.families.tensor_slices import TensorSlice
+from shared.models.config import prefix_of
+from shared.models.families import NemotronHConfig
+
+
+def named_as_in(folder: Path, config: NemotronHConfig) -> NemotronHConfig:
+    """Return the config with what the names of this folder's tensors begin with: transformers writes `backbone`."""
+    index = folder / "model.safetensors.index.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):  # reading weights says what is wrong
+        if index.exists():
+            names = list(json.loads(index.read_bytes())["weight_map"])
+        else:
+            names = list(safe_open(folder / "model.safetensors", framework="pt").keys())
+        return config.model_copy(update={"tensor_prefix": prefix_of(config, names)})
+    return config
+
+
+def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
+    """Return the architecture, given one whose layers are all attention and experts."""
+    (mixture, *_) = alike.mlps
+    assert isinstance(mixture, Mixture)
+    mamba = Mamba2(
+        num_heads=config.mamba_num_heads,
+        head_size=config.mamba_head_dim,
+        state_size=config.ssm_state_size,
+        num_groups=config.n_groups,
+        conv_width=config.conv_kernel,
+        conv_bias=config.use_conv_bias,
+        least_step=config.time_step_min,
+    )
+    mixture = replace(
+        mixture,
+        shared_ffn_size=config.moe_shared_expert_intermediate_size,
+        shared_is_gated=False,
+        activation="relu2",
+        is_gated=False,
+        scoring="sigmoid",
+        num_groups=config.n_group,
+        chosen_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+        latent_size=config.moe_latent_size or 0,
+    )
+    mixers: dict[str, Mixer] = {"mamba": mamba, "attention": replace(alike.attention, rope=None)}
+    mlps: dict[str, Mlp | Mixture] = {
+        "mlp": Mlp(config.intermediate_size, activation="relu2", is_gated=False),
+        "moe": mixture,
+    }
+    whole = replace(
+        alike,
+        mixers=tuple(map(mixers.get, config.blocks)),
+        mlps=tuple(map(mlps.get, config.blocks)),
+        names=config.names,
+    )
+    return replace(whole, carried=(*config.carried, *(s.name for s in corrections(whole))))
+
+
+def mamba_slices(mamba: Mamba2, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
+    """Return the tensors of a Mamba-2 mixer, of which each rank has its groups of heads.
+
+    PEFT refuses adapters beside this family's `out_proj`, as kernels that transformers uses do not call that module.
+    """
+    values, heads = mamba.num_values, mamba.num_heads
+
+    def split(name: str, parameter: str, sizes: tuple[int, ...], *rest: int) -> TensorSlice:
+        sections = sizes if len(sizes) > 1 else ()
+        names, num_rows = (f"{theirs}.{name}", f"{ours}.{parameter}"), sum(sizes)
+        return TensorSlice(*names, (num_rows, *rest), 0, 0, num_rows // tp, sections=sections)
+
+    out = f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", (hidden_size, values)
+    slices = [
+        split("in_proj.weight", "in_proj.weight", mamba.made_sizes, hidden_size),
+        split("conv1d.weight", "conv_weight", mamba.mixed_sizes, 1, mamba.conv_width),
+        split("A_log", "A_log", (heads,)),
+        split("D", "D", (heads,)),
+        split("dt_bias", "dt_bias", (heads,)),
+        split("norm.weight", "output_scale", (values,)),
+        TensorSlice(*out, 1, 0, hidden_size, takes_adapter=False),
+    ]
+    return slices + [split("conv1d.bias", "conv_bias", mamba.mixed_sizes)] * mamba.conv_bias

@@ -1,0 +1,1 @@
+"""What the sampler needs of a decoder, and the one that is transformers' model."""

@@ -1,0 +1,255 @@
+"""A decoder made of transformers' model and its cache: slower than our own, and exact, for families that we have not.
+
+**Why batching cannot change a result.** Nothing is batched: each slot has a cache of its own, and is computed alone.
+
+Only transformers' own code runs, never a folder's, and nothing is fetched.
+
+Shape suffixes: B slots, T tokens of a prompt, H hidden size, K experts of a token, M tokens that chose one expert,
+V vocabulary, O outputs and I inputs of a linear.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.initialization import no_init_weights
+
+from megatron_worker.families import read_architecture
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
+from megatron_worker.sampler.decoder import read_into
+from megatron_worker.sampler.decoders.checkpoint_views import find_views
+from megatron_worker.sampler.drawing import PromptScores, score_prompt
+from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
+
+_READ = 256  # tokens of a prompt that are read at a time: attention may hold a score for each of them and all before
+
+
+@dataclass(frozen=True)
+class TransformersPrompt:
+    """A prompt that was read: with which adapter, its tokens' final hidden states, and the cache behind it."""
+
+    lora_weights: Mapping[str, LoraFactors]
+    hidden_TH: Tensor
+    cache: DynamicCache
+
+    @property
+    def hidden_H(self) -> Tensor:
+        return self.hidden_TH[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.hidden_TH.nbytes + _bytes_of(self.cache)
+
+
+class TransformersCache:
+    """A cache of transformers for each slot that is in use."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots: list[DynamicCache | None] = [None] * num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_bytes_of(cache) for cache in self.slots if cache is not None)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Do nothing: a cache grows with its tokens."""
+
+    @torch.inference_mode()
+    def fill(self, slot: int, prompt: TransformersPrompt) -> None:
+        # A copy: the states of recurrent layers are changed in place, and other samples of the prompt begin at them.
+        self.slots[slot] = copy.deepcopy(prompt.cache)
+
+
+class TransformersDecoder:
+    """A decoder of any family whose tensors transformers' model has as files have them; see `Decoder`.
+
+    Raises InvalidInput when the folder cannot be used.
+    """
+
+    computes_slots_alone = True
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.architecture = read_architecture(folder)
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self._slices = slices_of(self.architecture, 1)
+        self._model = _empty_model(folder, self.architecture, dtype, device)
+        # What no trainer sends: it is read with the weights.
+        self._constants = constants_of(self.architecture)
+        self._views = find_views(self._model, self.architecture, [*self._slices, *self._constants])
+        self._lora_weights: Mapping[str, LoraFactors] = {}  # of the slot that is being computed
+        self._output = FusedLinear("lm_head", (output_slice(self.architecture, 1),), self._model.lm_head.weight, None)
+        for name, linear in {**self._views.linears, "lm_head": self._output}.items():
+            self._model.get_submodule(name).forward = partial(self._linear, linear)
+        for name, stacks in self._views.experts.items():
+            module = self._model.get_submodule(name)
+            module.forward = partial(self._experts, module, stacks)
+        self._head = _head_of(self._model)
+        self.read_weights(folder)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
+        constants = {s.name for s in self._constants}
+        return {name: weight for name, weight in self._views.named_weights().items() if name not in constants}
+
+    def read_weights(self, folder: Path) -> None:
+        """Replace all weights; see `Decoder.read_weights`."""
+        slices = [*self._slices, *self._constants]
+        read_into(self._views.named_weights(), folder, self.architecture, slices)
+
+    @property
+    def adaptable(self) -> list[FusedLinear]:
+        return [*self._views.all_linears, self._output]
+
+    def new_cache(self, num_slots: int) -> TransformersCache:
+        return TransformersCache(num_slots)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> TransformersPrompt:
+        """Read one prompt, some tokens at a time."""
+        cache = DynamicCache(config=self._model.config)
+        parts = torch.tensor(token_ids, device=self.device).split(_READ)
+        hidden_TH = torch.cat([self._read(part_T, cache, lora_weights) for part_T in parts])
+        return TransformersPrompt(lora_weights, hidden_TH, cache)
+
+    @torch.inference_mode()
+    def score(self, token_ids: tuple[int, ...], prompt: TransformersPrompt, num_top: int = 0) -> PromptScores:
+        """Score a prompt's tokens but the first, as `Decoder.score` does."""
+        self._lora_weights = prompt.lora_weights
+        return score_prompt(token_ids, prompt.hidden_TH, self._head, num_top)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        token_B: Tensor,
+        position_B: Tensor,
+        num_blocks: int,
+        cache: TransformersCache,
+        lora_weights: Mapping[str, LoraFactors],
+    ) -> Tensor:
+        """Compute one token of every slot behind those that its cache has. Returns final hidden states, [B, H].
+
+        A slot at position 0 is empty: its cache is dropped, and its row is zeros. `num_blocks`: of no use here.
+        """
+        hidden_BH = torch.zeros(len(token_B), self.architecture.hidden_size, dtype=self.dtype, device=self.device)
+        for slot, position in enumerate(position_B.tolist()):
+            if not position:
+                cache.slots[slot] = None
+                continue
+            held = cache.slots[slot]
+            assert held is not None and held.get_seq_length() == position, (slot, position)
+            hidden_BH[slot] = self._read(token_B[slot : slot + 1], held, lora_weights)[0]
+        return hidden_BH
+
+    @torch.inference_mode()
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        """Return logits, float32 [B, V]; of a row of zeros, an empty slot's, zeros."""
+        self._lora_weights = lora_weights
+        logit_BV = torch.zeros(len(hidden_BH), self.architecture.vocab_size, device=self.device)
+        for slot in hidden_BH.any(dim=-1).nonzero()[:, 0].tolist():
+            logit_BV[slot] = self._head(hidden_BH[slot : slot + 1])[0]
+        return logit_BV
+
+    def _read(self, token_T: Tensor, cache: DynamicCache, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        """Read tokens behind those that the cache has. Returns their final hidden states, [T, H]."""
+        self._lora_weights = lora_weights
+        found = self._model.base_model(input_ids=token_T[None], past_key_values=cache, use_cache=True)
+        hidden_1TH: Tensor = found.last_hidden_state
+        return hidden_1TH[0]
+
+    def _linear(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        return linear(x, self._lora_weights)
+
+    def _experts(
+        self, module: Any, stacks: dict[str, list[FusedLinear]], x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor
+    ) -> Tensor:
+        """Return each token's weighted sum of its experts' outputs, added up in the order of the experts' numbers."""
+        assert not (module.has_bias or module.is_transposed or module.has_post_expert_norm), type(module)
+        first = stacks["gate_up_proj" if module.has_gate else "up_proj"]
+        total_TH = torch.zeros_like(x_TH, dtype=weight_TK.dtype)
+        for number in expert_TK.unique().tolist():
+            token_M, choice_M = (expert_TK == number).nonzero(as_tuple=True)
+            made = first[number](x_TH[token_M], self._lora_weights)
+            made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
+            y_MH = stacks["down_proj"][number](made, self._lora_weights)
+            total_TH.index_add_(0, token_M, (y_MH * weight_TK[token_M, choice_M, None]).to(total_TH.dtype))
+        return total_TH.to(x_TH.dtype)
+
+
+def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> Any:
+    """Make transformers' model of a folder, its weights undefined; of one with towers, the text model alone."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = config.get_text_config(decoder=True)
+    config.tie_word_embeddings = a.tied
+    with no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=None,  # transformers' choice, whatever the folder says
+            experts_implementation="eager",
+            trust_remote_code=False,
+        )
+    model.tie_weights()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(tuple(model._keep_in_fp32_modules_strict or ())):
+            tensor.data = tensor.float()
+    bound_steps(model)
+    return model.requires_grad_(False).eval()
+
+
+def bound_steps(model: Any) -> None:
+    """Bound the steps of Mamba-2 from below in all calls: transformers does where it reads several tokens alone."""
+    for mixer in model.modules():
+        if hasattr(mixer, "time_step_limit"):
+            mixer.in_proj.register_forward_hook(partial(_with_bounded_steps, mixer))
+
+
+def _with_bounded_steps(mixer: Any, _: nn.Module, __: Any, made_1TO: Tensor) -> Tensor:
+    least = mixer.time_step_limit[0]
+    before_softplus = torch.tensor(least, dtype=torch.float64).expm1().log().to(mixer.dt_bias) - mixer.dt_bias
+    step_1TN = made_1TO[..., -len(before_softplus) :]
+    return torch.cat([made_1TO[..., : -len(before_softplus)], step_1TN.maximum(before_softplus)], dim=-1)
+
+
+class _Known(tuple[Any, ...]):
+    """Output of a model's layers: hidden states that are known, and nothing else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        hidden: Tensor = self[0]
+        return hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _KnownLayers(nn.Module):
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> _Known:
+        return _Known((inputs_embeds,))
+
+
+def _head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return what makes logits, float32 [T, V], of final hidden states, [T, H].
+
+    It is the model with other layers in the place of its own: caps and factors of logits are in its code alone.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _KnownLayers()}
+    return lambda hidden_TH: head(inputs_embeds=hidden_TH[None], use_cache=False).logits[0].float()
+
+
+def _bytes_of(cache: DynamicCache) -> int:
+    return sum(tensor.nbytes for tensor in _tensors_of(cache))
+
+
+def _tensors_of(cache: DynamicCache) -> Iterator[Tensor]:
+    """Yield keys and values of layers of attention, and the states of recurrent ones, which are dictionaries."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            yield from (t for t in (value.values() if isinstance(value, dict) else (value,)) if isinstance(t, Tensor))

@@ -1,0 +1,151 @@
+"""What every family's settings have in a `config.json`, and those of rotary embeddings. See config.py."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+
+SLIDING = "sliding_attention"
+SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
+WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *SWITCHED)
+
+Size = Field(ge=1)
+SCALINGS = ("default", "llama3", "linear", "yarn")
+
+
+class RopeConfig(BaseModel):
+    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
+
+
+# transformers takes an empty object for none.
+_AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What Hugging Face calls the parts of a model, and of a layer, where families differ."""
+
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    shared_expert: str = "shared_expert"
+
+
+class DenseConfig(BaseModel):
+    """A decoder's settings.
+
+    Attributes:
+        tensor_prefix: what the names of its tensors begin with. It and `carried` are not taken from the file.
+        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+    names: ClassVar[TensorNames] = TensorNames()
+    rope_types: ClassVar[tuple[str, ...]] = SCALINGS
+
+    model_type: str
+    tensor_prefix: str = "model"
+    carried: tuple[str, ...] = ()
+    vocab_size: int = Size
+    hidden_size: int = Size
+    intermediate_size: int = Size
+    num_hidden_layers: int = Size
+    num_attention_heads: int = Size
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = Field(default=None, ge=1)
+    max_window_layers: int = Field(default=28, ge=0)
+    layer_types: tuple[str, ...] | None = None
+    rope_theta: float | None = None
+    rope_scaling: _AnyRope = None
+    rope_parameters: _AnyRope = None
+    quantization_config: dict[str, Any] | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
+
+    @property
+    def ropes_disagree(self) -> bool:
+        """True if both are given and say different things. Versions of transformers take one, or the other."""
+        given = [self._with_theta(one) for one in (self.rope_scaling, self.rope_parameters) if one is not None]
+        return len(given) == 2 and given[0] != given[1]
+
+    @property
+    def window(self) -> int | None:
+        """The window of layers that have one; None: none has."""
+        is_on = self.use_sliding_window or self.model_type not in SWITCHED
+        return self.sliding_window if is_on and self.model_type in WINDOWED else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the tokens that one attends to, itself among them; None: all before it."""
+        kinds = self.layer_types or self.default_kinds()
+        return tuple(self.window if kind == SLIDING else None for kind in kinds)
+
+    def default_kinds(self) -> tuple[str, ...]:
+        """Return the layers' kinds where the file leaves them out: the first `max_window_layers` have no window."""
+        first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
+        kinds = ("full_attention" if self.window is None or layer < first else SLIDING for layer in self._numbers)
+        return tuple(kinds)
+
+    def own_problem(self) -> str | None:
+        """Return what of a family's own settings is not computed; None: nothing."""
+        return None
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.num_hidden_layers)
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """The part of a head that is rotated."""
+        return self.size_of_heads
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        """For each layer, its kind: those of one kind have tensors of the same names."""
+        return (None,) * self.num_hidden_layers
+
+    def _with_theta(self, rope: RopeConfig) -> RopeConfig:
+        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+
+
+def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
+    """Return what of rotary settings is not computed; None: nothing."""
+    if rope.rope_type not in known:
+        return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
+    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
+        return f"{rope.rope_type} rope scaling needs factor"
+    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
+        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
+    return None

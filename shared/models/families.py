@@ -1,0 +1,266 @@
+"""The settings of families that have more than DenseConfig's. config.py reads them and refuses what is not computed."""
+
+from typing import ClassVar, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from shared.models.dense import SLIDING, DenseConfig, RopeConfig, Size, TensorNames
+
+
+class Mxfp4(BaseModel):
+    """The one quantization that is read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    quant_method: Literal["mxfp4"]
+
+
+class SmolLM3Config(DenseConfig):
+    """The config of SmolLM3, some of whose layers encode no positions."""
+
+    no_rope_layers: tuple[int, ...] | None = None  # 1: the layer rotates, 0: it does not
+    no_rope_layer_interval: int = Field(default=4, ge=1)
+
+    @property
+    def is_rotated(self) -> tuple[bool, ...]:
+        """For each layer, whether it encodes positions."""
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers[: self.num_hidden_layers]))
+        return tuple((layer + 1) % self.no_rope_layer_interval > 0 for layer in range(self.num_hidden_layers))
+
+    def own_problem(self) -> str | None:
+        found, num_layers = len(self.is_rotated), self.num_hidden_layers
+        return None if found == num_layers else f"no_rope_layers names {found} layers of {num_layers}"
+
+
+class MixtureConfig(DenseConfig):
+    """The config of a mixture of experts. Transformers 4 writes `num_experts`, 5 writes `num_local_experts`."""
+
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: int = Size
+    moe_intermediate_size: int = Size
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """Of an expert that every token goes to; 0: there is none."""
+        return 0
+
+    def own_problem(self) -> str | None:
+        if self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            return "layers without experts among others with them are not supported"
+        return _choice_problem(self.num_experts_per_tok, self.num_experts)
+
+
+class GptOssConfig(DenseConfig):
+    """The config of gpt-oss. `quantization_config`: of MXFP4, which is read (tensors/mxfp4.py); no other is."""
+
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: int = Field(default=4, ge=1)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = Field(default=7.0, gt=0)
+    quantization_config: Mxfp4 | None = None  # type: ignore[assignment]
+
+    @property
+    def rope(self) -> RopeConfig:
+        if self.rope_scaling is None and self.rope_parameters is None:
+            theta = self.rope_theta or 150_000.0
+            sizes = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+            return RopeConfig(rope_type="yarn", rope_theta=theta, **sizes)
+        return super().rope
+
+    def default_kinds(self) -> tuple[str, ...]:
+        return tuple("full_attention" if layer % 2 else SLIDING for layer in self._numbers)
+
+    def own_problem(self) -> str | None:
+        return _choice_problem(self.num_experts_per_tok, self.num_experts)
+
+
+class HybridConfig(DenseConfig):
+    """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
+
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
+    full_attention_interval: int = Field(default=4, ge=1)
+    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    linear_conv_kernel_dim: int = Field(default=4, ge=2)
+    linear_key_head_dim: int = Field(default=128, ge=1)
+    linear_value_head_dim: int = Field(default=128, ge=1)
+    linear_num_key_heads: int = Field(default=16, ge=1)
+    linear_num_value_heads: int = Field(default=32, ge=1)
+
+    @property
+    def is_recurrent(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a gated delta net."""
+        if self.layer_types is not None:
+            return tuple(kind == "linear_attention" for kind in self.layer_types)
+        return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_recurrent
+
+    @property
+    def rotary_size(self) -> int:
+        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
+
+    def own_problem(self) -> str | None:
+        num_layers, found = self.num_hidden_layers, len(self.is_recurrent)
+        if found != num_layers:
+            return f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            heads = f"{self.linear_num_key_heads} key heads do not divide {self.linear_num_value_heads} value heads"
+            return f"linear attention: {heads}"
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            return f"partial_rotary_factor rotates {self.rotary_size} of {self.size_of_heads} dimensions: not by pairs"
+        return super().own_problem()
+
+
+class HybridMixtureConfig(HybridConfig, MixtureConfig):
+    """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
+
+    intermediate_size: int = 0
+    norm_topk_prob: Literal[True] = True
+    shared_expert_intermediate_size: int = Size
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.shared_expert_intermediate_size
+
+
+class LatentConfig(MixtureConfig):
+    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
+    that are chosen among groups by scores with a correction, in all layers but the first ones."""
+
+    names: ClassVar[TensorNames] = TensorNames(shared_expert="shared_experts")
+
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    n_shared_experts: int = Size
+    n_group: int = Size
+    topk_group: int = Size
+    routed_scaling_factor: float
+    first_k_dense_replace: int | None = Field(default=None, ge=0)  # of deepseek_v3
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None  # of glm4_moe_lite
+    q_lora_rank: int | None = Field(ge=1)
+    kv_lora_rank: int = Size
+    qk_nope_head_dim: int = Size
+    qk_rope_head_dim: int = Size
+    v_head_dim: int = Size
+    rope_interleave: bool = True
+    partial_rotary_factor: float = 1.0
+    num_predicting_layers: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def is_dense(self) -> tuple[bool, ...]:
+        """For each layer, whether it has an MLP in the place of experts."""
+        if self.mlp_layer_types is not None:
+            return tuple(kind == "dense" for kind in self.mlp_layer_types)
+        first = self.first_k_dense_replace if self.model_type == "deepseek_v3" else 1
+        return tuple(layer < (first or 0) for layer in range(self.num_hidden_layers))
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.is_dense
+
+    def own_problem(self) -> str | None:
+        if problem := super().own_problem():
+            return problem
+        num_layers, first = self.num_hidden_layers, self.first_k_dense_replace
+        if len(self.is_dense) != num_layers:
+            return f"mlp_layer_types names {len(self.is_dense)} layers of {num_layers}"
+        if first is not None and self.is_dense != tuple(layer < first for layer in range(num_layers)):
+            return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            return f"num_key_value_heads is {self.num_key_value_heads}: with latents each head has keys of its own"
+        if self.qk_rope_head_dim % 2 or {self.partial_rotary_factor, self.rope.partial_rotary_factor or 1} != {1}:
+            return f"qk_rope_head_dim is {self.qk_rope_head_dim}: all of it must be rotated, by pairs"
+        return _groups_problem(self)
+
+
+Block = Literal["mamba", "attention", "mlp", "moe"]
+BLOCKS: dict[str, Block] = {
+    **{"M": "mamba", "mamba": "mamba", "linear_attention": "mamba"},
+    **{"*": "attention", "attention": "attention", "full_attention": "attention"},
+    **{"-": "mlp", "mlp": "mlp", "E": "moe", "moe": "moe"},
+}
+
+
+class NemotronHConfig(MixtureConfig):
+    """The config of Nemotron-H: each layer is one block, a Mamba-2 mixer, attention, an MLP or experts."""
+
+    names: ClassVar[TensorNames] = TensorNames(
+        *("embeddings", "norm_f", "norm", "norm", "mixer", "mixer"), shared_expert="shared_experts"
+    )
+
+    blocks: tuple[Block, ...]
+    rms_norm_eps: float = Field(default=1e-5, validation_alias="layer_norm_epsilon")
+    tie_word_embeddings: Literal[False] = False  # transformers would tie nothing
+    mlp_hidden_act: Literal["relu2"] = "relu2"
+    use_bias: Literal[False] = False
+    mamba_hidden_act: Literal["silu"] = "silu"
+    mamba_num_heads: int = Field(default=128, ge=1)
+    mamba_head_dim: int = Field(default=64, ge=1)
+    ssm_state_size: int = Field(default=128, ge=1)
+    n_groups: int = Field(default=8, ge=1, validation_alias=AliasChoices("mamba_n_groups", "n_groups"))
+    conv_kernel: int = Field(default=4, ge=2, validation_alias=AliasChoices("mamba_d_conv", "conv_kernel"))
+    use_conv_bias: bool = Field(default=True, validation_alias=AliasChoices("mamba_conv_bias", "use_conv_bias"))
+    time_step_min: float = Field(default=0.001, validation_alias=AliasChoices("mamba_dt_min", "time_step_min"))
+    num_experts: int = Field(default=8, ge=2, validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    n_shared_experts: Literal[1] = 1
+    num_experts_per_tok: int = Field(default=2, ge=1)
+    moe_intermediate_size: int = Field(default=7688, ge=1)
+    moe_shared_expert_intermediate_size: int = Field(default=7688, ge=1)
+    moe_latent_size: int | None = Field(default=None, ge=1)
+    n_group: int = Field(default=1, ge=1)
+    topk_group: int = Field(default=1, ge=1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return self.blocks
+
+    def own_problem(self) -> str | None:
+        if self.sliding_window is not None:
+            return f"a sliding_window, here of {self.sliding_window} tokens, is not supported"
+        if "attention" not in self.blocks:
+            return "layers_block_type: at least one layer of attention is needed"
+        if self.mamba_num_heads % self.n_groups:
+            return f"n_groups: {self.n_groups} groups do not divide {self.mamba_num_heads} heads of Mamba layers"
+        return _groups_problem(self)
+
+
+def _choice_problem(num_chosen: int, num_experts: int) -> str | None:
+    return f"a token goes to {num_chosen} experts of {num_experts}" if num_chosen > num_experts else None
+
+
+def _groups_problem(config: LatentConfig | NemotronHConfig) -> str | None:
+    """Return what is wrong with the groups that experts are chosen among; None: nothing."""
+    num_groups, chosen, num_experts = config.n_group, config.topk_group, config.num_experts
+    size, rest = divmod(num_experts, num_groups)
+    if rest or size < 2:
+        groups = f"{num_experts} experts in {num_groups} groups, which have to be equal, of two at least"
+        return f"n_group is {num_groups}: {groups}"
+    if chosen > num_groups or config.num_experts_per_tok > chosen * size:
+        return f"topk_group is {chosen} of {num_groups} groups, for {config.num_experts_per_tok} experts"
+    return None

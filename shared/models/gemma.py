@@ -1,0 +1,169 @@
+"""The settings of Gemma 3 and 4, and what of them is not computed."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longshore.training import Linear
+from shared.models.dense import SCALINGS, DenseConfig, RopeConfig, rope_problem
+
+_SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
+_SIZES |= {"head_dim": 256, "tie_word_embeddings": True}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3": {**_SIZES, "vocab_size": 262_208, "num_hidden_layers": 26, "sliding_window": 4096},
+    "gemma4": {**_SIZES, "vocab_size": 262_144, "num_hidden_layers": 30, "sliding_window": 512},
+}
+
+
+class GemmaConfig(DenseConfig):
+    """What Gemma 3 and 4 share: some layers attend within a window, and have rotary settings of their own.
+
+    Attributes:
+        rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
+    """
+
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    sliding_window_pattern: int = Field(default=6, ge=1)
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    local_rope: RopeConfig = RopeConfig()
+    num_kv_shared_layers: int = Field(default=0, ge=0)
+    attention_k_eq_v: bool = False
+    hidden_size_per_layer_input: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _part_ropes(cls, values: dict[str, Any]) -> dict[str, Any]:
+        both = values.get("rope_parameters") or {}
+        if both and not ("full_attention" in both or "sliding_attention" in both):
+            raise ValueError("rope_parameters has neither full_attention nor sliding_attention")
+        ours = {"rope_parameters": both.get("full_attention"), "local_rope": both.get("sliding_attention") or {}}
+        return values | ours
+
+    def default_kinds(self) -> tuple[str, ...]:
+        """Return the layers' kinds where the file leaves them out: one of some attends to everything."""
+        kinds = ("sliding_attention",) * (self.sliding_window_pattern - 1) + ("full_attention",)
+        return tuple(kinds[layer % len(kinds)] for layer in range(self.num_hidden_layers))
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Return the rotary settings of a layer."""
+        return self.rope if self.windows[layer] is None else self.local_rope
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the size of a layer's heads, and the number of its key/value heads."""
+        return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: the last of its kind that makes them."""
+        makers = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
+        return max(number for number in makers if self.windows[number] == self.windows[layer])
+
+    def missing_in(self, layer: int) -> tuple[Linear, ...]:
+        """Return the linears that a layer has not: its keys may be its values, or both be another layer's."""
+        if self.source_of(layer) != layer:
+            return "k_proj", "v_proj"
+        return ("v_proj",) if self.attention_k_eq_v and self.windows[layer] is None else ()
+
+    @property
+    def layer_kinds(self) -> tuple[object, ...]:
+        return tuple(map(self.missing_in, range(self.num_hidden_layers)))
+
+    def ffn_size_of(self, layer: int) -> int:
+        return self.intermediate_size
+
+    def own_problem(self) -> str | None:
+        for layer, window in enumerate(self.windows):
+            rope = self.rope_of(layer)
+            if problem := rope_problem(rope, self.rope_types if window is None else SCALINGS):
+                return problem
+            if rope.partial_rotary_factor and rope.rope_type not in ("default", "proportional"):
+                return f"partial_rotary_factor is not supported with rope scaling of type {rope.rope_type!r}"
+            if rope.rope_theta is None:
+                return "rope_parameters: each kind of layer needs rope_theta"
+        return None
+
+
+class Gemma3Config(GemmaConfig):
+    """The config of Gemma 3."""
+
+    query_pre_attn_scalar: float = Field(default=256, gt=0)
+    attn_logit_softcapping: None = None
+    use_bidirectional_attention: Literal[False] | None = None
+    num_kv_shared_layers: Literal[0] = 0
+    attention_k_eq_v: Literal[False] = False
+    hidden_size_per_layer_input: Literal[0] = 0
+    rope_theta: float | None = 1_000_000.0
+    rope_local_base_freq: float = 10_000.0
+
+    def own_problem(self) -> str | None:
+        if self.tensor_prefix != "model" and not self.tie_word_embeddings:
+            return "an output layer that is not tied is not supported beside a tower of vision"
+        if self.tensor_prefix != "model" and self.final_logit_softcapping is not None:
+            return "final_logit_softcapping: transformers has none beside a tower of vision"
+        return super().own_problem()
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        rope = super().rope_of(layer)
+        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_local_base_freq})
+
+
+class LayerHeads(BaseModel):
+    """What a layer of Gemma 4 has of its own, of attention. None: as the model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    head_dim: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+
+
+class Gemma4Config(GemmaConfig):
+    """The config of Gemma 4. Versions of transformers write sizes of layers as `global_…`, or as `per_layer_config`."""
+
+    rope_types: ClassVar[tuple[str, ...]] = (*SCALINGS, "proportional")
+    rope_scaling: None = None  # not read by transformers: what holds is in `rope_parameters`
+    global_head_dim: int = Field(default=512, ge=1)
+    num_global_key_value_heads: int | None = Field(default=None, ge=1)
+    per_layer_config: dict[int, LayerHeads] | None = None
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = Field(default=256, ge=0)
+    vocab_size_per_layer_input: int = Field(default=262_144, ge=1)
+    enable_moe_block: bool = False
+    use_bidirectional_attention: Literal["vision"] | None = None  # of the tokens of images alone
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_ropes(cls, values: dict[str, Any]) -> dict[str, Any]:
+        full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+        both = {"full_attention": full, "sliding_attention": {"rope_theta": 10_000.0}}
+        return values if values.get("rope_parameters") else values | {"rope_parameters": both}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (*super().windows[:-1], None)  # as transformers forces it
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        size, num_kv_heads = super().heads_of(layer)
+        if self.per_layer_config is not None:
+            own = self.per_layer_config.get(layer, LayerHeads())
+            return own.head_dim or size, own.num_key_value_heads or num_kv_heads
+        if self.windows[layer] is not None:
+            return size, num_kv_heads
+        own_num = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        return self.global_head_dim, own_num or num_kv_heads
+
+    def ffn_size_of(self, layer: int) -> int:
+        is_wide = self.use_double_wide_mlp and self.source_of(layer) != layer
+        return self.intermediate_size * (2 if is_wide else 1)
+
+    def own_problem(self) -> str | None:
+        if self.enable_moe_block:
+            return "enable_moe_block=true is not supported: experts beside an MLP are not computed"
+        if problem := super().own_problem():
+            return problem
+        if not set(self.windows) <= set(self.windows[: self.num_hidden_layers - self.num_kv_shared_layers]):
+            return f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer that makes what they share"
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            return f"vocab_size_per_layer_input={self.vocab_size_per_layer_input} is less than the vocabulary's size"
+        return None
+
+
+KINDS: dict[str, type[DenseConfig]] = {"gemma3": Gemma3Config, "gemma4": Gemma4Config}
