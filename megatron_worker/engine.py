@@ -281,8 +281,8 @@ class Engine(Protocol):
         """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
         ...
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        """A PEFT adapter from a folder, made active.
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
+        """A PEFT adapter from a folder, made active. `seed`: of its dropout.
 
         Raises InvalidInput when it is missing, damaged, or not of `lora`'s shape.
         """

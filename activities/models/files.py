@@ -16,6 +16,8 @@ from shared.field_rules import first_rule, refused_value
 from shared.models.config import decoder_settings, prefix_of, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
+from shared.models.lora_modules import layer_of
+from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -269,6 +271,13 @@ def check_weights(location: Location) -> Weights:
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
     return Weights(tensors, file_of)
+
+
+def modules_of(weights: Weights, config: DenseConfig) -> list[str]:
+    """Return the names, as transformers has them in memory, of the decoder's modules that have a weight."""
+    prefix, num_layers = prefix_of(config, weights.tensors), config.num_hidden_layers
+    found = (name for name in weights.tensors if name.endswith(".weight") and name.startswith(f"{prefix}."))
+    return [module for module in map(module_of, found) if (layer_of(module) or 0) < num_layers]
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:

@@ -21,6 +21,7 @@ from activities.models.files import (
     check_tokenizer,
     check_weights,
     gguf_file,
+    modules_of,
     read_config,
     read_shape,
     read_tensors,
@@ -29,9 +30,10 @@ from activities.models.files import (
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
-from longshore.training import LINEARS, Linear, Lora
+from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
-from shared.models.peft import CONFIG, WEIGHTS, beside, check_same, lora_of
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -55,8 +57,8 @@ What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.(?P<linear>\w+)"
+    r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
+    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 
@@ -101,7 +103,10 @@ class Resolve:
             if (name := gguf_file(location)) is not None:
                 location = self._converted(location, name, check, request.tenant)
             shape = check(location)
-            check_contents(location)
+            weights = check_contents(location)
+            if isinstance(request.trainable, Lora):
+                modules = modules_of(weights, read_config(location))
+                beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -184,7 +189,7 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
         linears = LINEARS if request.shape is None else request.shape.linears
-        check_same(beside(lora, linears), beside(request.lora, linears), location.place(CONFIG))
+        check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
 
 
@@ -192,31 +197,35 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
+    tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
     check_dtypes(tensors, location.place(WEIGHTS))
+    adapted = AdaptedModules(lora)
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
-    expected = 0 if shape is None else 2 * shape.num_linears(lora.targets)
-    if shape is not None and len(tensors) != expected:
+        _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
+    is_counted = shape is not None and lora.target_pattern is None and lora.layers is None  # others: by the worker
+    expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
+    if is_counted and len(tensors) != expected:
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
     check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
 
 
-def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:
+def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
-    if match is None or match["linear"] not in lora.targets:
+    module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+    if match is None or (size := lora.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
-    if shape is not None and int(match["layer"]) >= shape.num_layers:
+    if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != lora.rank:
-        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
-    linear = cast(Linear, match["linear"])
+    if rank != size.rank:
+        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
+    linear = cast(Target, module.rpartition(".")[2])
     of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"]))
-    size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
-    if fits and size != fits:
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"] or 0))
+    found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
+    if fits and found != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 

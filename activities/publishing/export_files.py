@@ -56,7 +56,7 @@ class ExportSource(Frozen):
     def merger(self) -> Merger:
         """Return what merges the adapter; without one, what leaves every weight as it is."""
         if self.adapter is None:
-            return Merger(0.0, {})
+            return Merger({})
         with (Path(self.adapter) / WEIGHTS).open("rb") as weights:
             return Merger.of(read_config(Path(self.adapter)), weights, WEIGHTS)
 

@@ -99,7 +99,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
-            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
+            beside = self._model.beside_head(hidden_NH)
+            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard, beside=beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
@@ -122,7 +123,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        scores = self.forward(batch, loss.outputs)
+        with self._slots.dropping():
+            scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
         assert scores.logprob_N is not None, "a loss is made of log-probabilities"
@@ -144,12 +146,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         super().zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
-
-    def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
-        batch = Batch.of_sequences(sequences, self._ranks.device)
-        found = self._model.forward(batch, lambda last_BH, weight_VH: {"token_B": (last_BH @ weight_VH.t()).argmax(1)})
-        return found["token_B"].tolist()
+        return greedy(self.forward, self._ranks.device, prompts, max_tokens, stop_ids)
 
     # State.
 

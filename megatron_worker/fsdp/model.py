@@ -18,7 +18,9 @@ from megatron_worker.families import read_architecture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
+from shared.models.lora_modules import OUTPUT
 from shared.models.shape import check_family
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -105,7 +107,12 @@ class FsdpModel:
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
-        return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        sizes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        return sizes | {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what an adapter adds at the output layer, if one is beside it."""
+        return None if self._adapter is None else self._adapter.beside_head(hidden_NH)
 
     def set_adapter(self, adapter: FsdpAdapter | None) -> None:
         self._adapter = adapter

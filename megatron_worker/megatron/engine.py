@@ -17,10 +17,9 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import constants_of, slices_of
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -81,7 +80,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
-        return MegatronAdapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
+        architecture, layout = self._model.architecture, mesh.layout
+        tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
+        return MegatronAdapter(lora, linears_of([*self._slices_here, *tied]), mesh, self._model.flat.buffer.dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         flat, regions = self._model.flat, self._model.regions
@@ -121,13 +122,11 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self._slots.is_training, "nothing is being trained"
-        return self._passes.forward_backward(batches, loss)
+        return self._passes.forward_backward(batches, loss, self._slots.dropping)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(
-            lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
-        )
+        return greedy(self.forward, self._mesh.device, prompts, max_tokens, stop_ids)

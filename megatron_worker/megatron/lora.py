@@ -13,7 +13,7 @@ whole on every rank then has a gradient that is its rank's part alone.
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,21 +27,31 @@ from torch.nn import Parameter
 
 from longshore.training import Lora
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
+from megatron_worker.tensors.dropout import Masks, dropped
+from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX, module_of
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """An adapter's weights beside one fused linear. Part p owns ranks `p * rank` to `(p + 1) * rank`."""
+    """An adapter's weights beside one fused linear, whose parts own ranks one after another.
 
-    rank: int
-    scale: float
+    `scale`: of the ranks, [R] where parts have different ones. `name`, `place`: what the mask of the parts' common
+    input follows from; ranks of one place have the same inputs.
+    """
+
+    name: str
+    place: int
+    masks: Masks
+    ranks: tuple[int, ...]
+    scale: float | Tensor
     parts: tuple[TensorSlice, ...]
     a_RI: Parameter
     b_parts: tuple[Parameter, ...]
@@ -50,16 +60,22 @@ class LoraWeights:
         """Return all B matrices in one, each in its own rows and ranks."""
         if len(self.b_parts) == 1 and self.b_parts[0].shape[0] == num_rows:
             return self.b_parts[0].detach()
-        dense_OR = self.a_RI.new_zeros(num_rows, len(self.parts) * self.rank)
+        dense_OR = self.a_RI.new_zeros(num_rows, sum(self.ranks))
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
 
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead:
+        """Return what the output layer's adapter adds for some targets."""
+        seed = self.masks.seed_of(self.name, self.place)
+        low_NR = F.linear(dropped(hidden_NH, self.masks.rate, seed), self.a_RI) * self.scale
+        return BesideHead(low_NR, self.b_parts[0])
+
     def blocks(self, dense_OR: Tensor) -> list[Tensor]:
         """Return the block of each part, [groups, rows, rank] views."""
-        blocks = []
-        for number, part in enumerate(self.parts):
-            columns = slice(number * self.rank, (number + 1) * self.rank)
+        blocks, first = [], 0
+        for rank, part in zip(self.ranks, self.parts, strict=True):
+            columns = slice(first, first := first + rank)
             blocks.append(dense_OR.view(part.groups, -1, dense_OR.shape[1])[:, part.start : part.stop, columns])
         return blocks
 
@@ -143,14 +159,15 @@ class _LoraLinear(torch.autograd.Function):
         a_RI: Tensor,
         *b_parts: Tensor,
     ) -> Tensor:
-        low_TR = (input_TI @ a_RI.t()).mul_(lora.scale)
+        seed, rate = lora.masks.seed_of(lora.name, lora.place), lora.masks.rate
+        low_TR = (dropped(input_TI, rate, seed) @ a_RI.t()).mul_(lora.scale)
         b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
         ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.lora, ctx.group = lora, backward_group
+        ctx.lora, ctx.group, ctx.seed = lora, backward_group, seed
         return output_TO
 
     @staticmethod
@@ -164,8 +181,11 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_TI = grad_TO @ weight_OI
             _sum(grad_TI, ctx.group)
-            grad_TI.addmm_(grad_low_TR, a_RI)
-        grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
+            if ctx.seed is None:
+                grad_TI.addmm_(grad_low_TR, a_RI)
+            else:
+                grad_TI += dropped(grad_low_TR @ a_RI, lora.masks.rate, ctx.seed)
+        grad_a_RI = grad_low_TR.t() @ dropped(input_TI, lora.masks.rate, ctx.seed) if ctx.needs_input_grad[6] else None
         grad_b: list[Tensor | None] = [None] * len(lora.b_parts)
         if any(ctx.needs_input_grad[7:]):
             blocks = lora.blocks(grad_TO.t() @ low_TR)
@@ -185,12 +205,13 @@ class MegatronAdapter:
     """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
-        self.lora = lora
+        self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
-        chosen = [(linear, _targeted(linear, lora)) for linear in linears]
+        adapted = AdaptedModules(lora)
+        chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
-        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.rank)]
-        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
+        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
+        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
         placements = {s.parameter: _placement(s, mesh) for s in held}
         self.flat, self._regions = arrange(_local_shapes(held, mesh), placements, mesh, dtype)
@@ -211,9 +232,12 @@ class MegatronAdapter:
         """Return the weights by the name of their fused linear."""
         return {
             linear.name: LoraWeights(
-                self.lora.rank,
-                self.lora.scale,
-                parts,
+                linear.name,
+                _place(linear, self._mesh),
+                self.masks,
+                tuple(size.rank for size in parts.values()),
+                scale_of(list(parts.values()), self._mesh.device),
+                tuple(parts),
                 self.parameters[f"{linear.name}.A"],
                 tuple(self.parameters[f"{linear.name}.B{number}"] for number in range(len(parts))),
             )
@@ -221,21 +245,27 @@ class MegatronAdapter:
         }
 
 
-def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
-    return tuple(s for s in linear.slices if s.name.split(".")[-2] in lora.targets)
+def _place(linear: Linear, mesh: Mesh) -> int:
+    """Ranks that a column-parallel linear is split over have the same inputs, and whole A: one mask.
+
+    So have those that each compute all of a linear, unless (sp) their tokens differ.
+    """
+    is_alike = linear.kind == "column" or (linear.kind == "whole" and not mesh.layout.sp)
+    return mesh.rank // mesh.splitting(linear.slices[0]).size if is_alike else mesh.rank
 
 
-def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
+def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
     """Return A and B of every part, under PEFT's names."""
-    slices = []
-    for number, part in enumerate(parts):
+    slices, start = [], 0
+    for number, (part, size) in enumerate(parts.items()):
         module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
         split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
-        start, stop = number * rank, (number + 1) * rank
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
         slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
-        slices.append(replace(slice_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
-        slices.append(replace(slice_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
+        stop = start + size.rank
+        slices.append(replace(slice_a, shape=(size.rank, num_inputs), split=split_a, start=start, stop=stop))
+        slices.append(replace(slice_b, shape=(num_outputs, size.rank), split=split_b, start=0, stop=num_outputs))
+        start = stop
     return slices
 
 
@@ -244,7 +274,8 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    return "partial" if mesh.layout.sp else "whole"
+    # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
+    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith("output_layer.") else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -254,6 +285,6 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
         size, columns = mesh.splitting(s).size, s.shape[1]
-        own_rows = rows[s.parameter] // (size if s.split == 0 else 1)
+        own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
         shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

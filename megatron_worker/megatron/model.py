@@ -36,6 +36,7 @@ from megatron_worker.families.architecture import (
     activate,
 )
 from megatron_worker.families.gemma import SharedAttention
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts
@@ -127,6 +128,7 @@ class MegatronModel:
         for name, buffer in self._gpt.named_buffers():
             buffer.data = buffer.to(mesh.device)
             self.constants[self._whole_name(name)] = buffer
+        self.set_adapter(None)
 
     def _whole_name(self, name: str) -> str:
         """Return a parameter's name in the whole model: its layer's number there; one name for tied embeddings."""
@@ -151,9 +153,14 @@ class MegatronModel:
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
+        self._beside_output = weights.get("output_layer")
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what an adapter adds at the output layer, if one is beside it."""
+        return None if self._beside_output is None else self._beside_output.beside_head(hidden_NH)
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
         """Run a bin through this stage. Returns hidden states, [s, 1, H]; of the last, after the final norm, [t, H].

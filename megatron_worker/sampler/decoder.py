@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_worker.families import architecture, read_architecture
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Rope
-from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.mixers.tree_attention import plan_forest
@@ -47,10 +47,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
-    [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K], and the
-    residual stream after the last layer, from which all tokens' final hidden states can be computed."""
+    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer
+    of attention [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K],
+    and the residual stream after the last layer, from which all tokens' final hidden states can be computed."""
 
+    lora_weights: Mapping[str, LoraFactors]
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
@@ -130,11 +131,12 @@ class Decoder:
         if not computes(self.architecture):
             family = self.architecture.family
             raise InvalidInput(f"the small sampler has no decoder of its own for {family}", str(folder))
-        self.dtype, self.device = dtype, device
+        self.folder, self.dtype, self.device = folder, dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
-        self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
         self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps, a.zero_centred_norms)
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
@@ -161,6 +163,11 @@ class Decoder:
     @property
     def linears(self) -> list[FusedLinear]:
         return [x for layer in self._layers for x in (*layer.mixer.linears, *layer.mlp.linears)]
+
+    @property
+    def adaptable(self) -> list[FusedLinear]:
+        """What adapters can be beside."""
+        return [*self.linears, self._output]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -189,12 +196,16 @@ class Decoder:
                 values.append(value)
             x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
+        return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each."""
-        return score_prompt(token_ids, prompt.stream_TH, lambda x_CH: self.logits(self._final_norm(x_CH)), num_top)
+
+        def logits(x_CH: Tensor) -> Tensor:
+            return self.logits(self._final_norm(x_CH), prompt.lora_weights)
+
+        return score_prompt(token_ids, prompt.stream_TH, logits, num_top)
 
     @torch.inference_mode()
     def step(
@@ -228,9 +239,9 @@ class Decoder:
         return self._final_norm(x_BH)
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return F.linear(hidden_BH, self._output_VH).float()
+        return self._output(hidden_BH, lora_weights).float()
 
     def _with_mlp(
         self,

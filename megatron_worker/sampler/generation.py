@@ -246,7 +246,7 @@ class _Lane:
     def _draw(self) -> None:
         if not any(self._slots):
             return
-        logit_BV = self._decoder.logits(self._hidden_BH)
+        logit_BV = self._decoder.logits(self._hidden_BH, self._lora)
         self._forbid(logit_BV)
         taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
         drawn = self._drawn(logit_BV)
@@ -393,4 +393,4 @@ def _two_tokens(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], to
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)
-    return decoder.logits(hidden_BH)
+    return decoder.logits(hidden_BH, lora_weights)

@@ -146,13 +146,23 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
 
 
 def read_adapter(
-    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, model: Path
 ) -> None:
-    """Read an adapter. Raises InvalidInput as `read_model`."""
+    """Read an adapter of a model's folder. Raises InvalidInput as `read_model`."""
     path = folder / peft_format.WEIGHTS
     with single_file(path) as files:
-        check_names(files, {s.name for s in slices}, path)
+        check_adapter_names(files, {s.name for s in slices}, path, model)
         _read(files, slices, parameters, ranks)
+
+
+def check_adapter_names(files: TensorFiles, expected: set[str], path: Path, model: Path) -> None:
+    """Raise InvalidInput unless the expected tensors are there, and at most a copy of the model's output layer."""
+    copies = files.names & {peft_format.OUTPUT_COPY}
+    check_names(files, expected | copies, path)
+    if copies:
+        with model_files(model) as base:
+            tied = {name for name in base.names if name.endswith(".embed_tokens.weight")}
+            base.beside(files).check_equal(peft_format.OUTPUT_COPY, ({"lm_head.weight"} & base.names or tied).pop())
 
 
 def write_adapter(

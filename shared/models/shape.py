@@ -6,7 +6,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
+from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear, Target
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES
@@ -93,8 +93,8 @@ class ModelShape(Frozen):
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
         return tuple(name for name in LINEARS if name in own - {*(_OF_MLP if self.has_stacked_experts else ())})
 
-    def num_linears(self, targets: Container[Linear]) -> int:
-        """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
+    def num_linears(self, targets: Container[Target]) -> int:
+        """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
         if self.layers:
             own = [name for name in (*_OF_ATTENTION, *_OF_MLP) if name in targets]
             return sum(name not in layer.missing for layer in self.layers for name in own)
@@ -108,8 +108,10 @@ class ModelShape(Frozen):
         of_attention = len(chosen) - of_mlps - of_delta_nets
         return of_mlps * num_mlps + of_delta_nets * recurrent + of_attention * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
+    def linear_size(self, linear: Target, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
+        if linear == "lm_head":
+            return self.hidden_size, self.vocab_size
         if self.layers:
             own = self.layers[layer].model_dump(exclude={"missing"})
             return self.model_copy(update={**own, "layers": ()}).linear_size(linear)

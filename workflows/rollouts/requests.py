@@ -67,7 +67,7 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
 def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
     """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker."""
     run, rollouts = start.run, rollouts_of(start.run)
-    rank = run.trainable.rank if isinstance(run.trainable, Lora) else 0
+    rank = run.trainable.max_rank if isinstance(run.trainable, Lora) else 0
     return SamplerKey(
         model=model,
         sampler=rollouts.sampler,

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.model_slices import constants_of, slices_of
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
@@ -33,9 +33,10 @@ _READ = 256  # tokens of a prompt that are read at a time: attention may hold a 
 
 @dataclass(frozen=True)
 class TransformersPrompt:
-    """A prompt that was read: its tokens' final hidden states, the cache behind it, and the experts that each layer
-    which has any chose, [T, K]."""
+    """A prompt that was read: with which adapter, its tokens' final hidden states, the cache behind it, and the experts
+    that each layer which has any chose, [T, K]."""
 
+    lora_weights: Mapping[str, LoraFactors]
     hidden_TH: Tensor
     cache: DynamicCache
     experts: list[Tensor]
@@ -78,7 +79,7 @@ class TransformersDecoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        self.dtype, self.device = dtype, device
+        self.folder, self.dtype, self.device = folder, dtype, device
         self._slices = slices_of(self.architecture, 1)
         self._model = _empty_model(folder, self.architecture, dtype, device)
         # What no trainer sends: it is read with the weights.
@@ -90,7 +91,8 @@ class TransformersDecoder:
         for name, module in self._model.named_modules():
             if name.endswith(".experts"):
                 module.register_forward_pre_hook(lambda _, given: self._chosen.append(given[1]))
-        for name, linear in self._views.linears.items():
+        self._output = FusedLinear("lm_head", (output_slice(self.architecture, 1),), self._model.lm_head.weight, None)
+        for name, linear in {**self._views.linears, "lm_head": self._output}.items():
             self._model.get_submodule(name).forward = partial(self._linear, linear)
         for name, stacks in self._views.experts.items():
             module = self._model.get_submodule(name)
@@ -109,8 +111,8 @@ class TransformersDecoder:
         read_into(self._views.named_weights(), folder, self.architecture, slices)
 
     @property
-    def linears(self) -> list[FusedLinear]:
-        return self._views.all_linears
+    def adaptable(self) -> list[FusedLinear]:
+        return [*self._views.all_linears, self._output]
 
     def new_cache(self, num_slots: int) -> TransformersCache:
         return TransformersCache(num_slots)
@@ -123,11 +125,13 @@ class TransformersDecoder:
         for part_T in torch.tensor(token_ids, device=self.device).split(_READ):
             hidden.append(self._read(part_T, cache, lora_weights))
             experts.append(self._chosen)
-        return TransformersPrompt(torch.cat(hidden), cache, [torch.cat(parts) for parts in zip(*experts, strict=True)])
+        chosen = [torch.cat(parts) for parts in zip(*experts, strict=True)]
+        return TransformersPrompt(lora_weights, torch.cat(hidden), cache, chosen)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: TransformersPrompt, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, as `Decoder.score` does."""
+        self._lora_weights = prompt.lora_weights
         return score_prompt(token_ids, prompt.hidden_TH, self._head, num_top)
 
     @torch.inference_mode()
@@ -161,8 +165,9 @@ class TransformersDecoder:
         return hidden_BH
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]; of a row of zeros, an empty slot's, zeros."""
+        self._lora_weights = lora_weights
         logit_BV = torch.zeros(len(hidden_BH), self.architecture.vocab_size, device=self.device)
         for slot in hidden_BH.any(dim=-1).nonzero()[:, 0].tolist():
             logit_BV[slot] = self._head(hidden_BH[slot : slot + 1])[0]
