@@ -273,7 +273,7 @@ def check_weights(location: Location) -> Weights:
     return Weights(tensors, file_of)
 
 
-def modules_of(weights: Weights, config: DenseConfig) -> list[str]:
+def decoder_modules(weights: Weights, config: DenseConfig) -> list[str]:
     """Return the names, as transformers has them in memory, of the decoder's modules that have a weight."""
     prefix, num_layers = prefix_of(config, weights.tensors), config.num_hidden_layers
     found = (name for name in weights.tensors if name.endswith(".weight") and name.startswith(f"{prefix}."))

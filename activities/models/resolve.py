@@ -21,7 +21,7 @@ from activities.models.files import (
     check_tokenizer,
     check_weights,
     gguf_file,
-    modules_of,
+    decoder_modules,
     read_config,
     read_shape,
     read_tensors,
@@ -105,7 +105,7 @@ class Resolve:
             shape = check(location)
             weights = check_contents(location)
             if isinstance(request.trainable, Lora):
-                modules = modules_of(weights, read_config(location))
+                modules = decoder_modules(weights, read_config(location))
                 beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)

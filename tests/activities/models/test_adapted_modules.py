@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, read_shape
+from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decoder_modules, read_config
 from activities.models.resolve import Resolve
 from activities.sources.models import locate
 from examples.tiny_model import Family
@@ -18,6 +18,7 @@ from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT
+from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
 from tests.megatron_worker.rows import distinct_model, model_with_tower
@@ -27,8 +28,9 @@ WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4")
 
 def modules_before_a_run(config, model) -> dict[str, bool]:
     location = locate(str(model), "default", config, HUB_PATTERNS, lambda _: None)
-    linears = read_shape(location).linears
-    return {name: name.rpartition(".")[2] in linears for name in check_weights(location)}
+    config = read_config(location)
+    linears = shape_of(config).linears
+    return {name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location), config)}
 
 
 def modules_in_the_worker(model) -> dict[str, bool]:

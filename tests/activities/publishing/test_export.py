@@ -192,7 +192,7 @@ def test_a_file_that_is_not_what_was_written_fails_when_it_is_read_back(llama, t
     def spoilt(self, entry, source, place):
         calls.append(entry.name)
         if calls.count(entry.name) == 2 and entry.name.endswith("1.mlp.up_proj.weight"):
-            self.scale *= 3
+            self.factors = {name: (3 * scale, a, b) for name, (scale, a, b) in self.factors.items()}
         return merged(self, entry, source, place)
 
     monkeypatch.setattr(Merger, "blocks", spoilt)
