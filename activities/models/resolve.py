@@ -30,7 +30,7 @@ from longshore.training import LINEARS, Linear, Lora
 from shared.errors import InvalidInput
 from shared.models.merging import floats_of
 from shared.models.peft import CONFIG, WEIGHTS, beside, check_same, lora_of
-from shared.models.shape import ModelShape, check_layout
+from shared.models.shape import ModelShape, check_layout, check_max_tokens
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
 from shared.storage.artifacts import (
@@ -125,6 +125,7 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
     """Check a model by its small files, before its weights are fetched."""
     shape = read_shape(location)
     check_layout(request.layout, shape, request.engine)
+    check_max_tokens(request.max_tokens, shape)
     check_tokenizer(location, shape.vocab_size, host)
     check_chat_template(location)
     return shape

@@ -18,7 +18,12 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
     """Check the run's model against its engine and layout."""
     run = start.run
     request = ModelRequest(
-        run_id=start.run_id, tenant=start.tenant, uri=run.model, layout=run.layout, engine=run.engine
+        run_id=start.run_id,
+        tenant=start.tenant,
+        uri=run.model,
+        layout=run.layout,
+        engine=run.engine,
+        max_tokens=run.max_tokens,
     )
     return await control.do(Resolve.resolve_model, request)
 
