@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Family = Literal[
     "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
-    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3",
+    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
 ]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -106,10 +106,12 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         Gemma4TextConfig,
         Glm4MoeLiteConfig,
         GptOssConfig,
+        GraniteConfig,
         LlamaConfig,
         MinistralConfig,
         MistralConfig,
         NemotronHConfig,
+        Olmo3Config,
         Qwen2Config,
         Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
@@ -195,6 +197,13 @@ def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
         case "smollm3":
             sizes.pop("head_dim")
             return SmolLM3Config(**sizes, no_rope_layer_interval=2)
+        case "granite":
+            multipliers = {"embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
+            return GraniteConfig(**sizes, **multipliers, logits_scaling=1.6)
+        case "olmo3":
+            yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+            ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": yarn}
+            return Olmo3Config(**sizes, layer_types=mixers, sliding_window=24, rope_parameters=ropes)
         case "llama":
             rope = {
                 "rope_type": "llama3",

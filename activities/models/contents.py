@@ -19,6 +19,7 @@ _OF_LAYER = re.compile(
     r"|\w+(?:\.(?P<of>experts)\.\d+|\.(?P<shared>shared_experts?))?\.(?P<linear>\w+))\.(?P<part>weight|bias)"
 )
 _ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
+_NORM_ALL_HEADS = ("olmo3",)  # together, not each by itself
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -47,7 +48,9 @@ def _of_layer(name: str, shape: ModelShape) -> tuple[int, ...] | None:
     if match["norm"]:
         return (shape.hidden_size,)
     if match["head_norm"]:
-        return (shape.layers[layer].head_dim if shape.layers else shape.head_dim,)
+        num_heads = shape.num_heads if match["head_norm"] == "q_norm" else shape.num_kv_heads
+        head_dim = shape.layers[layer].head_dim if shape.layers else shape.head_dim
+        return (head_dim * (num_heads if shape.family in _NORM_ALL_HEADS else 1),)
     if match["linear"] not in LINEARS:
         return None
     of: Literal["", "experts", "shared"] = "experts" if match["of"] else "shared" if match["shared"] else ""

@@ -34,7 +34,7 @@ from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
-from shared.models.shape import ModelShape, check_layout
+from shared.models.shape import ModelShape, check_layout, check_max_tokens
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
 from shared.storage.artifacts import (
@@ -165,6 +165,7 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
     """Check a model by its small files, before its weights are fetched."""
     shape = read_shape(location)
     check_layout(request.layout, shape, request.engine)
+    check_max_tokens(request.max_tokens, shape)
     check_tokenizer(location, shape.vocab_size, host)
     check_chat_template(location)
     return shape

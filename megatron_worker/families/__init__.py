@@ -2,35 +2,27 @@
 
 import dataclasses
 import json
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_worker.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
-from megatron_worker.families.architecture import (
-    Architecture,
-    Attention,
-    LinearScaling,
-    Llama3Scaling,
-    Mixture,
-    Mlp,
-    ProportionalScaling,
-    Rope,
-    YarnScaling,
-)
+from megatron_worker.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
+from megatron_worker.families.rope import Rope, read_rope
 from shared.errors import InvalidInput
 from shared.models.config import read_model_config
-from shared.models.dense import DenseConfig, RopeConfig
+from shared.models.dense import DenseConfig
 from shared.models.families import (
     GptOssConfig,
+    GraniteConfig,
     HybridConfig,
     LatentConfig,
+    LayerRopesConfig,
     MixtureConfig,
     NemotronHConfig,
+    Olmo3Config,
     SmolLM3Config,
 )
 from shared.models.gemma import GemmaConfig
-
-_DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -71,6 +63,20 @@ def architecture_of(config: DenseConfig) -> Architecture:
             still = dataclasses.replace(attention, rope=None)
             mixers = tuple(attention if rotated else still for rotated in config.is_rotated)
             return dataclasses.replace(_sized(config, attention), mixers=mixers)
+        case "granite":
+            assert isinstance(config, GraniteConfig)
+            attention = dataclasses.replace(_attention(config), scale=config.attention_multiplier)
+            return dataclasses.replace(
+                _sized(config, attention),
+                embedding_scale=config.embedding_multiplier,
+                residual_scale=config.residual_multiplier,
+                logit_divisor=config.logits_scaling,
+            )
+        case "olmo3":
+            assert isinstance(config, Olmo3Config)
+            attention = dataclasses.replace(_attention(config, qk_norm=True), norms_all_heads=True)
+            alike = _windowed(_sized(config, attention), config, _ropes(config))
+            return dataclasses.replace(alike, block=NormedBlock(norms_inputs=False))
         case "qwen2":
             return _windowed(_sized(config, _attention(config, qkv_bias=True)), config)
         case "qwen3" | "qwen3_moe":
@@ -87,17 +93,21 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "gemma3" | "gemma4":
             assert isinstance(config, GemmaConfig)
             attention = _attention(config, qk_norm=True)
-            heads = [config.heads_of(layer)[0] for layer in range(config.num_hidden_layers)]
-            ropes = [_rope_with(config.rope_of(layer), size) for layer, size in enumerate(heads)]
-            return gemma.architecture(_sized(config, attention), config, ropes)
+            return gemma.architecture(_sized(config, attention), config, _ropes(config))
         case family:
             raise AssertionError(family)  # refused when the file was read
 
 
-def _windowed(alike: Architecture, config: DenseConfig) -> Architecture:
-    """Return an architecture of attention with the window of each layer."""
-    mixers = tuple(dataclasses.replace(alike.attention, window=window) for window in config.windows)
+def _windowed(alike: Architecture, config: DenseConfig, ropes: Sequence[Rope] = ()) -> Architecture:
+    """Return an architecture of attention with the window of each layer, and its rotary embedding where they differ."""
+    layers = zip(config.windows, ropes or (alike.attention.rope,) * alike.num_layers, strict=True)
+    mixers = tuple(dataclasses.replace(alike.attention, window=window, rope=rope) for window, rope in layers)
     return dataclasses.replace(alike, mixers=mixers)
+
+
+def _ropes(config: LayerRopesConfig) -> list[Rope]:
+    layers = range(config.num_hidden_layers)
+    return [read_rope(config.rope_of(layer), config.heads_of(layer)[0]) for layer in layers]
 
 
 def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Attention:
@@ -105,7 +115,7 @@ def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = F
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.size_of_heads,
-        rope=_rope(config),
+        rope=read_rope(config.rope, config.rotary_size),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
@@ -124,6 +134,8 @@ def _sized(config: DenseConfig, attention: Attention) -> Architecture:
         tied=config.tie_word_embeddings,
         tensor_prefix=config.tensor_prefix,
         carried=config.carried,
+        names=config.names,
+        max_positions=config.max_positions,
     )
 
 
@@ -135,38 +147,3 @@ def _mixture(config: MixtureConfig) -> Mixture:
         is_normalised=config.norm_topk_prob,
         shared_ffn_size=config.shared_ffn_size,
     )
-
-
-def _rope(config: DenseConfig) -> Rope:
-    return _rope_with(config.rope, config.rotary_size)
-
-
-def _rope_with(parameters: RopeConfig, size: int) -> Rope:
-    theta = parameters.rope_theta or _DEFAULT_THETA
-    if parameters.rope_type == "default":
-        return Rope(theta, size)
-    if parameters.rope_type == "proportional":
-        num_turning = int((parameters.partial_rotary_factor or 1.0) * size // 2)
-        return Rope(theta, size, ProportionalScaling(num_turning, parameters.factor or 1.0))
-    factor, original = parameters.factor, parameters.original_max_position_embeddings
-    assert factor is not None  # else the file was refused
-    if parameters.rope_type == "linear":
-        return Rope(theta, size, LinearScaling(factor))
-    assert original is not None
-    if parameters.rope_type == "yarn":
-        bounds = parameters.beta_fast or 32.0, parameters.beta_slow or 1.0, parameters.truncate
-        return Rope(theta, size, YarnScaling(factor, original, *bounds, _yarn_magnitude(parameters, factor)))
-    return Rope(theta, size, Llama3Scaling(factor, parameters.low_freq_factor, parameters.high_freq_factor, original))
-
-
-def _yarn_magnitude(parameters: RopeConfig, factor: float) -> float:
-    """Return the paper's magnitude, 0.1 ln(factor) + 1, unless the file has one, or scales of its own."""
-    if parameters.attention_factor is not None:
-        return parameters.attention_factor
-
-    def magnitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    if parameters.mscale and parameters.mscale_all_dim:
-        return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
-    return magnitude(1.0)

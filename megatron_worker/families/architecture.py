@@ -1,6 +1,5 @@
 """The architecture of a decoder: for each layer what mixes its tokens, its MLP, and the rotary frequencies."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,68 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_worker.families.rope import Rope, rotary_frequencies
 from shared.models.dense import DenseConfig, TensorNames
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's rescaling (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4, and its released code).
-
-    Frequencies of long wavelengths are divided by `factor`, short ones kept, those between interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """All frequencies are divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies that turn less than `beta_slow` times within the original
-    positions are divided by `factor`, those that turn more than `beta_fast` times kept, those between interpolated.
-
-    `truncates`: the bounds are widened to whole dimensions. `magnitude`: what cosines and sines are multiplied by.
-    """
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float
-    beta_slow: float
-    truncates: bool
-    magnitude: float
-
-
-@dataclass(frozen=True)
-class ProportionalScaling:
-    """Only the first `num_turning` frequencies turn, and they are divided by `factor` (Gemma 4)."""
-
-    num_turning: int
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over the first `size` dimensions of each head, half
-    against half."""
-
-    theta: float
-    size: int
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling | None = None
-
-    def tables(self, position_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the positions' angles, [T, 1, size] each, for `rotary_frequencies`."""
-        angle_TD2 = position_T.float()[:, None] * frequency_D2
-        angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
-        magnitude = self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
-        return (angle_T1D.cos() * magnitude).to(dtype), (angle_T1D.sin() * magnitude).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -81,6 +20,7 @@ class Attention:
             2025, arXiv:2505.06708).
         window: tokens that a token attends to, itself and those before it; None: all.
         has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
+        norms_all_heads: the norms of queries and of keys are over those of all heads together, not of each.
         scale: of the scores; None: 1 / sqrt(head_dim).
     """
 
@@ -91,6 +31,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
     is_gated: bool = False
     window: int | None = None
     has_sinks: bool = False
@@ -283,14 +224,16 @@ class Mixture:
 
 @dataclass(frozen=True)
 class NormedBlock:
-    """A residual block that norms what a mixer and an MLP put out, too, before it is added (Gemma).
+    """A residual block that norms what a mixer and an MLP put out, before it is added (Gemma; OLMo).
 
     Attributes:
+        norms_inputs: what they take, too.
         per_layer_size: of what each layer takes of a token beside the residual stream, by an embedding of the layer's
             own with `per_layer_vocab_size` rows and by a projection of the token's embedding. 0: there is none.
         has_scalar: what leaves a layer is multiplied by a number of the layer's, which is not trained.
     """
 
+    norms_inputs: bool = True
     per_layer_size: int = 0
     per_layer_vocab_size: int = 0
     has_scalar: bool = False
@@ -307,7 +250,10 @@ class Architecture:
         tensor_prefix, carried: see shared.models.config.DenseConfig.
         block: None: the residual block is a norm before each mixer and each MLP.
         embedding_scale: what embeddings are multiplied by, rounded to their dtype.
+        residual_scale: what mixers and MLPs put out is multiplied by, before it is added.
         logit_cap: logits become cap * tanh(logit / cap).
+        logit_divisor: logits are divided by it.
+        max_positions: tokens of the longest sequence that is computed; None: there is no limit. See RopeConfig.
     """
 
     family: str
@@ -323,7 +269,10 @@ class Architecture:
     names: TensorNames = DenseConfig.names
     block: NormedBlock | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     logit_cap: float | None = None
+    logit_divisor: float = 1.0
+    max_positions: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -360,39 +309,3 @@ class Architecture:
     def num_experts(self) -> int:
         """Experts of a layer; all that have any have as many."""
         return next((mlp.num_experts for mlp in self.mlps if isinstance(mlp, Mixture)), 0)
-
-
-def rotary_frequencies(rope: Rope) -> Tensor:
-    """Return the frequencies in radians a position, [size / 2] float32."""
-    exponent = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
-    frequency = 1.0 / (rope.theta**exponent)
-    match rope.scaling:
-        case None:
-            return frequency
-        case LinearScaling(factor=factor):
-            return frequency / factor
-        case ProportionalScaling() as proportional:
-            is_still = torch.arange(len(frequency)) >= proportional.num_turning
-            return (frequency / proportional.factor).masked_fill(is_still, 0.0)
-        case Llama3Scaling() as llama:
-            turns = llama.original_max_positions * frequency / (2 * math.pi)
-            kept = (turns - llama.low_freq_factor) / (llama.high_freq_factor - llama.low_freq_factor)
-            return _interpolated(frequency, llama.factor, kept.clamp(0, 1))
-        case YarnScaling() as yarn:
-            first, last = (_dimension_of(turns, rope, yarn) for turns in (yarn.beta_fast, yarn.beta_slow))
-            if yarn.truncates:
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, rope.size - 1)
-            last += 0.001 if first == last else 0.0
-            index = torch.arange(rope.size // 2, dtype=torch.float32)
-            return _interpolated(frequency, yarn.factor, 1 - ((index - first) / (last - first)).clamp(0, 1))
-
-
-def _interpolated(frequency: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """Mix frequencies as they are, by their part `kept`, with the same divided by `factor`."""
-    return (1 - kept) * frequency / factor + kept * frequency
-
-
-def _dimension_of(turns: float, rope: Rope, yarn: YarnScaling) -> float:
-    """Return the dimension, not a whole number, whose frequency turns so often within the original positions."""
-    return rope.size * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -41,7 +41,6 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
         alike,
         mixers=(latent,) * config.num_hidden_layers,
         mlps=tuple(mlp if is_dense else mixture for is_dense in config.is_dense),
-        names=config.names,
     )
     first = config.num_hidden_layers
     behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_worker.families.architecture import Architecture, Attention, Mlp, NormedBlock, Rope
+from megatron_worker.families.architecture import Architecture, Attention, Mlp, NormedBlock
+from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.gemma import Gemma3Config, Gemma4Config, GemmaConfig
 
@@ -53,8 +54,8 @@ def architecture(alike: Architecture, config: GemmaConfig, ropes: Sequence[Rope]
         return dataclasses.replace(both, mixers=tuple(mixers), block=NormedBlock(), zero_centred_norms=True)
     assert isinstance(config, Gemma4Config)
     block = NormedBlock(
-        config.hidden_size_per_layer_input,
-        config.vocab_size_per_layer_input if config.hidden_size_per_layer_input else 0,
+        per_layer_size=config.hidden_size_per_layer_input,
+        per_layer_vocab_size=config.vocab_size_per_layer_input if config.hidden_size_per_layer_input else 0,
         has_scalar=True,
     )
     mixers = [_shared_attention(config, layer, ropes[layer], windows[layer]) for layer in layers]
@@ -107,6 +108,8 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
         "post_feedforward_layernorm": "post_mlp_layernorm",
         **({"post_per_layer_input_norm": "per_layer.norm"} if size else {}),
     }
+    if not a.block.norms_inputs:
+        names = {name: own for name, own in names.items() if name.startswith("post")}
     slices = [_whole(f"{theirs}.{name}", f"{ours}.{own}", (hidden,)) for name, own in names.items()]
     if size:
         slices.append(_whole(f"{theirs}.per_layer_input_gate", f"{ours}.per_layer.gate", (size, hidden)))

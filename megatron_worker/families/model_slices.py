@@ -76,7 +76,12 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
     slices = _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "weight", (hidden_size,))
     if attention.qkv_bias:
         slices += _qkv(attention, tp, theirs, f"{ours}.linear_qkv", "bias", ())
-    if attention.qk_norm:
+    if attention.norms_all_heads:
+        for name, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
+            names = f"{theirs}.{name}_norm.weight", f"{ours}.{name}_layernorm.weight"
+            size = heads * attention.head_dim
+            slices.append(TensorSlice(*names, (size,), 0, 0, size // tp))
+    elif attention.qk_norm:
         slices.append(_vector(f"{theirs}.q_norm.weight", f"{ours}.q_layernorm.weight", attention.head_dim))
         if "k_proj" in attention.projections:
             slices.append(_vector(f"{theirs}.k_norm.weight", f"{ours}.k_layernorm.weight", attention.head_dim))

@@ -64,7 +64,6 @@ def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
         alike,
         mixers=tuple(map(mixers.get, config.blocks)),
         mlps=tuple(map(mlps.get, config.blocks)),
-        names=config.names,
     )
     return replace(whole, carried=(*config.carried, *(s.name for s in corrections(whole))))
 

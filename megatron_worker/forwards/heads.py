@@ -41,7 +41,7 @@ def ranked(
     assert found.logprob_N is not None
     top_id_NK = label_NK[:, :0] if found.top_id_NK is None else found.top_id_NK
     logit_NK = logits_at(hidden_NH, weight_VH, torch.cat([label_NK, top_id_NK], dim=1), shard)
-    logprob_NK = logit_NK / temperature + found.logprob_N[:, None]
+    logprob_NK = shard.logits(logit_NK) / temperature + found.logprob_N[:, None]
     label_logprob_NK, top_logprob_NK = logprob_NK.split([label_NK.shape[1], k], dim=1)
     if found.top_logprob_NK is not None:
         # The values of the scan, which decided the order, with the gradient of those computed here.
@@ -50,15 +50,14 @@ def ranked(
 
 
 def logits_at(hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
-    """Logits of some ids a row, [N, K], float32 (float64 for float64); 0 of `NO_LABEL`."""
+    """Products with some ids' rows, [N, K], float32 (float64 for float64); 0 of `NO_LABEL`."""
     logits: Tensor = _LogitsAt.apply(hidden_NH, weight_VH, id_NK, shard)
     return logits
 
 
 def logits_of(hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
     """All logits of the whole vocabulary, [N, vocabulary], float32 (float64 for float64)."""
-    logits: Tensor = _Logits.apply(hidden_NH, weight_VH, shard)
-    return logits
+    return shard.logits(_Logits.apply(hidden_NH, weight_VH, shard))
 
 
 class _LogitsAt(torch.autograd.Function):

@@ -118,7 +118,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     @property
     def vocab_shard(self) -> VocabShard:
-        return whole_vocabulary(self.facts.vocab_size)
+        divisor = self._model.architecture.logit_divisor
+        return dataclasses.replace(whole_vocabulary(self.facts.vocab_size), logit_divisor=divisor)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megatron_worker.engine import Batch
 from megatron_worker.families import read_architecture
+from megatron_worker.families.rope import check_lengths
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
@@ -46,7 +47,9 @@ def _attend(
     transformers' models pass keywords that they do not know on to the attention: so the bin's `forests`, one for each
     window of the model's layers, get here.
     """
-    assert attention_mask is None and abs(scaling * query_1HTD.shape[-1] ** 0.5 - 1) < 1e-6, (attention_mask, scaling)
+    assert attention_mask is None
+    if abs((factor := scaling * query_1HTD.shape[-1] ** 0.5) - 1) > 1e-6:
+        query_1HTD = query_1HTD * factor
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
     return attend_forest(query_THD, key_TGD, value_TGD, forests[sliding_window])[None], None
 
@@ -145,8 +148,10 @@ class FsdpModel:
     def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
         """Call `head` on the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
-        Collective. Raises InvalidInput, before any collective, when a tree's tokens do not stand depth first.
+        Collective. Raises InvalidInput, before any collective, when a tree's tokens do not stand depth first, or a
+        sequence is too long.
         """
+        check_lengths(batch.position_T, self.architecture.max_positions)
         forests = self._planned(batch.parent_T)
         found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forests, batch.hidden_index_N, head)
         return found

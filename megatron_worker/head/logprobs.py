@@ -25,7 +25,7 @@ What one shard knows of its targets is found by torch (torch_tiles.py), or on CU
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greatest logits kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class VocabShard:
     """This rank's rows of the output embedding: ids `first` to `first + size`, padding from `vocab_size` on.
 
     `logit_cap`: logits are cap * tanh(logit / cap) of the products with the rows; None: the products themselves.
+    `logit_divisor`: they are divided by it then.
     """
 
     first: int
@@ -54,6 +55,12 @@ class VocabShard:
     vocab_size: int
     group: dist.ProcessGroup | None = None
     logit_cap: float | None = None
+    logit_divisor: float = 1.0
+
+    def logits(self, product: Tensor) -> Tensor:
+        """Return the logits of some products."""
+        capped = product if self.logit_cap is None else self.logit_cap * (product / self.logit_cap).tanh()
+        return capped if self.logit_divisor == 1 else capped / self.logit_divisor
 
     @property
     def num_real(self) -> int:
@@ -95,6 +102,7 @@ def score_targets(
         return Scores()
     if beside is not None:
         hidden_NH, weight_VH = beside.joined(hidden_NH, weight_VH)
+    outputs = replace(outputs, temperature=outputs.temperature * shard.logit_divisor)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     tile = tile or tile_size(hidden_NH.device)
     last_VR = None if beside is None else beside.b_VR

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, Attention, Rope
+from megatron_worker.families.architecture import Architecture, Attention
+from megatron_worker.families.rope import Rope
 from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
 from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
@@ -68,12 +69,14 @@ class LayerNeeds:
         conv_width: of the convolutions of its recurrent layers; None: it has none.
         windows: of its layers of attention; None: of those that have none.
         has_sinks: some of them have.
+        max_positions: tokens of the longest sequence; None: there is no limit.
     """
 
     frequencies: Mapping[Rope, Tensor]
     conv_width: int | None = None
     windows: frozenset[int | None] = frozenset({None})
     has_sinks: bool = False
+    max_positions: int | None = None
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Self:
@@ -83,6 +86,7 @@ class LayerNeeds:
             architecture.conv_width,
             architecture.windows,
             any(mixer.has_sinks for mixer in attention),
+            architecture.max_positions,
         )
 
 

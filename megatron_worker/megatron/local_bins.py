@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.engine import Batch
+from megatron_worker.families.rope import check_lengths
 from megatron_worker.megatron.attention import BinPlan, Context, LayerNeeds, plan_bin
 from megatron_worker.megatron.parallel.collectives import sum_alike
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -47,7 +48,11 @@ class LocalBin:
 
 
 def localised(batch: Batch, mesh: Mesh, needs: LayerNeeds, dtype: torch.dtype) -> LocalBin:
-    """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first."""
+    """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first, or a sequence is too long.
+
+    All ranks of a bin raise alike.
+    """
+    check_lengths(batch.position_T, needs.max_positions)
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
     hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None

@@ -8,6 +8,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any
@@ -46,8 +47,8 @@ from megatron_worker.megatron.layers.latent_attention import LatentSelfAttention
 from megatron_worker.megatron.layers.mamba import Mamba2Mixer
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
-from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
-from megatron_worker.megatron.parallel.mesh import Mesh, Placement
+from megatron_worker.megatron.parallel.collectives import gather_alike, gather_rows, own_rows
+from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
 
@@ -81,6 +82,32 @@ class ZeroCentredNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
+class NormOfAllHeads(RMSNorm):
+    """The same over all heads of a token together, of which each tensor-parallel rank has its own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int, tp: Group) -> None:
+        super().__init__(config, hidden_size * num_heads // tp.size, eps)
+        self._tp = tp
+
+    def forward(self, x_THD: Tensor) -> Tensor:
+        own_TX, tp = x_THD.flatten(1), self._tp
+        if tp.size == 1:
+            return super().forward(own_TX).view_as(x_THD)
+        wide_TX = own_TX.to(torch.promote_types(torch.float32, x_THD.dtype))
+        square_T = gather_rows(wide_TX.square().mean(dim=-1), tp).view(tp.size, -1).mean(dim=0)
+        normed_TX = wide_TX * (square_T + self.eps).rsqrt()[:, None] * self.weight
+        return normed_TX.to(x_THD.dtype).view_as(x_THD)
+
+
+def _adding(scale: float) -> Callable[..., Any]:
+    """Return what takes the place of megatron's function that adds to the residual stream: it adds so many times."""
+
+    def added(made: tuple[Tensor, None], residual: Tensor, _dropout: float) -> Tensor:
+        return residual + made[0] * scale
+
+    return lambda _is_training, _is_fused: added
+
+
 class DenseMLP(MLP):
     """Megatron's MLP without its general activation, which passes over the widest tensors more often."""
 
@@ -107,7 +134,7 @@ class MegatronModel:
         a = architecture
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
-        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap)
+        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap, a.logit_divisor)
         self.dtype = dtype
         self.needs = LayerNeeds.of(a, mesh.device)
         self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
@@ -140,6 +167,8 @@ class MegatronModel:
     def _placement(self, name: str) -> Placement:
         if ".experts." in name:
             return "expert"
+        if name.endswith(_NORMS_OF_HEADS) and self.architecture.attention.norms_all_heads:
+            return "split"
         if "norm" in name or name.endswith(_OF_EACH_TOKEN):
             # Under sp each rank applies norms to its own tokens only; norms of heads are applied to a rank's own heads.
             return "partial" if self._mesh.layout.sp or name.endswith(_NORMS_OF_HEADS) else "whole"
@@ -241,6 +270,8 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
 def _layer_of(a: Architecture, number: int, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
     """Return megatron's spec of a layer, or of one of ours in its place."""
     spec = _layer(a.mixers[number], a.mlps[number], mesh, norm)
+    if a.residual_scale != 1:
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _adding(a.residual_scale)
     if a.block is None:
         return spec
     parts = {"self_attention": spec.submodules.self_attention, "mlp": spec.submodules.mlp}
@@ -265,7 +296,8 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
             attention.submodules.linear_qkv, attention.submodules.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
             attention.submodules.core_attention = CoreAttention
             if mixer.qk_norm:
-                attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+                attention.submodules.q_layernorm = _norm_of_heads(mixer, mixer.num_heads, mesh, norm)
+                attention.submodules.k_layernorm = _norm_of_heads(mixer, mixer.num_kv_heads, mesh, norm)
         case DeltaNet():
             layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
         case Mamba2():
@@ -283,3 +315,7 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
             layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
             layer.submodules.mlp_bda = IdentityFuncOp
     return layer
+
+
+def _norm_of_heads(a: Attention, num_heads: int, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec | type[RMSNorm]:
+    return ModuleSpec(NormOfAllHeads, {"num_heads": num_heads, "tp": mesh.tp}) if a.norms_all_heads else norm

@@ -125,17 +125,16 @@ def _request(question: HeadCall, num_labels: int, num_rows: int) -> CheckedInput
 def _two_sequences(num_tokens: int, branches: bool, device: torch.device, num_targets: int = 1) -> Batch:
     """Make a pack of two chains, or of two branches after a prefix of two tokens; its last tokens are targets.
 
-    Every loss has a value for them.
+    Every loss has a value for them. All tokens are at position 0: models may be limited in positions.
     """
     index_T = torch.arange(num_tokens, device=device)
-    position_T, parent_T = index_T.clone(), index_T - 1
+    zero_T, parent_T = torch.zeros_like(index_T), index_T - 1
     root = 2 if branches else 0
     second = root + (num_tokens - root) // 2
-    position_T[second:] -= second - root
     parent_T[second] = root - 1
     index_N = index_T[num_tokens - num_targets :]
     sequence_N = (index_N >= second).long()
-    batch = Batch.to_score(torch.zeros_like(index_T), position_T, parent_T, index_N, torch.zeros_like(index_N))
+    batch = Batch.to_score(zero_T, zero_T, parent_T, index_N, torch.zeros_like(index_N))
     advantage_N = 1.0 - 2.0 * sequence_N
     return dataclasses.replace(
         batch, weight_N=torch.ones_like(advantage_N), advantage_N=advantage_N, sequence_N=sequence_N

@@ -62,7 +62,8 @@ def serve(options: argparse.Namespace) -> None:
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
     decoder = open_decoder(options.model, getattr(torch, options.dtype), device, options.by_transformers)
     generator = Generator(decoder, options.slots)
-    limits = AnswerLimits(min(options.max_model_len, _context_of(options.model)), options.logprobs_mode)
+    longest = decoder.architecture.max_positions or options.max_model_len
+    limits = AnswerLimits(min(options.max_model_len, longest, _context_of(options.model)), options.logprobs_mode)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import architecture, read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture, Rope
+from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
 from megatron_worker.families.model_slices import output_slice, slices_of
+from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.mixers.tree_attention import plan_forest
@@ -36,9 +37,9 @@ from shared.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, and its place among those that mix tokens in its way."""
+    """A layer, and its place among those that mix tokens in its way. Norms are before mixer and MLP, or behind them."""
 
-    input_norm: Norm
+    mixer_norm: Norm
     mixer: SamplerAttention | SamplerDeltaNet
     place: int
     mlp_norm: Norm
@@ -108,7 +109,7 @@ class Cache:
 
 def computes(a: Architecture) -> bool:
     """Return True if `Decoder` computes an architecture."""
-    is_plain = a.block is None and a.embedding_scale == 1 and a.logit_cap is None
+    is_plain = (a.block is None or not a.block.norms_inputs) and a.logit_cap is None
     return is_plain and all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers) and all(map(_has, a.mlps))
 
 
@@ -175,7 +176,7 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
+        x_TH = self._embedded(torch.tensor(token_ids, device=self.device))
         index_T = torch.arange(len(token_ids), device=self.device)
         rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
@@ -184,7 +185,7 @@ class Decoder:
         needed = {mixer.attention.window for mixer in self._attention if mixer.needs_forest}
         forests = {window: plan_forest(index_T - 1, self.dtype, window=window) for window in needed}
         for layer in self._layers:
-            normed_TH = layer.input_norm(x_TH)
+            normed_TH = self._taken(x_TH, layer.mixer_norm)
             if isinstance(layer.mixer, SamplerDeltaNet):
                 assert plan is not None
                 mixed_TH, state = layer.mixer.read(normed_TH, lora_weights, plan)
@@ -194,7 +195,8 @@ class Decoder:
                 mixed_TH, key, value = layer.mixer.read(normed_TH, lora_weights, rotary, forest)
                 keys.append(key)
                 values.append(value)
-            x_TH = self._with_mlp(layer, x_TH + mixed_TH, lora_weights, experts, fixed_shapes=False)
+            x_TH = self._added(x_TH, mixed_TH, layer.mixer_norm)
+            x_TH = self._with_mlp(layer, x_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
         return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
 
@@ -223,25 +225,26 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH, chosen = F.embedding(token_B, self._embedding_VH), [] if chosen is None else chosen
+        x_BH, chosen = self._embedded(token_B), [] if chosen is None else chosen
         rotary = self._rotary(position_B)
         masks = {window: masks_of(position_B, num_blocks, window) for window in self.architecture.windows}
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
         for layer in self._layers:
-            normed_BH = layer.input_norm(x_BH)
+            normed_BH = self._taken(x_BH, layer.mixer_norm)
             if isinstance(layer.mixer, SamplerDeltaNet):
                 mixed_BH = layer.mixer.step(normed_BH, lora_weights, cache.recurrent[layer.place])
             else:
                 keys, values = cache.keys[layer.place], cache.values[layer.place]
                 own_masks = masks[layer.mixer.attention.window]
                 mixed_BH = layer.mixer.step(normed_BH, lora_weights, rotary, keys, values, places, own_masks)
-            x_BH = self._with_mlp(layer, x_BH + mixed_BH, lora_weights, chosen, fixed_shapes=True)
+            x_BH = self._added(x_BH, mixed_BH, layer.mixer_norm)
+            x_BH = self._with_mlp(layer, x_BH, lora_weights, chosen, fixed_shapes=True)
         return self._final_norm(x_BH)
 
     @torch.inference_mode()
     def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return self._output(hidden_BH, lora_weights).float()
+        return self._output(hidden_BH, lora_weights).float() / self.architecture.logit_divisor
 
     def _with_mlp(
         self,
@@ -253,12 +256,27 @@ class Decoder:
         fixed_shapes: bool,
     ) -> Tensor:
         """Return the residual stream after a layer's MLP. `chosen`, `fixed_shapes`: see SamplerExperts."""
-        normed_TH = layer.mlp_norm(x_TH)
+        normed_TH = self._taken(x_TH, layer.mlp_norm)
         match layer.mlp:
             case Mlp() as mlp:
-                return x_TH + mlp(normed_TH, lora_weights)
+                made_TH = mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
-                return x_TH + experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
+                made_TH = experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
+        return self._added(x_TH, made_TH, layer.mlp_norm)
+
+    def _embedded(self, token_T: Tensor) -> Tensor:
+        x_TH, scale = F.embedding(token_T, self._embedding_VH), self.architecture.embedding_scale
+        return x_TH if scale == 1 else x_TH * scale
+
+    def _taken(self, x_TH: Tensor, norm: Norm) -> Tensor:
+        """Return what a mixer or an MLP takes. Its norm is behind it, if a block has none before."""
+        return norm(x_TH) if self.architecture.block is None else x_TH
+
+    def _added(self, x_TH: Tensor, made_TH: Tensor, norm: Norm) -> Tensor:
+        """Return the residual stream after a mixer or an MLP."""
+        a = self.architecture
+        made_TH = made_TH if a.block is None else norm(made_TH)
+        return x_TH + (made_TH if a.residual_scale == 1 else made_TH * a.residual_scale)
 
     def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}
@@ -293,14 +311,14 @@ def _layer(
     assert isinstance(mixer, Attention | DeltaNet)  # else the family was refused
     mlp = f"{prefix}.mlp"
     return Layer(
-        input_norm=norm.by(weights[f"{prefix}.input_layernorm.weight"]),
+        mixer_norm=norm.by(weights[f"{prefix}.{a.names.mixer_norm}.weight"]),
         mixer=(
             fuse_delta_net(f"{prefix}.linear_attn", mixer, a.norm_eps, weights, slices)
             if isinstance(mixer, DeltaNet)
             else fuse_attention(f"{prefix}.self_attn", mixer, norm, weights, slices)
         ),
         place=sum(isinstance(before, type(mixer)) for before in a.mixers[:number]),
-        mlp_norm=norm.by(weights[f"{prefix}.post_attention_layernorm.weight"]),
+        mlp_norm=norm.by(weights[f"{prefix}.{a.names.mlp_norm}.weight"]),
         mlp=(
             fuse_experts(mlp, mixture, weights, slices)
             if isinstance(mixture := a.mlps[number], Mixture)

@@ -15,11 +15,14 @@ from shared.models.dense import SLIDING, WINDOWED, DenseConfig, rope_problem
 from shared.models.families import (
     BLOCKS,
     GptOssConfig,
+    GraniteConfig,
     HybridConfig,
     HybridMixtureConfig,
     LatentConfig,
+    LayerRopesConfig,
     MixtureConfig,
     NemotronHConfig,
+    Olmo3Config,
     SmolLM3Config,
 )
 from shared.models.switches import refuse_unknown_switches
@@ -27,7 +30,7 @@ from shared.models.switches import refuse_unknown_switches
 FAMILIES = (
     *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
     *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
-    *("qwen2", "llama", "mistral", "ministral", "smollm3"),
+    *("qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3"),
 )
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
@@ -38,6 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"head_dim": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
     **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
+    "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
     "deepseek_v3": {"first_k_dense_replace": 3},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
@@ -61,6 +65,8 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "qwen3_5": HybridConfig,
     "qwen3_5_moe": HybridMixtureConfig,
     "smollm3": SmolLM3Config,
+    "granite": GraniteConfig,
+    "olmo3": Olmo3Config,
     "deepseek_v3": LatentConfig,
     "glm4_moe_lite": LatentConfig,
     "nemotron_h": NemotronHConfig,
@@ -72,8 +78,6 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     "gemma2": ("a soft cap of attention's scores", "gemma3"),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), ("a residual stream in several parts", "gemma4")),
     "ministral3": ("queries whose scale grows with their position", "ministral"),
-    "olmo3": ("norms behind its blocks", "mistral"),
-    "granite": ("multipliers of its residual stream", "llama"),
     "kimi_linear": ("Kimi delta attention", "qwen3_5_moe"),
     "qwen3_next": ("linears that are laid out otherwise", "qwen3_5_moe"),
     "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
@@ -184,7 +188,9 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    return rope_problem(config.rope, config.rope_types)
+    if isinstance(config, LayerRopesConfig):  # it has looked at each layer's
+        return None
+    return rope_problem(config.rope, config.rope_types, config.rotary_size)
 
 
 def _windows_not_computed(config: DenseConfig) -> str | None:

@@ -7,14 +7,17 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 SLIDING = "sliding_attention"
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
-WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", *SWITCHED)
+WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", *SWITCHED)
 
 Size = Field(ge=1)
-SCALINGS = ("default", "llama3", "linear", "yarn")
+SCALINGS = ("default", "llama3", "linear", "yarn", "dynamic", "longrope")
 
 
 class RopeConfig(BaseModel):
-    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
+    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4).
+
+    `max_position_embeddings`: the model's, not taken from these settings.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -23,7 +26,10 @@ class RopeConfig(BaseModel):
     factor: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = Field(default=None, ge=2)
+    max_position_embeddings: int | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
@@ -31,6 +37,13 @@ class RopeConfig(BaseModel):
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)  # of hybrid models
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence of which no frequency depends on its length; None: none of any does."""
+        if self.rope_type == "longrope" and self.short_factor != self.long_factor:
+            return self.original_max_position_embeddings
+        return self.max_position_embeddings if self.rope_type == "dynamic" else None
 
 
 # transformers takes an empty object for none.
@@ -81,6 +94,8 @@ class DenseConfig(BaseModel):
     sliding_window: int | None = Field(default=None, ge=1)
     max_window_layers: int = Field(default=28, ge=0)
     layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    original_max_position_embeddings: int | None = Field(default=None, ge=2)
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
@@ -89,6 +104,11 @@ class DenseConfig(BaseModel):
     @property
     def rope(self) -> RopeConfig:
         return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
+
+    @property
+    def max_positions(self) -> int | None:
+        """See RopeConfig."""
+        return self.rope.max_positions
 
     @property
     def ropes_disagree(self) -> bool:
@@ -137,15 +157,25 @@ class DenseConfig(BaseModel):
         return (None,) * self.num_hidden_layers
 
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
-        return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+        return self._sized(rope).model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})
+
+    def _sized(self, rope: RopeConfig) -> RopeConfig:
+        """Return rotary settings with the model's positions, as transformers completes them."""
+        most = self.max_position_embeddings
+        original = self.original_max_position_embeddings or rope.original_max_position_embeddings or most
+        return rope.model_copy(update={"max_position_embeddings": most, "original_max_position_embeddings": original})
 
 
-def rope_problem(rope: RopeConfig, known: tuple[str, ...]) -> str | None:
-    """Return what of rotary settings is not computed; None: nothing."""
+def rope_problem(rope: RopeConfig, known: tuple[str, ...], size: int) -> str | None:
+    """Return what of rotary settings is not computed; None: nothing. `size`: the dimensions that are rotated."""
     if rope.rope_type not in known:
         return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
-    if rope.rope_type not in ("default", "proportional") and rope.factor is None:
+    if rope.rope_type not in ("default", "proportional", "longrope") and rope.factor is None:
         return f"{rope.rope_type} rope scaling needs factor"
-    if rope.rope_type in ("llama3", "yarn") and rope.original_max_position_embeddings is None:
-        return f"{rope.rope_type} rope scaling needs factor and original_max_position_embeddings"
+    if rope.rope_type in ("llama3", "yarn", "longrope") and rope.original_max_position_embeddings is None:
+        return f"{rope.rope_type} rope scaling needs original_max_position_embeddings"
+    if rope.rope_type in ("dynamic", "longrope") and rope.max_position_embeddings is None:
+        return f"{rope.rope_type} rope scaling needs max_position_embeddings"
+    if rope.rope_type == "longrope" and {len(rope.short_factor or ()), len(rope.long_factor or ())} != {size // 2}:
+        return f"longrope rope scaling needs short_factor and long_factor, of {size // 2} numbers each"
     return None

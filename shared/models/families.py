@@ -1,10 +1,10 @@
 """The settings of families that have more than DenseConfig's. config.py reads them and refuses what is not computed."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from shared.models.dense import SLIDING, DenseConfig, RopeConfig, Size, TensorNames
+from shared.models.dense import SCALINGS, SLIDING, DenseConfig, RopeConfig, Size, TensorNames, rope_problem
 
 
 class Mxfp4(BaseModel):
@@ -31,6 +31,80 @@ class SmolLM3Config(DenseConfig):
     def own_problem(self) -> str | None:
         found, num_layers = len(self.is_rotated), self.num_hidden_layers
         return None if found == num_layers else f"no_rope_layers names {found} layers of {num_layers}"
+
+
+class GraniteConfig(DenseConfig):
+    """The config of Granite. What blocks add to the residual stream is multiplied, and logits are divided."""
+
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = Field(default=1.0, gt=0)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = Field(default=1.0, gt=0)
+
+
+class LayerRopesConfig(DenseConfig):
+    """The config of a family whose layers that attend within a window have rotary settings of their own.
+
+    Attributes:
+        rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
+        sliding_window_pattern: one of so many layers attends to everything, where the file does not say which.
+    """
+
+    original_max_position_embeddings: None = None
+    sliding_window_pattern: int = Field(default=6, ge=1)
+    local_rope: RopeConfig = RopeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _part_ropes(cls, values: dict[str, Any]) -> dict[str, Any]:
+        both = values.get("rope_parameters") or {}
+        if both and not ("full_attention" in both or SLIDING in both):
+            raise ValueError("rope_parameters has neither full_attention nor sliding_attention")
+        return values | {"rope_parameters": both.get("full_attention"), "local_rope": both.get(SLIDING) or {}}
+
+    def default_kinds(self) -> tuple[str, ...]:
+        kinds = (SLIDING,) * (self.sliding_window_pattern - 1) + ("full_attention",)
+        return tuple(kinds[layer % len(kinds)] for layer in self._numbers)
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Return the rotary settings of a layer."""
+        return self.rope if self.windows[layer] is None else self._sized(self.local_rope)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the size of a layer's heads, and the number of its key/value heads."""
+        return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def max_positions(self) -> int | None:
+        return min((most for layer in self._numbers if (most := self.rope_of(layer).max_positions)), default=None)
+
+    def own_problem(self) -> str | None:
+        for layer, window in enumerate(self.windows):
+            rope, known = self.rope_of(layer), self.rope_types if window is None else SCALINGS
+            if problem := rope_problem(rope, known, self.heads_of(layer)[0]):
+                return problem
+            if rope.partial_rotary_factor and rope.rope_type not in ("default", "proportional"):
+                return f"partial_rotary_factor is not supported with rope scaling of type {rope.rope_type!r}"
+            if rope.rope_theta is None:
+                return "rope_parameters: each kind of layer needs rope_theta"
+            if not rope.truncate:
+                return "truncate=false: transformers does not read it where kinds of layers have their own settings"
+        return None
+
+
+class Olmo3Config(LayerRopesConfig):
+    """The config of Olmo 3, whose norms are behind its blocks."""
+
+    names: ClassVar[TensorNames] = TensorNames(
+        mixer_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm"
+    )
+
+    sliding_window_pattern: Literal[4] = 4
+    rope_theta: float | None = 500_000.0
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        rope = super().rope_of(layer)  # `rope_theta` is of layers that attend to everything, as transformers reads it
+        return rope.model_copy(update={"rope_theta": rope.rope_theta or 500_000.0})
 
 
 class MixtureConfig(DenseConfig):

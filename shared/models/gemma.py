@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longshore.training import Linear
-from shared.models.dense import SCALINGS, DenseConfig, RopeConfig, rope_problem
+from shared.models.dense import SCALINGS, DenseConfig, RopeConfig
+from shared.models.families import LayerRopesConfig
 
 _SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
 _SIZES |= {"head_dim": 256, "tie_word_embeddings": True}
@@ -15,42 +16,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class GemmaConfig(DenseConfig):
-    """What Gemma 3 and 4 share: some layers attend within a window, and have rotary settings of their own.
-
-    Attributes:
-        rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
-    """
+class GemmaConfig(LayerRopesConfig):
+    """What Gemma 3 and 4 share."""
 
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    sliding_window_pattern: int = Field(default=6, ge=1)
     final_logit_softcapping: float | None = Field(default=None, gt=0)
-    local_rope: RopeConfig = RopeConfig()
     num_kv_shared_layers: int = Field(default=0, ge=0)
     attention_k_eq_v: bool = False
     hidden_size_per_layer_input: int = Field(default=0, ge=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _part_ropes(cls, values: dict[str, Any]) -> dict[str, Any]:
-        both = values.get("rope_parameters") or {}
-        if both and not ("full_attention" in both or "sliding_attention" in both):
-            raise ValueError("rope_parameters has neither full_attention nor sliding_attention")
-        ours = {"rope_parameters": both.get("full_attention"), "local_rope": both.get("sliding_attention") or {}}
-        return values | ours
-
-    def default_kinds(self) -> tuple[str, ...]:
-        """Return the layers' kinds where the file leaves them out: one of some attends to everything."""
-        kinds = ("sliding_attention",) * (self.sliding_window_pattern - 1) + ("full_attention",)
-        return tuple(kinds[layer % len(kinds)] for layer in range(self.num_hidden_layers))
-
-    def rope_of(self, layer: int) -> RopeConfig:
-        """Return the rotary settings of a layer."""
-        return self.rope if self.windows[layer] is None else self.local_rope
-
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """Return the size of a layer's heads, and the number of its key/value heads."""
-        return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
 
     def source_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to: the last of its kind that makes them."""
@@ -69,17 +42,6 @@ class GemmaConfig(DenseConfig):
 
     def ffn_size_of(self, layer: int) -> int:
         return self.intermediate_size
-
-    def own_problem(self) -> str | None:
-        for layer, window in enumerate(self.windows):
-            rope = self.rope_of(layer)
-            if problem := rope_problem(rope, self.rope_types if window is None else SCALINGS):
-                return problem
-            if rope.partial_rotary_factor and rope.rope_type not in ("default", "proportional"):
-                return f"partial_rotary_factor is not supported with rope scaling of type {rope.rope_type!r}"
-            if rope.rope_theta is None:
-                return "rope_parameters: each kind of layer needs rope_theta"
-        return None
 
 
 class Gemma3Config(GemmaConfig):

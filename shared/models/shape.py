@@ -84,6 +84,7 @@ class ModelShape(Frozen):
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
     routes: RouteShape | None = None  # None beside experts: the shape was read before they were known
+    max_positions: int | None = None  # of a sequence: rope scaling changes longer ones with their length
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -171,6 +172,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
+        max_positions=config.max_positions,
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
         routes=_routes(config),
     )
@@ -270,6 +272,13 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
         what = "keys and values that layers share, and embeddings of each layer"
         raise InvalidInput(f"pp={layout.pp}: stages do not pass on {what}", "layout.pp")
     _check_experts(layout, shape)
+
+
+def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
+    """Raise InvalidInput where sequences may be longer than what a model is computed for."""
+    if max_tokens is not None and shape.max_positions is not None and max_tokens > shape.max_positions:
+        rule = f"by its rope scaling this model is computed for sequences of up to {shape.max_positions}"
+        raise InvalidInput(f"max_tokens={max_tokens}: {rule}", "max_tokens")
 
 
 def _check_experts(layout: Layout, shape: ModelShape) -> None:

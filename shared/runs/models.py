@@ -8,7 +8,7 @@ from shared.runs.requests import RunId, Tenant
 
 
 class ModelRequest(Frozen):
-    """A model as a tenant's user names it, and the layout and engine that are to hold it.
+    """A model as a tenant's user names it, the layout and engine that are to hold it, and the longest sequence.
 
     `run_id`: the run that uses the model. Its later executions must find the same files as its first one. `trainable`:
     what it trains.
@@ -20,6 +20,7 @@ class ModelRequest(Frozen):
     layout: Layout = Layout()
     engine: EngineName = "megatron"
     trainable: Trainable | None = None
+    max_tokens: int | None = None
 
 
 class ResolvedModel(Frozen):

@@ -54,7 +54,9 @@ def test_engines_agree_per_token(model, name):
         assert (mine.entropy_N - other.entropy_N).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(("family", "tied"), [("ministral", False), ("smollm3", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("ministral", False), ("smollm3", True), ("granite", False), ("olmo3", False)]
+)
 def test_engines_agree_on_families_that_differ_by_a_switch(tmp_path, family, tied):
     folder = distinct_model(tmp_path, family, tied)
     ours, theirs = (start(name, folder) for name in ENGINES)

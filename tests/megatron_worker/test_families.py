@@ -17,6 +17,7 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
+from tests.megatron_worker.engines import ENGINES, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers
 
@@ -24,6 +25,7 @@ NAMES = list(get_args(Family))
 NEVER_TIED = {"nemotron_h"}
 FAMILIES = [(family, tied) for family in NAMES for tied in (True, False) if not (tied and family in NEVER_TIED)]
 LENGTHS = (90, 2, 700, 33)
+SHORT, LONG = [1.0, 1.1, 1.3, 1.2, 2.0, 2.5, 3.0, 3.5], [1.0, 2.0, 4.0, 8.0, 9.0, 11.0, 16.0, 32.0]
 
 
 def furthest_from_transformers(folder: Path) -> float:
@@ -54,14 +56,69 @@ def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
             **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
             **{"attention_factor": 1.3, "beta_fast": None},
         },
+        {"rope_type": "dynamic", "factor": 3.0, "model": {"max_position_embeddings": 700}},
+        {
+            **{"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+            "model": {"max_position_embeddings": 2800, "original_max_position_embeddings": 700},
+        },
+        {
+            **{"rope_type": "longrope", "short_factor": LONG, "long_factor": SHORT, "factor": 2.0},
+            "original_max_position_embeddings": 701,
+        },
+        {
+            **{"rope_type": "longrope", "short_factor": LONG, "long_factor": LONG, "attention_factor": 1.2},
+            "original_max_position_embeddings": 100,  # one factor for all lengths
+        },
+        {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "model": {"original_max_position_embeddings": 128},  # which holds
+        },
+        {"rope_type": "yarn", "factor": 4.0, "model": {"max_position_embeddings": 128}},
     ],
     ids=str,
 )
-def test_rope_scalings_are_those_of_transformers(tmp_path, scaling):
-    folder = distinct_model(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4, **scaling}}))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])  # which rotates a part of each head
+def test_rope_scalings_are_those_of_transformers(tmp_path, family, scaling):
+    folder, plain = distinct_model(tmp_path / "scaled", family), distinct_model(tmp_path / "plain", family)
+    set_rope(folder, {"partial_rotary_factor": 0.25} if family == "qwen3_5" else {}, scaling)
     assert furthest_from_transformers(folder) <= 1e-5
+    rows = bin_of(random_rows(LENGTHS))
+    found, before = (logprobs(MegatronEngine(each, Layout(), "float32"), rows) for each in (folder, plain))
+    assert (found - before).abs().max() > 1e-3 or scaling["rope_type"] == "dynamic"
+
+
+def set_rope(folder: Path, own: dict, scaling: dict) -> None:
+    """Give a model other rotary settings, and those of `model` besides. Factors are as many as its frequencies."""
+    size = int(16 * own.get("partial_rotary_factor", 1)) // 2
+    rope = {name: value[:size] if isinstance(value, list) else value for name, value in scaling.items()}
+    more = rope.pop("model", {})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_parameters": {"rope_theta": 1e4, **own, **rope}, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [
+        ({"rope_type": "dynamic", "factor": 3.0, "model": {"max_position_embeddings": 40}}, 40),
+        (
+            {
+                **{"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+                "original_max_position_embeddings": 40,
+            },
+            40,
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sequences_whose_rotation_would_follow_from_their_length_are_refused(tmp_path, scaling, most, engine):
+    folder = distinct_model(tmp_path)
+    set_rope(folder, {}, scaling)
+    driven = start(engine, folder)
+    logprobs(driven, bin_of(random_rows((most, 12, most))))
+    with pytest.raises(InvalidInput, match=f"a sequence has {most + 1} tokens.*of up to {most}"):
+        logprobs(driven, bin_of(random_rows((12, most + 1))))
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -148,11 +205,22 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a known family"),
-        ({"model_type": "olmo3"}, "it needs norms behind its blocks; the nearest is mistral"),
+        ({"model_type": "gemma2"}, "it needs a soft cap of attention's scores; the nearest is gemma3"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "olmo3", "sliding_window_pattern": 6, "rope_parameters": None}, "sliding_window_pattern"),
+        ({"model_type": "olmo3"}, "rope_parameters has neither full_attention nor sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "'su'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "short_factor and long_factor, of 8 numbers",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
+            "dynamic rope scaling needs max_position_embeddings",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn rope scaling needs factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention, and there is no sliding_window"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention is not supported"),

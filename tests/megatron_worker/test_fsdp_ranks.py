@@ -129,5 +129,5 @@ def test_a_layout_that_splits_more_than_data_is_refused(results):
 
 def test_a_mixture_of_experts_is_refused(tmp_path):
     folder = make_tiny_model(tmp_path, ["hello there"], family="qwen3_moe")
-    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, .*, smollm3, not qwen3_moe"):
+    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, .*, olmo3, not qwen3_moe"):
         start("fsdp", folder)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
+from megatron_worker.forwards.heads import logits_of, ranked
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
@@ -131,6 +132,29 @@ def test_logits_are_capped(dtype: torch.dtype, tolerance: float, temperature: fl
         (weight_VH.grad, weight.grad),
     ):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_every_head_caps_logits_and_divides_them(temperature: float):
+    """Scores of one label, of several, the likeliest ids and whole logits, with their gradients."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs(torch.float64)
+    shard = VocabShard(0, VOCAB_SIZE, VOCAB_SIZE, logit_cap=2.0, logit_divisor=3.0)
+    hidden, weight = (t.detach().requires_grad_() for t in (hidden_NH, weight_VH))
+    logit_NV = 2.0 * (hidden @ weight.t() / 2.0).tanh() / 3.0
+    logprob_NV = (logit_NV / temperature).log_softmax(dim=-1)
+    label_NK = torch.stack([label_N, (label_N + 1) % VOCAB_SIZE], dim=1)
+    expected_NK = logprob_NV.gather(1, label_NK)
+    found_NK, top_id_NK, top_logprob_NK = ranked(hidden_NH, weight_VH, label_NK, 3, shard, temperature)
+    torch.testing.assert_close(found_NK, expected_NK)
+    torch.testing.assert_close(top_logprob_NK, logprob_NV.gather(1, top_id_NK))
+    torch.testing.assert_close(logits_of(hidden_NH, weight_VH, shard), logit_NV)
+    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(temperature=temperature), shard)
+    torch.testing.assert_close(scores.logprob_N, expected_NK[:, 0])
+    own_N = scores.logprob_N + found_NK.sum(dim=1) + logits_of(hidden_NH, weight_VH, shard)[:, 5]
+    (own_N * grad_N).sum().backward()
+    ((expected_NK[:, 0] + expected_NK.sum(dim=1) + logit_NV[:, 5]) * grad_N).sum().backward()
+    for ours, theirs in ((hidden_NH, hidden), (weight_VH, weight)):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_capped_logits_without_kernels_are_refused_where_kernels_are_strict():

@@ -230,7 +230,6 @@ def test_our_own_decoder_is_taken_where_it_computes_the_model(model, tmp_path):
     for change in ({"window": 8}, {"has_sinks": True}, {"scale": 1.0}):  # as gpt-oss has them (benchmarks/families.py)
         assert computes(dataclasses.replace(a, mixers=(dataclasses.replace(a.attention, **change),)))
     for change in (
-        {"embedding_scale": 8.0},
         {"logit_cap": 30.0},
         {"block": NormedBlock()},
         {"mixers": (None,)},

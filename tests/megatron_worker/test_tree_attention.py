@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
-from megatron_worker.families.architecture import Rope
+from megatron_worker.families.rope import Rope
 from megatron_worker.megatron.attention import LayerNeeds, attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers import tree_attention

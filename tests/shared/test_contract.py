@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
         (
             EXPERTS,
             Layout(dp=2),
-            "^engine: the engine fsdp trains qwen3, qwen2, .*, smollm3, not qwen3_moe: use megatron$",
+            "^engine: the engine fsdp trains qwen3, qwen2, .*, olmo3, not qwen3_moe: use megatron$",
         ),
         (SHAPE, Layout(tp=2), "^layout: the engine fsdp splits data .* by dp alone: use dp, and no tp2$"),
     ):

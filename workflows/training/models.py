@@ -24,6 +24,7 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
         layout=run.layout,
         engine=run.engine,
         trainable=run.trainable,
+        max_tokens=run.max_tokens,
     )
     return await control.do(Resolve.resolve_model, request)
 

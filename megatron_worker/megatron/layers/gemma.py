@@ -5,6 +5,7 @@ layers, P size of what a layer takes of a token beside the residual stream; T, G
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,7 @@ class PerLayerBlock(torch.nn.Module):
 
 
 class NormedLayer(torch.nn.Module):
-    """Takes the place of megatron's layer. `number`: its number in the whole model."""
+    """Takes the place of megatron's layer, of OLMo too. `number`: its number in the whole model."""
 
     scalar: Tensor | None
 
@@ -95,8 +96,9 @@ class NormedLayer(torch.nn.Module):
         size, eps = config.hidden_size, config.layernorm_epsilon
         self.layer_number, self._number = layer_number, number
         self.register_buffer("scalar", torch.ones(1) if block.has_scalar else None)
-        self.input_layernorm, self.post_attention_layernorm = norm(config, size, eps), norm(config, size, eps)
-        self.pre_mlp_layernorm, self.post_mlp_layernorm = norm(config, size, eps), norm(config, size, eps)
+        before = partial(norm, config, size, eps) if block.norms_inputs else torch.nn.Identity
+        self.input_layernorm, self.post_attention_layernorm = before(), norm(config, size, eps)
+        self.pre_mlp_layernorm, self.post_mlp_layernorm = before(), norm(config, size, eps)
         self.self_attention = build_module(self_attention, config=config, layer_number=layer_number)
         self.mlp = build_module(mlp, config=config)
         self.per_layer = PerLayerBlock(block, config, norm) if block.per_layer_size else None

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Attention, Rope
+from megatron_worker.families.architecture import Attention
+from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.tree_attention import Forest, attend_forest
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Norm, fuse
@@ -23,7 +24,7 @@ RotaryTables = Mapping[Rope, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class SamplerAttention:
-    """`key_norm` and `query_norm`: of each head; `sink_Q`: see Attention."""
+    """`key_norm` and `query_norm`: of each head, or of all together; `sink_Q`: see Attention."""
 
     attention: Attention
     qkv: FusedLinear
@@ -91,7 +92,9 @@ class SamplerAttention:
             query, gate = query.unflatten(1, (-1, 2)).unbind(2)
             gate_TX = gate.flatten(1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            first = 1 if a.norms_all_heads else 2
+            query = self.query_norm(query.flatten(first)).view_as(query)
+            key = self.key_norm(key.flatten(first)).view_as(key)
         if a.rope is not None:
             query, key = (_rotated(x, *rotary[a.rope]) for x in (query, key))
         if a.scale is not None:

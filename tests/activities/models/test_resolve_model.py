@@ -242,7 +242,11 @@ def test_a_config_that_cannot_be_used_names_its_field(config, model, field, valu
     [
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs factor and original_max_position"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}, "max_position_embeddings": None},
+            "needs original_max_position",
+        ),
         ({"head_dim": "wide"}, "head_dim"),
         ({"model_type": "qwen3_moe"}, "num_experts"),
     ],
@@ -287,7 +291,8 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=192)
     resolve(config, model)
     assert refusal(config, model, engine="fsdp") == (
-        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, ministral, smollm3, not qwen3_moe: use megatron"
+        "engine: the engine fsdp trains qwen3, qwen2, llama, mistral, ministral, smollm3, granite, olmo3, "
+        "not qwen3_moe: use megatron"
     )
 
 
