@@ -36,6 +36,7 @@ from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.trials import given_trials
 
 LORA = Lora(rank=3, alpha=6, targets=TARGETS, rank_pattern={"q(_b)?_proj": 5}, alpha_pattern={"(kv_b|v)_proj": 2})
+DROPPING = Lora(rank=3, dropout=0.3, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"))
 # Where a gradient is as small as float32 rounds, Adam's first step has the size of the rate and the rounding's sign.
 # An epsilon above the rounding keeps a comparison of weights one of layouts.
 ADAM = Adam(weight_decay=0.01, clip_norm=1.0, eps=1e-5)
@@ -179,6 +180,14 @@ def note(engine: MegatronEngine, path: Path, value: Any) -> None:
     path = path.with_name(f"{path.stem}-{engine.facts.rank}{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
+
+
+def drop(model: Path, layout: Layout, out: Path) -> None:
+    """Two steps with dropout beside linears whose outputs tensor-parallel ranks share: all of them drop the same."""
+    engine = MegatronEngine(model, layout, "float32")
+    engine.add_adapter("run", DROPPING, seed=5)
+    history = [step(engine, *STEPS[number], LEARNING_RATES["lora"]) for number in range(2)]
+    note(engine, out / "dropping.json", [value for pair in history for value in pair])
 
 
 def round_weights(path: Path) -> None:
@@ -340,6 +349,7 @@ def main() -> None:
         if number == 0:
             refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)
+            drop(trial.model, trial.layout, out)
 
 
 if __name__ == "__main__":
