@@ -15,6 +15,7 @@ from shared.field_rules import first_rule, refused_value
 from shared.models.config import decoder_settings, prefix_of, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
+from shared.models.generic import GenericConfig
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -133,26 +134,26 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]] = Field(min_length=1)
 
 
-def read_shape(location: Location) -> ModelShape:
-    """Read a model's sizes from `config.json`.
+def read_shape(location: Location, any_family: bool = False) -> ModelShape:
+    """Read a model's sizes from `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    return shape_of(_read_config(location))
+    return shape_of(_read_config(location, any_family))
 
 
-def _read_config(location: Location) -> DenseConfig:
+def _read_config(location: Location, any_family: bool) -> DenseConfig:
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
-    decoder = decoder_settings(raw, place)
+    decoder = decoder_settings(raw, place, any_family)
     try:
         _Config.model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    return read_model_config(raw, place)
+    return read_model_config(raw, place, any_family)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -223,8 +224,11 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location) -> None:
-    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
+def check_weights(location: Location, any_family: bool = False) -> None:
+    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train.
+
+    Which tensors a model of no family of ours has (`any_family`) is not known here.
+    """
     files = weight_files(location)
     tensors: dict[str, TensorEntry] = {}
     file_of: dict[str, str] = {}
@@ -237,8 +241,10 @@ def check_weights(location: Location) -> None:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config = _read_config(location)
+    config = _read_config(location, any_family)
     check_dtypes(tensors, location.store.uri)
+    if isinstance(config, GenericConfig):
+        return
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)

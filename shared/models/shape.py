@@ -12,6 +12,7 @@ from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
 from shared.models.gemma import GemmaConfig
+from shared.models.generic import GenericConfig
 
 _MEGATRON_ALONE = (
     *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
@@ -82,10 +83,13 @@ class ModelShape(Frozen):
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
+    is_generic: bool = False  # of no family of ours: which linears there are is not known
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The linears that a layer or another has."""
+        if self.is_generic:
+            return LINEARS
         if self.blocks is not None:
             return tuple(name for name, number in self.blocks.numbers(1).items() if number)
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
@@ -108,6 +112,8 @@ class ModelShape(Frozen):
 
     def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
+        if self.is_generic:
+            return 0, 0
         if self.layers:
             own = self.layers[layer].model_dump(exclude={"missing"})
             return self.model_copy(update={**own, "layers": ()}).linear_size(linear)
@@ -167,6 +173,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
+        is_generic=isinstance(config, GenericConfig),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
@@ -270,7 +277,10 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES."""
+    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES.
+
+    That of another family the engine fsdp finds out when it loads the model.
+    """
     known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
-    if engine == "fsdp" and family not in known:
+    if engine == "fsdp" and family in _MEGATRON_ALONE:
         raise InvalidInput(f"the engine fsdp trains {', '.join(known)}, not {family}: use megatron", "engine")
