@@ -18,6 +18,7 @@ from megatron_worker.families import read_architecture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
+from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.mixers.tree_attention import plan_forest
 from shared.errors import InvalidInput
@@ -53,9 +54,10 @@ class FsdpModel:
     """The model, its weights frozen until trained.
 
     Attributes:
-        slices: every tensor under its Hugging Face name, split along its first dimension.
-        parameters: by those names, as FSDP holds them.
-        shards: by those names, this rank's own. Their storages are all that the model keeps between two forwards.
+        slices: every tensor under its Hugging Face name, split along its first dimension; an expert's on one rank.
+        parameters: by the names that slices give them, as FSDP holds them.
+        shards: by those names, this rank's own; a stack of experts as one matrix. Their storages are all that the model
+            keeps between two forwards.
         windows: of its layers of attention, known once it is settled.
         logit_scale: logits are so many times the hidden states' products with the output embedding.
     """
@@ -71,13 +73,22 @@ class FsdpModel:
         _make_buffers(headed.causal_lm)
         config = headed.causal_lm.config.to_dict()
         self.logit_scale: float = (config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0)
-        names = {name.removeprefix("causal_lm."): p for name, p in self._root.named_parameters()}
-        self.parameters: dict[str, nn.Parameter] = names
-        self.slices = [TensorSlice(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
-        with torch.no_grad():
-            self.shards = {name: p.to_local() for name, p in names.items()}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, Tensor] = {}
+        self.slices: list[TensorSlice] = []
+        for full_name, p in self._root.named_parameters():
+            name, shape, local = full_name.removeprefix("causal_lm."), tuple(p.shape), p.detach().to_local()
+            if ".experts." in name:
+                self.slices += stacked_slices(name, shape, ranks.size)
+                name, local = on_rank(name, ranks.rank), local.flatten(0, 1)
+            else:
+                self.slices.append(TensorSlice(name, name, shape, 0, 0, shape[0]))
+            self.parameters[name], self.shards[name] = p, local
         self._linears = _linears(headed.causal_lm)
         self._adapter: FsdpAdapter | None = None
+        self._experts = {name: module for name, module in headed.causal_lm.named_modules() if name.endswith(".experts")}
+        for name, experts in self._experts.items():
+            put_adapters_beside(name, experts, lambda: self._adapter)
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._beside(name))
 
@@ -90,7 +101,10 @@ class FsdpModel:
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
-        return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        sizes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        for name, experts in self._experts.items():
+            sizes |= linears_of_experts(name, experts)
+        return sizes
 
     def set_adapter(self, adapter: FsdpAdapter | None) -> None:
         self._adapter = adapter
@@ -159,7 +173,11 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            experts_implementation="eager",
+            trust_remote_code=False,
         )
     # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
     model.get_input_embeddings().padding_idx = None

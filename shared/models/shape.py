@@ -15,7 +15,7 @@ from shared.models.gemma import GemmaConfig
 from shared.models.generic import GenericConfig
 
 _MEGATRON_ALONE = (
-    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
+    *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
     *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
 )
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
