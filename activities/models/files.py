@@ -16,6 +16,7 @@ from shared.field_rules import first_rule, refused_value
 from shared.models.config import decoder_settings, prefix_of, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
+from shared.models.generic import GenericConfig
 from shared.models.lora_modules import layer_of
 from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
@@ -144,27 +145,27 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]] = Field(min_length=1)
 
 
-def read_shape(location: Location) -> ModelShape:
-    """Read a model's sizes from `config.json`.
+def read_shape(location: Location, any_family: bool = False) -> ModelShape:
+    """Read a model's sizes from `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    return shape_of(read_config(location))
+    return shape_of(read_config(location, any_family))
 
 
-def read_config(location: Location) -> DenseConfig:
+def read_config(location: Location, any_family: bool = False) -> DenseConfig:
     """Read `config.json`. Raises InvalidInput as `read_shape` does."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
-    decoder = decoder_settings(raw, place)
+    decoder = decoder_settings(raw, place, any_family)
     try:
         _Config.model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    return read_model_config(raw, place)
+    return read_model_config(raw, place, any_family)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -247,8 +248,10 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location) -> Weights:
+def check_weights(location: Location, any_family: bool = False) -> Weights:
     """Read the headers of the weights.
+
+    Which tensors a model of no family of ours has (`any_family`) is not known here.
 
     Raises:
         InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
@@ -265,8 +268,10 @@ def check_weights(location: Location) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config = read_config(location)
+    config = read_config(location, any_family)
     check_dtypes(tensors, _file_of_weights(location))
+    if isinstance(config, GenericConfig):
+        return Weights(tensors, file_of)
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)

@@ -32,6 +32,7 @@ from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
+from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout, check_max_tokens
@@ -103,8 +104,8 @@ class Resolve:
             if (name := gguf_file(location)) is not None:
                 location = self._converted(location, name, check, request.tenant)
             shape = check(location)
-            weights = check_contents(location)
-            if isinstance(request.trainable, Lora):
+            weights = check_contents(location, any_family=_takes_any_family(request))
+            if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, read_config(location))
                 beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
@@ -163,7 +164,7 @@ class Resolve:
 
 def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
     """Check a model by its small files, before its weights are fetched."""
-    shape = read_shape(location)
+    shape = read_shape(location, _takes_any_family(request))
     check_layout(request.layout, shape, request.engine)
     check_max_tokens(request.max_tokens, shape)
     check_tokenizer(location, shape.vocab_size, host)
@@ -171,17 +172,23 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
     return shape
 
 
-def check_contents(location: Location, read_all: bool = False) -> Weights:
+def _takes_any_family(request: ModelRequest) -> bool:
+    return request.engine == "fsdp"
+
+
+def check_contents(location: Location, read_all: bool = False, any_family: bool = False) -> Weights:
     """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
 
     Args:
         read_all: the numbers of all tensors.
+        any_family: see `check_weights`.
 
     Raises:
         InvalidInput: names the file, the tensor and the rule.
     """
-    weights = check_weights(location)
-    check_shapes(weights, read_config(location), location)
+    weights, config = check_weights(location, any_family), read_config(location, any_family)
+    if not isinstance(config, GenericConfig):
+        check_shapes(weights, config, location)
     check_finite(weights, location, all_of_them=read_all)
     return weights
 
@@ -201,11 +208,12 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
-    for name, tensor in tensors.items():
+    is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
+    for name, tensor in () if is_generic else tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
-    is_counted = shape is not None and lora.target_pattern is None and lora.layers is None  # others: by the worker
+    is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
     expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
-    if is_counted and len(tensors) != expected:
+    if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )

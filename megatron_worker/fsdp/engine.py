@@ -16,9 +16,11 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
+from megatron_worker.families import is_generic, read_architecture
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
+from megatron_worker.fsdp.probe import probe, refusing
 from megatron_worker.fsdp.ranks import join_ranks
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
@@ -37,7 +39,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         layout: data parallel alone. `torch.distributed` must be initialised with its world size, unless that is 1.
 
     Raises:
-        InvalidInput: the folder cannot be used, or the layout splits more than data. The same on every rank.
+        InvalidInput: the folder cannot be used, the layout splits more than data, or the model is one that we do not
+            compute. The same on every rank.
     """
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
@@ -46,7 +49,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         self._ranks = join_ranks(layout, device)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
-        with self._ranks.agreement():  # one rank alone may run out of memory
+        # One rank alone may run out of memory.
+        with self._ranks.agreement(), refusing(read_architecture(model).family):
             self._model = FsdpModel(model, self._ranks, self._dtype)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
@@ -61,10 +65,13 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         )
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
-        sizes = architecture.vocab_size, architecture.hidden_size, architecture.windows
-        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
         self._read_base()
-        self._model.settle()
+        with refusing(architecture.family):
+            self._model.settle()
+            if is_generic(architecture):
+                probe(self._model)
+        sizes = architecture.vocab_size, architecture.hidden_size, self._model.windows
+        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
@@ -118,7 +125,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     @property
     def vocab_shard(self) -> VocabShard:
-        divisor = self._model.architecture.logit_divisor
+        divisor = self._model.logit_divisor
         return dataclasses.replace(whole_vocabulary(self.facts.vocab_size), logit_divisor=divisor)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:

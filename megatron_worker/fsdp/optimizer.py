@@ -53,7 +53,7 @@ class FsdpOptimizer:
         def accumulate(parameter: Parameter) -> None:
             found = parameter.grad
             assert found is not None
-            grad.add_(found.to_local() if isinstance(found, DTensor) else found)
+            grad.add_((found.to_local() if isinstance(found, DTensor) else found).view_as(grad))
             parameter.grad = None
 
         parameter.requires_grad_(True)

@@ -35,16 +35,18 @@ class Ranks:
         self.sum(flag)
         return bool(flag)
 
-    def first_holder(self, _tensor_slice: TensorSlice, part: int) -> int:
-        """Return the rank that holds a part of a tensor; the first, of what all hold."""
-        return part
+    def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
+        """Return the rank that holds a part of a tensor; the first, of what all hold; an expert's own."""
+        return part if tensor_slice.expert is None else tensor_slice.ep_rank
 
     def splitting(self, _tensor_slice: TensorSlice) -> "Ranks":
         """Return this rank's place among those that a tensor is split over: all of them."""
         return self
 
-    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], _dtype: torch.dtype) -> Tensor:
-        """Gather a whole tensor on every rank from the shard of each. Collective where the tensor is split."""
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Gather a whole tensor on every rank from the shard of each. Collective where they differ."""
+        if tensor_slice.expert is not None:
+            return self._from_holder(tensor_slice, parameters, dtype)
         local = parameters[tensor_slice.name]
         if tensor_slice.split is None or self.size == 1:
             return local
@@ -56,6 +58,14 @@ class Ranks:
         everyone = local.new_empty(self.size * share, *tensor_slice.shape[1:])
         dist.all_gather_into_tensor(everyone, padded)
         return everyone[: tensor_slice.shape[0]]
+
+    def _from_holder(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(tensor_slice.shape, dtype=dtype, device=self.device)
+        if self.rank == tensor_slice.ep_rank:
+            whole.copy_(tensor_slice.read(parameters[tensor_slice.parameter], tensor_slice.shape[0]))
+        if self.size > 1:
+            dist.broadcast(whole, tensor_slice.ep_rank)
+        return whole
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""

@@ -13,9 +13,10 @@ from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
 from shared.models.gemma import GemmaConfig
+from shared.models.generic import GenericConfig
 
 _MEGATRON_ALONE = (
-    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
+    *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
     *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
 )
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -85,10 +86,13 @@ class ModelShape(Frozen):
     blocks: BlocksShape | None = None
     routes: RouteShape | None = None  # None beside experts: the shape was read before they were known
     max_positions: int | None = None  # of a sequence: rope scaling changes longer ones with their length
+    is_generic: bool = False  # of no family of ours: which linears there are is not known
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The linears that a layer or another has."""
+        if self.is_generic:
+            return LINEARS
         if self.blocks is not None:
             return tuple(name for name, number in self.blocks.numbers(1).items() if number)
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
@@ -113,6 +117,8 @@ class ModelShape(Frozen):
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
         if linear == "lm_head":
             return self.hidden_size, self.vocab_size
+        if self.is_generic:
+            return 0, 0
         if self.layers:
             own = self.layers[layer].model_dump(exclude={"missing"})
             return self.model_copy(update={**own, "layers": ()}).linear_size(linear)
@@ -173,6 +179,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
         max_positions=config.max_positions,
+        is_generic=isinstance(config, GenericConfig),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
         routes=_routes(config),
     )
@@ -303,7 +310,10 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES."""
+    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES.
+
+    That of another family the engine fsdp finds out when it loads the model.
+    """
     known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
-    if engine == "fsdp" and family not in known:
+    if engine == "fsdp" and family in _MEGATRON_ALONE:
         raise InvalidInput(f"the engine fsdp trains {', '.join(known)}, not {family}: use megatron", "engine")

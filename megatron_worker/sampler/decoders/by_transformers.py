@@ -9,6 +9,7 @@ V vocabulary, O outputs and I inputs of a linear.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
-from megatron_worker.families import read_architecture
+from megatron_worker.families import is_generic, read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
@@ -80,18 +82,19 @@ class TransformersDecoder:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._slices = slices_of(self.architecture, 1)
         self._model = _empty_model(folder, self.architecture, dtype, device)
+        self._slices = _slices(self._model, self.architecture)
         # What no trainer sends: it is read with the weights.
         self._constants = constants_of(self.architecture)
-        self._views = find_views(self._model, self.architecture, [*self._slices, *self._constants])
+        tied = dataclasses.replace(self.architecture, tied=self._model.config.tie_word_embeddings)
+        self._views = find_views(self._model, tied, [*self._slices, *self._constants])
         # Of the slot that is being computed: its adapter, and the experts of its layers.
         self._lora_weights: Mapping[str, LoraFactors] = {}
         self._chosen: list[Tensor] = []
         for name, module in self._model.named_modules():
             if name.endswith(".experts"):
                 module.register_forward_pre_hook(lambda _, given: self._chosen.append(given[1]))
-        self._output = FusedLinear("lm_head", (output_slice(self.architecture, 1),), self._model.lm_head.weight, None)
+        self._output = FusedLinear("lm_head", (output_slice(tied, 1),), self._model.lm_head.weight, None)
         for name, linear in {**self._views.linears, "lm_head": self._output}.items():
             self._model.get_submodule(name).forward = partial(self._linear, linear)
         for name, stacks in self._views.experts.items():
@@ -203,7 +206,8 @@ def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torc
     """Make transformers' model of a folder, its weights undefined; of one with towers, the text model alone."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     config = config.get_text_config(decoder=True)
-    config.tie_word_embeddings = a.tied
+    if not is_generic(a):
+        config.tie_word_embeddings = a.tied
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(
             config,
@@ -218,6 +222,12 @@ def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torc
             tensor.data = tensor.float()
     bound_steps(model)
     return model.requires_grad_(False).eval()
+
+
+def _slices(model: Any, a: Architecture) -> list[TensorSlice]:
+    if not is_generic(a):
+        return slices_of(a, 1)
+    return [TensorSlice(name, name, tuple(p.shape), None, 0, len(p)) for name, p in model.named_parameters()]
 
 
 def bound_steps(model: Any) -> None:

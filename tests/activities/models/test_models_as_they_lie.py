@@ -105,6 +105,27 @@ def test_an_unknown_family_is_refused_as_such_whatever_its_fields_are(config, mo
         read_model_config(json.loads((model / "config.json").read_text()), "config.json")
 
 
+def test_the_engine_fsdp_is_given_a_dense_model_of_any_family(config, model, adapter) -> None:
+    """Of its config the sizes count, under their common names; which tensors it has the worker finds out."""
+    edit(model / "config.json", model_type="olmo2", hidden_act="gelu", attention_bias=True)
+    tensors = load_file(model / WEIGHTS)
+    save_file({name.replace("input_layernorm", "other_norm"): one for name, one in tensors.items()}, model / WEIGHTS)
+    shape = resolve(config, model, engine="fsdp").shape
+    assert (shape.family, shape.is_generic, shape.num_layers, shape.head_dim) == ("olmo2", True, 2, 16)
+    named = {name.replace("self_attn", "attention"): one for name, one in load_file(adapter / ADAPTER).items()}
+    save_file(named, adapter / ADAPTER)
+    resolve_adapter(config, adapter, shape=shape)
+    assert "belongs to none" in adapter_refusal(config, adapter)
+    for changes, words in (
+        ({"num_local_experts": 8}, "it has experts; the nearest is qwen3_moe"),
+        ({"num_local_experts": None, "text_config": {}}, "it has other parts: take a folder of its decoder"),
+        ({"text_config": None, "quantization_config": {"quant_method": "awq"}}, "weights that awq has quantized"),
+        ({"quantization_config": None, "num_attention_heads": None}, "its config.json has no num_attention_heads"),
+    ):
+        edit(model / "config.json", **changes)
+        assert words in refusal(config, model, engine="fsdp")
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
