@@ -1,7 +1,7 @@
 """What is trained, and how: an adapter or every weight, the optimizer, a session."""
 
 import math
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,8 @@ LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
 """The linears around experts that work in fewer dimensions than the model."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["nf4", "int8", "fp8"]
+QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
@@ -56,6 +58,29 @@ class Full(Frozen):
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
+
+
+class _HasBase(Protocol):
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def trainable(self) -> Lora | Full: ...
+
+    @property
+    def quantize_base(self) -> Quantization | None: ...
+
+
+HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
+
+
+def memory_fields_fit(asked: HasBaseT) -> HasBaseT:
+    """Validate models that have these fields. Raises ValueError for a quantized base that is trained, or of fsdp."""
+    if asked.quantize_base is not None and asked.trainable.kind == "full":
+        raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
+    if asked.quantize_base is not None and asked.engine != "megatron":
+        raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
+    return asked
 
 
 class Adam(Frozen):
@@ -90,6 +115,7 @@ class SessionRun(Frozen):
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
+    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
@@ -102,6 +128,7 @@ class SessionRun(Frozen):
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:

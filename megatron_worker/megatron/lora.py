@@ -32,6 +32,8 @@ from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
+from megatron_worker.quantized.tensors import QuantizedTensor
+from megatron_worker.quantized.weights import quantized_linear, whole
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
 from shared.models.peft import PREFIX, module_of
 
@@ -73,7 +75,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return _linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, self.bias, self.lora, backward_group=group), None
@@ -88,7 +90,7 @@ class AdaptedRowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), self.bias
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, None, self.lora, forward_group=group), self.bias
@@ -112,7 +114,7 @@ class ExpertLinear(torch.nn.Module):
 
 def _linear(
     input_: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | QuantizedTensor,
     bias_O: Tensor | None,
     lora: LoraWeights | None,
     forward_group: dist.ProcessGroup | None = None,
@@ -120,7 +122,9 @@ def _linear(
 ) -> Tensor:
     """Apply a linear with its adapter, if any. An adapter's output, or its input's gradient, is summed over a group."""
     if lora is None:
-        return F.linear(input_, weight_OI, bias_O)
+        if isinstance(weight_OI, Tensor):
+            return F.linear(input_, weight_OI, bias_O)
+        return quantized_linear(input_, weight_OI, bias_O, forward_group, backward_group)
     flat_TI = input_.reshape(-1, input_.shape[-1])
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts
@@ -129,13 +133,16 @@ def _linear(
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept."""
+    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept.
+
+    A quantized W is made whole for each of its two products.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input_TI: Tensor,
-        weight_OI: Tensor,
+        weight: Tensor | QuantizedTensor,
         bias_O: Tensor | None,
         lora: LoraWeights,
         forward_group: dist.ProcessGroup | None,
@@ -144,25 +151,26 @@ class _LoraLinear(torch.autograd.Function):
         *b_parts: Tensor,
     ) -> Tensor:
         low_TR = (input_TI @ a_RI.t()).mul_(lora.scale)
+        weight_OI = whole(weight)
         b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
-        ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.lora, ctx.group = lora, backward_group
+        ctx.save_for_backward(input_TI, a_RI, b_OR, low_TR)
+        ctx.weight, ctx.lora, ctx.group = weight, lora, backward_group
         return output_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
+        input_TI, a_RI, b_OR, low_TR = ctx.saved_tensors
         lora: LoraWeights = ctx.lora
         grad_low_TR = (grad_TO @ b_OR).mul_(lora.scale)
         _sum(grad_low_TR, ctx.group)
         grad_TI = None
         if ctx.needs_input_grad[0]:
-            grad_TI = grad_TO @ weight_OI
+            grad_TI = grad_TO @ whole(ctx.weight)
             _sum(grad_TI, ctx.group)
             grad_TI.addmm_(grad_low_TR, a_RI)
         grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
