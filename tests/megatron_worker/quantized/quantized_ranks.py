@@ -7,11 +7,13 @@ import torch
 from pydantic import BaseModel
 
 from longshore.layout import Layout
-from longshore.training import Quantization
+from longshore.training import Lora, Quantization
 from megatron_worker.megatron.engine import MegatronEngine
-from tests.megatron_worker.parallel_ranks import LORA, SFT_LOSS, scores, sft_bins, step
+from tests.megatron_worker.parallel_ranks import SFT_LOSS, scores, sft_bins, step
 from tests.megatron_worker.quantized.whole_models import write_whole
 from tests.megatron_worker.trials import given_trials
+
+LORA = Lora(rank=3, alpha=6, targets=("q_proj", "down_proj"))  # other linears have a backward of their own
 
 
 class Trial(BaseModel):

@@ -45,6 +45,9 @@ def test_it_computes_and_trains_as_the_whole_weights_do(tmp_path, family, kind):
     whole, published = named(engine), load_file(model / "model.safetensors")
     changed = {name for name, weight in whole.items() if not torch.equal(weight, published[name])}
     assert changed == {name for name in whole if is_quantized(name)}
+    for name in changed:
+        off = (whole[name] - published[name]).norm() / published[name].norm()
+        assert off <= {"nf4": 0.12, "int8": 0.02, "fp8": 0.04}[kind], name
     reference = MegatronEngine(write_whole(whole, model, tmp_path / "whole"), Layout(), "float32")
     batch = bin_of(ROWS)
     assert (logprobs(engine, batch) - logprobs(reference, batch)).abs().max() <= 1e-5
@@ -92,7 +95,7 @@ def test_bytes_of_the_base_are_those_of_its_codes_and_go_away_and_come_back(mode
     held = engine.memory().parts["weights"].device - others
     padding = 64 * 5 * 2 * 4  # between tensors, of codes and of scales
     size = {"nf4": 1 / 2 + 4 / 64, "int8": 1 + 4 / 64, "fp8": 4 / 3 + 4 / 64}[kind]  # rows have 64 numbers, or 192
-    assert held <= size * linears + padding < 2 * linears
+    assert (1 / 2 if kind == "nf4" else 1) * linears < held <= size * linears + padding < 2 * linears
     before = logprobs(engine, bin_of(ROWS))
     engine.place("host")
     assert engine.memory().device_bytes == 0
@@ -138,4 +141,4 @@ def test_layouts_compute_with_the_codes_of_their_own_parts(tmp_path):
     assert len(found) == 2 * len(trials)
     for name, figures in found.items():
         assert figures["furthest"] <= 2e-5, name
-        assert figures["moved"] > 1e-2, name
+        assert figures["moved"] > 1e-3, name
