@@ -1,7 +1,7 @@
 """What is trained, and how: an adapter or every weight, the optimizer, a session."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -30,6 +30,8 @@ TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
 """What an adapter can be beside: linears of layers, and the output layer."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["nf4", "int8", "fp8"]
+QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
@@ -102,6 +104,29 @@ class Full(Frozen):
 Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
 
 
+class _HasBase(Protocol):
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def trainable(self) -> Lora | Full: ...
+
+    @property
+    def quantize_base(self) -> Quantization | None: ...
+
+
+HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
+
+
+def memory_fields_fit(asked: HasBaseT) -> HasBaseT:
+    """Validate models that have these fields. Raises ValueError for a quantized base that is trained, or of fsdp."""
+    if asked.quantize_base is not None and asked.trainable.kind == "full":
+        raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
+    if asked.quantize_base is not None and asked.engine != "megatron":
+        raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
+    return asked
+
+
 class Adam(Frozen):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); `clip_norm` bounds the global gradient norm, 0 for none."""
 
@@ -134,6 +159,7 @@ class SessionRun(Frozen):
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
+    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
@@ -146,6 +172,7 @@ class SessionRun(Frozen):
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:

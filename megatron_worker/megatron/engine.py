@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longshore.layout import Layout
-from longshore.training import Dtype, Lora
+from longshore.training import Dtype, Lora, Quantization
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -27,6 +27,7 @@ from megatron_worker.megatron.parallel.collectives import alike_over
 from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
+from megatron_worker.quantized.weights import WholeWeights
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
@@ -41,12 +42,20 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
         layout: `torch.distributed` must be initialised with its world size, unless that is 1.
+        quantize: hold the linears' weights so; then adapters alone are trained.
 
     Raises:
         InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
     """
 
-    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        layout: Layout,
+        dtype: Dtype,
+        device: torch.device | None = None,
+        quantize: Quantization | None = None,
+    ) -> None:
         config = read_config(model)
         shape = shape_of(config)
         check_layout(layout, shape)
@@ -54,10 +63,11 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self._mesh = join_mesh(layout, device)
         self._folder = model
         with self._mesh.agreement():  # one rank alone may run out of memory
-            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype))
+            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
         self._passes = PipelinePasses(self._model, self._mesh)
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
-        base = Base(model, architecture, self._slices_here, self._model.flat.views, [self._model.flat.buffer])
+        weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
+        base = Base(model, architecture, self._slices_here, weights, self._model.storages)
         self._slots = Slots(
             base,
             self._mesh,
@@ -76,7 +86,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         with self._mesh.agreement():
             model, a = self._model, self._model.architecture
             slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
-            read_model(self._folder, slices, views, self._mesh, a.carried)
+            read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
@@ -85,6 +95,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         return MegatronAdapter(lora, linears_of([*self._slices_here, *tied]), mesh, self._model.flat.buffer.dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
+        assert not self._model.quantized, "quantized weights are frozen"
         flat, regions = self._model.flat, self._model.regions
         if device != self._mesh.device:
             return MegatronOptimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)

@@ -26,6 +26,7 @@ from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
+from megatron_worker.quantized.weights import quantized_product
 
 
 class Router(torch.nn.Module):
@@ -81,7 +82,8 @@ class StackedExperts(torch.nn.Module):
 
     def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
         stacks = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks))
+        product = torch.addmm if isinstance(self.down_proj, Tensor) else quantized_product
+        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks), product=product)
 
 
 class SharedGate(torch.nn.Module):

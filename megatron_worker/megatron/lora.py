@@ -33,6 +33,8 @@ from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
+from megatron_worker.quantized.tensors import QuantizedTensor
+from megatron_worker.quantized.weights import quantized_linear, whole
 from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
@@ -89,7 +91,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return _linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, self.bias, self.lora, backward_group=group), None
@@ -104,7 +106,7 @@ class AdaptedRowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), self.bias
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, None, self.lora, forward_group=group), self.bias
@@ -128,7 +130,7 @@ class ExpertLinear(torch.nn.Module):
 
 def _linear(
     input_: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | QuantizedTensor,
     bias_O: Tensor | None,
     lora: LoraWeights | None,
     forward_group: dist.ProcessGroup | None = None,
@@ -136,7 +138,9 @@ def _linear(
 ) -> Tensor:
     """Apply a linear with its adapter, if any. An adapter's output, or its input's gradient, is summed over a group."""
     if lora is None:
-        return F.linear(input_, weight_OI, bias_O)
+        if isinstance(weight_OI, Tensor):
+            return F.linear(input_, weight_OI, bias_O)
+        return quantized_linear(input_, weight_OI, bias_O, forward_group, backward_group)
     flat_TI = input_.reshape(-1, input_.shape[-1])
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts
@@ -145,13 +149,16 @@ def _linear(
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept."""
+    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept.
+
+    A quantized W is made whole for each of its two products.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input_TI: Tensor,
-        weight_OI: Tensor,
+        weight: Tensor | QuantizedTensor,
         bias_O: Tensor | None,
         lora: LoraWeights,
         forward_group: dist.ProcessGroup | None,
@@ -161,25 +168,26 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         seed, rate = lora.masks.seed_of(lora.name, lora.place), lora.masks.rate
         low_TR = (dropped(input_TI, rate, seed) @ a_RI.t()).mul_(lora.scale)
+        weight_OI = whole(weight)
         b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
-        ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.lora, ctx.group, ctx.seed = lora, backward_group, seed
+        ctx.save_for_backward(input_TI, a_RI, b_OR, low_TR)
+        ctx.weight, ctx.lora, ctx.group, ctx.seed = weight, lora, backward_group, seed
         return output_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
+        input_TI, a_RI, b_OR, low_TR = ctx.saved_tensors
         lora: LoraWeights = ctx.lora
         grad_low_TR = (grad_TO @ b_OR).mul_(lora.scale)
         _sum(grad_low_TR, ctx.group)
         grad_TI = None
         if ctx.needs_input_grad[0]:
-            grad_TI = grad_TO @ weight_OI
+            grad_TI = grad_TO @ whole(ctx.weight)
             _sum(grad_TI, ctx.group)
             if ctx.seed is None:
                 grad_TI.addmm_(grad_low_TR, a_RI)

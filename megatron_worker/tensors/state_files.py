@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -88,20 +89,37 @@ class StatefulOptimizer(Protocol):
     def put(self, state: State, values: Flat) -> None: ...
 
 
+class Stored(Protocol):
+    """A parameter in a form of its own, made of the whole tensor."""
+
+    def zeros(self) -> Tensor: ...
+
+    def store(self, whole: Tensor) -> None: ...
+
+
 def read_model(
     folder: Path,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     carried: Sequence[str] = (),
+    quantized: Mapping[str, Stored] = MappingProxyType({}),
 ) -> None:
     """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
 
-    `carried`: prefixes of the names of tensors that the model may have besides.
+    `carried`: prefixes of the names of tensors that the model may have besides. `quantized`: those of this rank's
+    parameters that are not held as they are read; each is whole for as long as it takes to store it.
     """
+    of_stored: dict[str, list[TensorSlice]] = {name: [] for name in quantized}
+    for s in slices:
+        of_stored.get(s.parameter, []).append(s)
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder, carried)
         _read(files, slices, parameters, ranks)
+        for name, stored in quantized.items():
+            whole = stored.zeros()
+            _read(files, of_stored[name], {name: whole}, ranks)
+            stored.store(whole)
 
 
 def write_model_folder(

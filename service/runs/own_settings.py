@@ -4,7 +4,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Lora, Target
+from longshore.training import Dtype, Lora, Quantization, Target
 
 LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
 """Fields of `trainable` in a run."""
@@ -25,6 +25,7 @@ class OwnSettings(Frozen):
     engine: EngineName | None = None
     layout: Layout | None = None
     dtype: Dtype | None = None
+    quantize_base: Quantization | None = None
     max_tokens: int | None = None
     bin_tokens: int | None = None
     weight_decay: float | None = None

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype
+from longshore.training import Dtype, Quantization
 from shared.fence import Fence
 from shared.field_rules import only
 from shared.jobs.job import WorkerPlan
@@ -18,6 +18,7 @@ class WorkerKey(Frozen):
     model: Artifact
     layout: Layout
     dtype: Dtype
+    quantize_base: Quantization | None = None
     engine: EngineName = "megatron"
     threads_per_rank: int = 1
 
