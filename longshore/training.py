@@ -89,7 +89,7 @@ class Lora(Frozen):
 
     @property
     def max_rank(self) -> int:
-        return max(self.rank, *(rank for _, rank in self.rank_pattern))
+        return max([self.rank, *(rank for _, rank in self.rank_pattern)])
 
 
 class Full(Frozen):
