@@ -70,8 +70,8 @@ def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
             "original_max_position_embeddings": 100,  # one factor for all lengths
         },
         {
-            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-            "model": {"original_max_position_embeddings": 128},  # which holds
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "model": {"original_max_position_embeddings": 2048},  # which holds
         },
         {"rope_type": "yarn", "factor": 4.0, "model": {"max_position_embeddings": 128}},
     ],
@@ -208,6 +208,10 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ({"model_type": "gemma2"}, "it needs a soft cap of attention's scores; the nearest is gemma3"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
         ({"model_type": "olmo3", "sliding_window_pattern": 6, "rope_parameters": None}, "sliding_window_pattern"),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"truncate": False}}},
+            "truncate=false: transformers does not read it",
+        ),
         ({"model_type": "olmo3"}, "rope_parameters has neither full_attention nor sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias=true"),
