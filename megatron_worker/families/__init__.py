@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 from megatron_worker.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
 from megatron_worker.families.architecture import (
@@ -18,7 +19,7 @@ from megatron_worker.families.architecture import (
     YarnScaling,
 )
 from shared.errors import InvalidInput
-from shared.models.config import read_model_config
+from shared.models.config import Family, read_model_config
 from shared.models.dense import DenseConfig, RopeConfig
 from shared.models.families import (
     GptOssConfig,
@@ -59,7 +60,7 @@ def read_config(folder: Path) -> DenseConfig:
 
 def architecture_of(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
-    match config.model_type:
+    match cast(Family, config.model_type):  # others were refused when the file was read
         case "llama" | "mistral" | "ministral":
             return _windowed(_sized(config, _attention(config)), config)
         case "gpt_oss":
@@ -90,8 +91,6 @@ def architecture_of(config: DenseConfig) -> Architecture:
             heads = [config.heads_of(layer)[0] for layer in range(config.num_hidden_layers)]
             ropes = [_rope_with(config.rope_of(layer), size) for layer, size in enumerate(heads)]
             return gemma.architecture(_sized(config, attention), config, ropes)
-        case family:
-            raise AssertionError(family)  # refused when the file was read
 
 
 def _windowed(alike: Architecture, config: DenseConfig) -> Architecture:
