@@ -4,7 +4,7 @@ A file that leaves a setting out means what transformers takes for it.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 
@@ -28,11 +28,11 @@ from shared.models.families import (
 from shared.models.generic import GenericConfig, generic_settings
 from shared.models.switches import refuse_unknown_switches
 
-FAMILIES = (
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
-    *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
-    *("qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3"),
-)
+Family = Literal[
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
+    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
+]  # fmt: skip
+FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.

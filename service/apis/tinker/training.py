@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import ValidationError
 
+from longshore import commands
 from longshore.training import DELTA_NET, LATENT, MAMBA, TARGETS, Adam, Lora, SessionRun, Target
 from service.accounts import audit
 from service.accounts.principals import require
@@ -30,7 +31,6 @@ from service.apis.tinker.requests import (
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
-from shared.jobs import commands
 from shared.runs.requests import Source
 
 router = APIRouter(
