@@ -1,6 +1,6 @@
 """A LoRA's base in 4 and 8 bits beside one in bfloat16: bytes of the weights, and loss after 50 steps.
 
-    python -m benchmarks.quantized_base [--models small ...] [--out benchmarks/results/quantized_base.json]
+    python -m benchmarks.quantized_weights [--models small ...] [--out benchmarks/results/quantized_weights.json]
 
 Models with random weights are first trained whole on text in which four tokens may follow each; then an adapter
 learns text in which those of every other token are others. What counts is the loss on rows of it that are held out, by
@@ -137,7 +137,7 @@ def main() -> None:
             }
             rows.append({"model": name, "base": kind or "bfloat16", **figures, **of_plain})
             print(json.dumps(rows[-1]), flush=True)
-    result = {"benchmark": "quantized_base", **provenance(), "torch": torch.__version__, "wanted": WANTED}
+    result = {"benchmark": "quantized_weights", **provenance(), "torch": torch.__version__, "wanted": WANTED}
     result |= {"models": {name: asdict(MODELS[name]) for name in arguments.models}, "rows": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
