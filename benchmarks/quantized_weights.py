@@ -137,7 +137,7 @@ def main() -> None:
             }
             rows.append({"model": name, "base": kind or "bfloat16", **figures, **of_plain})
             print(json.dumps(rows[-1]), flush=True)
-    result = {"benchmark": "quantized_base", **provenance(), "torch": torch.__version__, "wanted": WANTED}
+    result = {"benchmark": "quantized_weights", **provenance(), "torch": torch.__version__, "wanted": WANTED}
     result |= {"models": {name: asdict(MODELS[name]) for name in arguments.models}, "rows": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -32,6 +32,8 @@ Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["nf4", "int8", "fp8"]
 QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
+OptimizerStates = Literal["float32", "8bit"]
+STATES_DESCRIPTION = "how AdamW's two moments are held; 8bit: megatron alone"
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
@@ -114,16 +116,21 @@ class _HasBase(Protocol):
     @property
     def quantize_base(self) -> Quantization | None: ...
 
+    @property
+    def optimizer_states(self) -> OptimizerStates: ...
+
 
 HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
 
 
 def memory_fields_fit(asked: HasBaseT) -> HasBaseT:
-    """Validate models that have these fields. Raises ValueError for a quantized base that is trained, or of fsdp."""
+    """Validate models that have these fields. Raises ValueError for a quantized base that is trained; and for fsdp."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
     if asked.quantize_base is not None and asked.engine != "megatron":
         raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
+    if asked.optimizer_states != "float32" and asked.engine != "megatron":
+        raise ValueError(f"optimizer_states: the engine {asked.engine} holds moments in float32; use megatron")
     return asked
 
 
@@ -160,6 +167,7 @@ class SessionRun(Frozen):
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longshore.layout import Layout
-from longshore.training import Dtype, Lora, Quantization
+from longshore.training import Dtype, Lora, OptimizerStates, Quantization
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -43,6 +44,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
         layout: `torch.distributed` must be initialised with its world size, unless that is 1.
         quantize: hold the linears' weights so; then adapters alone are trained.
+        optimizer_states: how both moments of AdamW are held.
 
     Raises:
         InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
@@ -55,13 +57,14 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         dtype: Dtype,
         device: torch.device | None = None,
         quantize: Quantization | None = None,
+        optimizer_states: OptimizerStates = "float32",
     ) -> None:
         config = read_config(model)
         shape = shape_of(config)
         check_layout(layout, shape)
         architecture = architecture_of(config)
         self._mesh = join_mesh(layout, device)
-        self._folder = model
+        self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
         self._passes = PipelinePasses(self._model, self._mesh)
@@ -74,7 +77,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             self._read_base,
             self._model.set_adapter,
             self._new_adapter,
-            MegatronAdapter.new_optimizer,
+            partial(MegatronAdapter.new_optimizer, states=optimizer_states),
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
@@ -98,8 +101,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         assert not self._model.quantized, "quantized weights are frozen"
         flat, regions = self._model.flat, self._model.regions
         if device != self._mesh.device:
-            return MegatronOptimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
-        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh)
+            meta = flat.like(flat.buffer.dtype, device)
+            return MegatronOptimizer({}, meta, regions, self._mesh, self._optimizer_states)
+        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh, self._optimizer_states)
 
     # A step.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from longshore.training import Lora
+from longshore.training import Lora, OptimizerStates
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -232,9 +232,9 @@ class MegatronAdapter:
                 whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
-    def new_optimizer(self) -> MegatronOptimizer:
+    def new_optimizer(self, states: OptimizerStates = "float32") -> MegatronOptimizer:
         """Return an optimizer that trains this adapter."""
-        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh)
+        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh, states)
 
     def lora_weights(self) -> dict[str, LoraWeights]:
         """Return the weights by the name of their fused linear."""

@@ -12,7 +12,7 @@ Shape suffixes: O rows and I columns of a matrix, B blocks of a row, S numbers o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from torch import Tensor
 from longshore.training import Quantization
 
 _CHUNK = 1 << 22  # numbers: float32 copies of so many are held beside the matrix at a time
-_LEAST = torch.finfo(torch.float32).tiny  # a scale: below it, float32 loses digits
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -38,12 +37,14 @@ class BlockCode:
         per_byte: codes of a byte.
         encode: their codes, uint8; the last dimension is `per_byte` times shorter.
         decode: the numbers of codes, float32.
+        least: the smallest scale.
     """
 
     size: int | None
     per_byte: int
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
+    least: float = torch.finfo(torch.float32).tiny  # below it, float32 loses digits
 
     def shapes(self, num_rows: int, num_columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of a matrix's codes, [O, P], and of its scales, [O, B]."""
@@ -56,7 +57,7 @@ class BlockCode:
         num_blocks, width = scale_OB.shape[1], code_OP.shape[1] * self.per_byte
         for some_oI, code_oP, scale_oB in _chunks(width, matrix_OI, code_OP, scale_OB):
             number_oBS = F.pad(some_oI.float(), (0, width - some_oI.shape[1])).unflatten(1, (num_blocks, -1))
-            scale_oB.copy_(number_oBS.abs().amax(dim=-1).clamp_min(_LEAST))
+            scale_oB.copy_(number_oBS.abs().amax(dim=-1).clamp_min(self.least))
             code_oP.copy_(self.encode(number_oBS / scale_oB[..., None]).flatten(1))
 
     def unpack(self, code_OP: Tensor, scale_OB: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -100,6 +101,13 @@ def _encode_nf4(number: Tensor) -> Tensor:
 
 def _decode_nf4(code: Tensor) -> Tensor:
     return _pairs(_NF4, code.device)[code.int()].flatten(-2)
+
+
+def code_of_values(size: int, values: tuple[float, ...], least: float) -> BlockCode:
+    """Return the code of numbers by the nearest of some rising values, 256 at most; -1 or 1 is among them."""
+    return BlockCode(
+        size, 1, partial(nearest, values=values), lambda code: _table(values, code.device)[0][code.int()], least
+    )
 
 
 _STEPS, _E4M3_MAX = 127, 448

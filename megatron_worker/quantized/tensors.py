@@ -27,6 +27,11 @@ class QuantizedTensor:
         parts = (x.unflatten(0, (self.shape[0], -1))[number] for x in (self._code_OP, self._scale_OB))
         return QuantizedTensor(self._code, self.shape[1:], self.dtype, *parts)
 
+    def rows(self, first: int, last: int | None) -> "QuantizedTensor":
+        """Return some rows of a matrix."""
+        code_oP, scale_oB = self._code_OP[first:last], self._scale_OB[first:last]
+        return QuantizedTensor(self._code, (len(code_oP), self.shape[1]), self.dtype, code_oP, scale_oB)
+
     def zeros(self) -> Tensor:
         """Return zeros of the whole tensor's shape."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self._code_OP.device)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Lora, Quantization, Target
+from longshore.training import Dtype, Lora, OptimizerStates, Quantization, Target
 
 LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
 """Fields of `trainable` in a run."""
@@ -26,6 +26,7 @@ class OwnSettings(Frozen):
     layout: Layout | None = None
     dtype: Dtype | None = None
     quantize_base: Quantization | None = None
+    optimizer_states: OptimizerStates | None = None
     max_tokens: int | None = None
     bin_tokens: int | None = None
     weight_decay: float | None = None

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Quantization
+from longshore.training import Dtype, OptimizerStates, Quantization
 from shared.fence import Fence
 from shared.field_rules import only
 from shared.jobs.job import WorkerPlan
@@ -19,6 +19,7 @@ class WorkerKey(Frozen):
     layout: Layout
     dtype: Dtype
     quantize_base: Quantization | None = None
+    optimizer_states: OptimizerStates = "float32"
     engine: EngineName = "megatron"
     threads_per_rank: int = 1
 

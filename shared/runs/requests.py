@@ -10,10 +10,12 @@ from longshore.losses import PPO, PolicyLoss
 from longshore.training import (
     DTYPE_DESCRIPTION,
     QUANTIZE_DESCRIPTION,
+    STATES_DESCRIPTION,
     Dtype,
     DtypeChoice,
     Lora,
     ModelUri,
+    OptimizerStates,
     Quantization,
     SessionRun,
     Trainable,
@@ -72,6 +74,7 @@ class _DatasetRun(Frozen):
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
@@ -215,6 +218,7 @@ class RLRun(Frozen):
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )

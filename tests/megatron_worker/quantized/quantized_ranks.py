@@ -1,4 +1,7 @@
-"""What ranks do with a quantized base: `python -m tests.megatron_worker.quantized.quantized_ranks OUT TRIALS`."""
+"""What ranks do with a quantized base, and with moments in 8 bits:
+
+`python -m tests.megatron_worker.quantized.quantized_ranks OUT TRIALS`
+"""
 
 import json
 from pathlib import Path
@@ -9,8 +12,11 @@ from pydantic import BaseModel
 from longshore.layout import Layout
 from longshore.training import Lora, Quantization
 from megatron_worker.megatron.engine import MegatronEngine
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import LORA as ENGINES_LORA
 from tests.megatron_worker.parallel_ranks import SFT_LOSS, scores, sft_bins, step
 from tests.megatron_worker.quantized.whole_models import write_whole
+from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.trials import given_trials
 
 LORA = Lora(rank=3, alpha=6, targets=("q_proj", "down_proj"))  # other linears have a backward of their own
@@ -19,7 +25,22 @@ LORA = Lora(rank=3, alpha=6, targets=("q_proj", "down_proj"))  # other linears h
 class Trial(BaseModel):
     model: Path
     layout: Layout
-    quantize: Quantization
+    quantize: Quantization | None = None  # none: moments in 8 bits
+
+
+def resumed(trial: Trial, out: Path) -> None:
+    """Train six steps, and the last three of them again from a checkpoint."""
+    steps = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s % 3) for s in range(6))]
+    for name, before, own in (("end", None, steps), ("again", out / "middle", steps[3:])):
+        engine = MegatronEngine(trial.model, trial.layout, "float32", optimizer_states="8bit")
+        engine.add_adapter("run", ENGINES_LORA, seed=3)
+        if before is not None:
+            engine.load(before)
+        train(engine, own[:-3])
+        if before is None:
+            engine.save(out / "middle")
+        train(engine, own[-3:])
+        engine.save(out / name)
 
 
 def trained(engine: MegatronEngine) -> list[list[float]]:
@@ -35,6 +56,9 @@ def trained(engine: MegatronEngine) -> list[list[float]]:
 def main() -> None:
     for trial, results in given_trials(Trial):
         name = f"{trial.model.name}-{trial.layout.label}"
+        if trial.quantize is None:
+            resumed(trial, results / name)
+            continue
         engine = MegatronEngine(trial.model, trial.layout, "float32", quantize=trial.quantize)
         named = {name: tensor.clone() for name, tensor in engine.named_weights()}
         whole = results / f"{name}-whole-{engine.facts.rank}"

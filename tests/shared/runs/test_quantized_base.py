@@ -46,6 +46,9 @@ def test_a_quantized_base_is_of_adapters_beside_megatron_s(make):
         make(quantize_base="int8", engine="fsdp")
     with pytest.raises(ValidationError, match="'nf4', 'int8' or 'fp8'"):
         make(quantize_base="int4")
+    assert make(optimizer_states="8bit", trainable=Full()).optimizer_states == "8bit"
+    with pytest.raises(ValidationError, match="optimizer_states: the engine fsdp holds moments in float32; use meg"):
+        make(optimizer_states="8bit", engine="fsdp")
 
 
 def test_rollouts_say_how_far_a_sampler_may_be_off():
@@ -58,3 +61,4 @@ def test_rollouts_say_how_far_a_sampler_may_be_off():
 def test_a_worker_serves_runs_of_the_same_base_alone():
     keys = {WorkerKey.of(plan(quantize_base=kind)) for kind in (None, "nf4", "int8", "fp8", "nf4")}
     assert len(keys) == 4
+    assert WorkerKey.of(plan(optimizer_states="8bit")) not in keys
