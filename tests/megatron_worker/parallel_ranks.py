@@ -30,7 +30,7 @@ from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
 from tests.megatron_worker.differences import GRADIENTS
-from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
+from tests.megatron_worker.rows import bin_of, empty_bin, random_rows, routed
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.trials import given_trials
@@ -212,7 +212,13 @@ def start_rounded(model: Path, layout: Layout, kind: str, adapter: Path, dtype: 
 
 def run_rounded(model: Path, layout: Layout, adapter: Path, out: Path, dtype: Dtype = "bfloat16") -> None:
     for kind in KINDS:
-        note_step(start_rounded(model, layout, kind, adapter, dtype), STEPS[0][0], SFT_LOSS, out / kind)
+        engine = start_rounded(model, layout, kind, adapter, dtype)
+        note_step(engine, with_routes(engine, STEPS[0][0]), SFT_LOSS, out / kind)
+
+
+def with_routes(engine: MegatronEngine, bins: Bins) -> Bins:
+    """The bins with experts for their tokens: rounding would turn some choices, and each of those is no rounding."""
+    return [routed(engine.facts.routes, batch, number) for number, batch in enumerate(bins)]
 
 
 def refuse(model: Path, layout: Layout, out: Path, adapter: Path, damaged: Path) -> None:

@@ -6,24 +6,18 @@
 from pathlib import Path
 
 from longshore.layout import Layout
-from megatron_worker.megatron.engine import MegatronEngine
 from tests.megatron_worker.parallel_ranks import (
     KINDS,
     LEARNING_RATES,
     STEPS,
-    Bins,
     Trial,
     note,
     note_step,
     start,
     step,
+    with_routes,
 )
-from tests.megatron_worker.replayed import routed
 from tests.megatron_worker.trials import given_trials
-
-
-def routed_bins(engine: MegatronEngine, bins: Bins) -> Bins:
-    return [routed(engine, batch, number) for number, batch in enumerate(bins)]
 
 
 def measure(model: Path, layout: Layout, out: Path) -> None:
@@ -31,8 +25,8 @@ def measure(model: Path, layout: Layout, out: Path) -> None:
     for kind in KINDS:
         engine = start(model, layout, kind)
         for name, (bins, loss) in {"rows": STEPS[0], "trees": STEPS[1]}.items():
-            note_step(engine, routed_bins(engine, bins), loss, out / kind / name)
-        history = [step(engine, routed_bins(engine, bins), loss, LEARNING_RATES[kind]) for bins, loss in STEPS]
+            note_step(engine, with_routes(engine, bins), loss, out / kind / name)
+        history = [step(engine, with_routes(engine, bins), loss, LEARNING_RATES[kind]) for bins, loss in STEPS]
         note(engine, out / kind / "history.json", history)
         engine.save(out / kind / "end")
 

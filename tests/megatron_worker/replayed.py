@@ -27,14 +27,6 @@ from shared.chat.completions import Sampling
 from tests.megatron_worker.rows import Row
 
 
-def routed(engine: MegatronEngine, batch: Batch, seed: int) -> Batch:
-    """The bin with a random route of each token."""
-    shape, generator = engine.facts.routes, torch.Generator().manual_seed(seed)
-    assert shape is not None
-    scores_TLE = torch.rand(len(batch.token_id_T), shape.num_layers, shape.num_experts, generator=generator)
-    return dataclasses.replace(batch, route_TLK=scores_TLE.topk(shape.per_token).indices.to(torch.uint8))
-
-
 def routers_of(engine: MegatronEngine) -> list[Router]:
     return [module for module in engine._model._gpt.modules() if isinstance(module, Router)]
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
+from shared.jobs.packed import RouteShape
 
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
@@ -196,3 +197,12 @@ def reference_steps(
         optimizer.zero_grad()
         history.append((float(loss.detach()), float(norm)))
     return history
+
+
+def routed(routes: RouteShape | None, batch: Batch, seed: int) -> Batch:
+    """The bin with a random route of each token, if the model has experts."""
+    if routes is None:
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    scores_TLE = torch.rand(len(batch.token_id_T), routes.num_layers, routes.num_experts, generator=generator)
+    return dataclasses.replace(batch, route_TLK=scores_TLE.topk(routes.per_token).indices.to(torch.uint8))

@@ -39,12 +39,11 @@ from tests.megatron_worker.replayed import (
     as_rows,
     drawn,
     noted_routes,
-    routed,
     routes_of,
     with_noise,
     with_own_routes,
 )
-from tests.megatron_worker.rows import VOCAB_SIZE, bin_of, distinct_model
+from tests.megatron_worker.rows import VOCAB_SIZE, bin_of, distinct_model, routed
 from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
 from tests.megatron_worker.trials import run_trials
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, workshop_of_ids, write_plan
@@ -109,7 +108,7 @@ def test_steps_by_the_trainers_own_routes_are_the_steps_without_to_the_bit(model
 
 def test_every_forward_takes_the_routes_that_it_is_given(model: Path) -> None:
     engine, (bins, loss) = start(model, Layout(), "full"), STEPS[0]
-    batch = routed(engine, bins[0], 3)
+    batch = routed(engine.facts.routes, bins[0], 3)
     assert batch.route_TLK is not None
     with noted_routes(engine) as found:
         with torch.no_grad():
@@ -145,7 +144,7 @@ def test_passes_that_are_computed_again_take_the_same_routes(model: Path, tmp_pa
             layer.mlp = Again(layer.mlp)
     gradients = []
     for engine in engines:
-        bins = [routed(engine, batch, 5 + number) for number, batch in enumerate(STEPS[0][0][:2])]
+        bins = [routed(engine.facts.routes, batch, 5 + number) for number, batch in enumerate(STEPS[0][0][:2])]
         scores = [engine.forward(batch, Outputs()) for batch in bins]
         sum(each.logprob_N.sum() for each in scores if each.logprob_N is not None).backward()
         gradients.append({name: p.grad for name, p in engine._model.parameters.items()})
