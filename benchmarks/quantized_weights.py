@@ -1,6 +1,6 @@
 """A LoRA's base in 4 and 8 bits beside one in bfloat16: bytes of the weights, and loss after 50 steps.
 
-    python -m benchmarks.quantized_weights [--models small ...] [--out benchmarks/results/quantized_weights.json]
+    python -m benchmarks.quantized_weights [--models dense ...] [--out benchmarks/results/quantized_weights.json]
 
 Models with random weights are first trained whole on text in which four tokens may follow each; then an adapter
 learns text in which those of every other token are others. What counts is the loss on rows of it that are held out, by

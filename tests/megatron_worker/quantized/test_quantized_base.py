@@ -6,10 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.quantized.block_codes import CODES
+from megatron_worker.warm_engine import build_engine
+from shared.jobs.job import SessionPlan
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, furthest, gradient
 from tests.megatron_worker.quantized.quantized_ranks import Trial
@@ -109,6 +112,20 @@ def test_bytes_of_the_base_are_those_of_its_codes_and_go_away_and_come_back(mode
 def test_it_is_never_trained(model):
     with pytest.raises(AssertionError, match="frozen"):
         start(model, "nf4").train_full(Full())
+
+
+def test_a_job_s_engine_is_as_its_plan_says(model):
+    nothing = Artifact(uri="file:///x", sha256="0" * 64)
+    fields = {"run_id": "r", "job_id": "000001", "model": nothing, "trainable": LORA, "max_tokens": 64}
+    engine = build_engine(SessionPlan(**fields, quantize_base="int8", optimizer_states="8bit"), model)
+    engine.add_adapter("run", LORA, seed=3)
+    expected = MegatronEngine(model, Layout(), "float32", quantize="int8", optimizer_states="8bit")
+    expected.add_adapter("run", LORA, seed=3)
+    plain = build_engine(SessionPlan(**fields), model)
+    plain.add_adapter("run", LORA, seed=3)
+    assert engine.memory() == expected.memory()
+    assert engine.memory().parts["weights"].device < plain.memory().parts["weights"].device
+    assert engine.memory().parts["optimizer"].device < plain.memory().parts["optimizer"].device
 
 
 def test_it_takes_adapters_beside_some_linears_and_none(model, tmp_path):
