@@ -88,7 +88,7 @@ class SessionRun(Frozen):
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")

@@ -53,6 +53,11 @@ def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO
     return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.lora.scale)[None]
 
 
+def factor_names(linear: str) -> tuple[str, str]:
+    """Return what the factors of a linear's adapter are called."""
+    return _a(linear), _b(linear)
+
+
 def _a(linear: str) -> str:
     return f"{PREFIX}{linear}.lora_A.weight"
 

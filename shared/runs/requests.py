@@ -57,7 +57,7 @@ class _DatasetRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
@@ -198,7 +198,7 @@ class RLRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
