@@ -111,6 +111,9 @@ class _HasBase(Protocol):
     def engine(self) -> EngineName: ...
 
     @property
+    def layout(self) -> Layout: ...
+
+    @property
     def trainable(self) -> Lora | Full: ...
 
     @property
@@ -123,14 +126,17 @@ class _HasBase(Protocol):
 HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
 
 
-def memory_fields_fit(asked: HasBaseT) -> HasBaseT:
-    """Validate models that have these fields. Raises ValueError for a quantized base that is trained; and for fsdp."""
+def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
+    """Validate models that have these fields. Raises ValueError for what an engine, or nobody, computes."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
     if asked.quantize_base is not None and asked.engine != "megatron":
         raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
     if asked.optimizer_states != "float32" and asked.engine != "megatron":
         raise ValueError(f"optimizer_states: the engine {asked.engine} holds moments in float32; use megatron")
+    are_split = asked.engine == "fsdp" and asked.layout.tp > 1
+    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
+        raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
     return asked
 
 
@@ -163,7 +169,7 @@ class SessionRun(Frozen):
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
@@ -180,7 +186,7 @@ class SessionRun(Frozen):
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:

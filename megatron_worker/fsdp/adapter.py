@@ -45,16 +45,20 @@ class FsdpAdapter:
             if ".lora_A." in s.name:
                 self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
-    def low(self, linear: str, input_TI: Tensor) -> Tensor:
+    def factors(self, linear: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of a linear's adapter."""
+        return self.parameters[_a(linear)], self.parameters[_b(linear)]
+
+    def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
         """Return what A makes of a linear's input, [T, R]. It drops some of that where masks are drawn."""
-        seen_TI = dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank))
-        return F.linear(seen_TI, self.parameters[_a(linear)])
+        return F.linear(dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank)), a_RI)
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
         """Return what the output layer's adapter adds for some targets, if it has one."""
         if OUTPUT not in self.scales:
             return None
-        return BesideHead(self.low(OUTPUT, hidden_NH) * self.scales[OUTPUT], self.parameters[_b(OUTPUT)])
+        a_RH, b_VR = (counted_by(self._ranks.tp_rank == 0, factor) for factor in self.factors(OUTPUT))
+        return BesideHead(self.low(OUTPUT, hidden_NH, a_RH) * self.scales[OUTPUT], b_VR)
 
     def new_optimizer(self) -> FsdpOptimizer:
         """Return an optimizer that trains this adapter."""
@@ -65,8 +69,18 @@ def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO
     """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T."""
     if linear not in adapter.scales:
         return output_1TO
-    low_TR = adapter.low(linear, input_1TI[0])
-    return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.scales[linear])[None]
+    a_RI, b_OR = adapter.factors(linear)
+    return add_low(adapter, linear, adapter.low(linear, input_1TI[0], a_RI), b_OR, output_1TO)
+
+
+def add_low(adapter: FsdpAdapter, linear: str, low_TR: Tensor, b_OR: Tensor, output_1TO: Tensor) -> Tensor:
+    """Add to a linear's output what B, or this rank's part of it, makes of what A made."""
+    return torch.addmm(output_1TO[0], low_TR, b_OR.t(), alpha=adapter.scales[linear])[None]
+
+
+def counted_by(this_rank: bool, factor: Tensor) -> Tensor:
+    """Return a factor whose gradient is of zeros on the other tensor-parallel ranks. They go backward all the same."""
+    return factor if this_rank else factor.detach() + 0 * factor
 
 
 def _a(linear: str) -> str:

@@ -36,10 +36,11 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
-        layout: data parallel alone. `torch.distributed` must be initialised with its world size, unless that is 1.
+        layout: of data and tensor parallelism. `torch.distributed` must be initialised with its world
+            size, unless that is 1.
 
     Raises:
-        InvalidInput: the folder cannot be used, the layout splits more than data, or the model is one that we do not
+        InvalidInput: the folder cannot be used, the layout splits something else, or the model is one that we do not
             compute. The same on every rank.
     """
 
@@ -71,7 +72,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             if is_generic(architecture):
                 probe(self._model)
         sizes = architecture.vocab_size, architecture.hidden_size, self._model.windows
-        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
+        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.dp_rank, ranks.dp_size, *sizes)
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
@@ -147,7 +148,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}
-        return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum)
+        return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum_over_dp)
 
     def zero_grad(self) -> None:
         self._forget()

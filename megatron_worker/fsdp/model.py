@@ -12,20 +12,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from longshore.layout import Layout
 from longshore.training import LINEARS
 from megatron_worker.engine import Batch
-from megatron_worker.families import is_generic, read_architecture
+from megatron_worker.families import architecture_of, is_generic, read_config
 from megatron_worker.families.rope import check_lengths
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
 from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
 from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.fsdp.tensor_parallel import add_split_adapter, slice_of, split_by_plan, split_dimension
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.mixers.tree_attention import plan_forest
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT
-from shared.models.shape import check_family
+from shared.models.shape import check_layout, shape_of
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 Computed = Callable[[Any], dict[str, Tensor]]
@@ -66,11 +68,14 @@ class FsdpModel:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.architecture = read_architecture(folder)
-        check_family("fsdp", self.architecture.family)
+        config = read_config(folder, any_family=True)
+        check_layout(Layout(tp=ranks.tp_size, dp=ranks.dp_size), shape_of(config), "fsdp")
+        self.architecture = architecture_of(config)
         self._ranks, self.dtype, self.device = ranks, dtype, ranks.device
         self.windows: frozenset[int | None] = frozenset()
         headed = _Headed(_on_meta(folder, dtype))
+        self._styles = split_by_plan(headed.causal_lm, ranks)
+        splits = {name: split_dimension(p) for name, p in headed.named_parameters()}
         self._root = _shard(headed, ranks)
         self._root.to_empty(device=ranks.device)
         _make_buffers(headed.causal_lm, is_bounded=not is_generic(self.architecture))
@@ -85,7 +90,7 @@ class FsdpModel:
                 self.slices += stacked_slices(name, shape, ranks.size)
                 name, local = on_rank(name, ranks.rank), local.flatten(0, 1)
             else:
-                self.slices.append(TensorSlice(name, name, shape, 0, 0, shape[0]))
+                self.slices.append(slice_of(name, p, splits[full_name]))
             self.parameters[name], self.shards[name] = p, local
         self._linears = _linears(headed.causal_lm)
         self._adapter: FsdpAdapter | None = None
@@ -97,7 +102,13 @@ class FsdpModel:
 
     def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
-            return output_1TO if self._adapter is None else add_adapter(self._adapter, name, inputs[0], output_1TO)
+            if self._adapter is None:
+                return output_1TO
+            if self._ranks.tp_size > 1:
+                return add_split_adapter(
+                    self._adapter, name, self._styles.get(name), inputs[0], output_1TO, self._ranks
+                )
+            return add_adapter(self._adapter, name, inputs[0], output_1TO)
 
         return add
 
@@ -196,9 +207,10 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
     """Shard the parameters: they are gathered for one layer at a time, and freed at once."""
     # Sums, never means, in float32 whatever the weights are in.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in _layers(headed.causal_lm):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
-    root: Any = fully_shard(headed, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
+    how: Any = {"mesh": ranks.mesh["dp"], "mp_policy": policy, "reshard_after_forward": True}
+    for layer in _layers(headed.causal_lm):  # along the dimension that tensor parallelism has split
+        fully_shard(layer, shard_placement_fn=split_dimension, **how)
+    root: Any = fully_shard(headed, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

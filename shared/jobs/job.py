@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Trainable, memory_fields_fit
+from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Trainable, fields_fit_engine
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import Loss, is_policy_loss, reference_of, scores_old
@@ -75,7 +75,7 @@ class WorkerPlan(Frozen):
     after: Literal["offload", "keep"] = "offload"
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
     # What differs between kinds of plans, so that whoever handles a plan need not ask for its kind.
 

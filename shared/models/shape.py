@@ -278,7 +278,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     if layout.pp > 1 and shape.needs_one_stage:
         what = "keys and values that layers share, and embeddings of each layer"
         raise InvalidInput(f"pp={layout.pp}: stages do not pass on {what}", "layout.pp")
-    _check_experts(layout, shape)
+    _check_experts(layout, shape, engine)
 
 
 def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
@@ -288,12 +288,14 @@ def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
         raise InvalidInput(f"max_tokens={max_tokens}: {rule}", "max_tokens")
 
 
-def _check_experts(layout: Layout, shape: ModelShape) -> None:
+def _check_experts(layout: Layout, shape: ModelShape, engine: EngineName) -> None:
     if not shape.num_experts:
         for name, degree in (("ep", layout.ep), ("etp", layout.etp)):
             if degree > 1:
                 raise InvalidInput(f"{name}={degree}: the model has no experts to split", f"layout.{name}")
         return
+    if engine == "fsdp" and layout.tp > 1:
+        raise InvalidInput("tp: the engine fsdp splits no experts: use dp, or the engine megatron", "layout.tp")
     if layout.tp > 1 and not layout.sp:
         raise InvalidInput("a model with experts needs sp with tp: each rank routes tokens of its own", "layout.sp")
     if shape.num_experts % layout.ep:

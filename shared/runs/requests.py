@@ -19,7 +19,7 @@ from longshore.training import (
     Quantization,
     SessionRun,
     Trainable,
-    memory_fields_fit,
+    fields_fit_engine,
 )
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
@@ -70,7 +70,7 @@ class _DatasetRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
@@ -94,7 +94,7 @@ class _DatasetRun(Frozen):
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
@@ -214,7 +214,7 @@ class RLRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
@@ -250,7 +250,7 @@ class RLRun(Frozen):
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _memory_fields_fit = model_validator(mode="after")(memory_fields_fit)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Layouts of the FSDP engine give what one rank gives: experts shared out over ranks."""
+"""Layouts of the FSDP engine give what one rank gives: linears split by plans, experts shared out over ranks."""
 
 from pathlib import Path
 
@@ -21,6 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25, 60, 8], seed=step) for step in range(5))]
 LAYOUTS = {
+    "qwen3": [Layout(tp=2, dp=2)],  # norms of heads
+    "qwen2": [Layout(tp=2)],  # biases
+    "phi3": [Layout(tp=2)],  # fused linears, whose outputs are gathered
     "qwen3_moe": [Layout(dp=3)],  # four experts: ranks have two, two and none
 }
 RUNS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
@@ -73,6 +76,17 @@ def test_layouts_give_what_one_rank_gives(single, tmp_path, family, layout):
         assert checkpoint_bytes(ours / "end") == checkpoint_bytes(ours / "resumed")
     ours, theirs = (tensors(folder / "trees" / "optimizer") for folder in (tmp_path, expected))
     assert furthest(ours, theirs) <= 1e-5 * max(1.0, *(float(t.abs().max()) for t in theirs.values()))
+
+
+# Tensor parallelism.
+
+
+def test_a_model_without_a_plan_and_sizes_that_do_not_split_are_refused(tmp_path):
+    folder = unknown_model(tmp_path / "stablelm", "stablelm")
+    fork_ranks("tests.megatron_worker.fsdp_layout_ranks", "refused", str(folder), "no `tp_plan`", num_ranks=2)
+    odd = unknown_model(tmp_path / "granite", "granite", intermediate_size=190)
+    rule = "tp * dp = 4 does not divide the 190 of model.layers.0.mlp.gate_proj.weight that are split"
+    fork_ranks("tests.megatron_worker.fsdp_layout_ranks", "refused", str(odd), rule, num_ranks=4)
 
 
 # Experts.

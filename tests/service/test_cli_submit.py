@@ -111,8 +111,8 @@ def test_an_engine_is_chosen(service: Service, options) -> None:
     for command in (options, ["submit", "rl", "--model", "org/tiny"]):
         run = service.cli("get", service.cli(*command, "--engine", "fsdp", "--dp", "2").stdout.strip(), "--json").json
         assert (run["run"]["engine"], run["run"]["layout"]["dp"]) == ("fsdp", 2)
-        refused = service.cli(*command, "--engine", "fsdp", "--tp", "2")
-        assert refused.code == 2 and "shards weights by dp alone" in refused.stderr, refused
+        refused = service.cli(*command, "--engine", "fsdp", "--pp", "2")
+        assert refused.code == 2 and "linears by tp alone" in refused.stderr, refused
 
 
 def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(service: Service) -> None:

@@ -168,7 +168,7 @@ def test_a_job_goes_on_from_what_was_published() -> None:
             "greater",
         ),
         ({"longshore": {"rank": 0}}, "longshore.rank", "greater"),
-        ({"longshore": {"layout": {"tp": 2, "dp": 2}, "engine": "fsdp"}}, "longshore", "fsdp"),
+        ({"longshore": {"layout": {"pp": 2, "dp": 2}, "engine": "fsdp"}}, "longshore", "fsdp"),
         ({"longshore": {"group_size": 3}}, "longshore.group_size", "no such field"),
         ({"longshore": {"full": True, "rank": 3}}, "longshore", "no adapter"),
         ({"longshore": {"prompt_field": "q", "format": "auto"}}, "training_file", "go together"),
