@@ -18,6 +18,7 @@ from torch.nn.utils import skip_init
 from megatron_worker.families.architecture import Architecture, NormedBlock
 from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.megatron.attention import BinPlan, attend, rotate, whole_context
+from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.megatron.parallel.collectives import own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -101,6 +102,8 @@ class NormedLayer(torch.nn.Module):
         self.pre_mlp_layernorm, self.post_mlp_layernorm = before(), norm(config, size, eps)
         self.self_attention = build_module(self_attention, config=config, layer_number=layer_number)
         self.mlp = build_module(mlp, config=config)
+        if isinstance(self.mlp, MegatronExperts):  # which norm what they take themselves
+            self.pre_mlp_layernorm = torch.nn.Identity()
         self.per_layer = PerLayerBlock(block, config, norm) if block.per_layer_size else None
 
     def forward(self, hidden_states: Tensor, attention_mask: LayerInputs, **_: object) -> tuple[Tensor, None]:
