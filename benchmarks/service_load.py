@@ -7,7 +7,7 @@ Starts `longshore dev` in a temporary folder, with rate limits and quotas out of
 their times whether or not earlier ones were answered, and a latency is counted from the time at which a request was due
 (so that a service that stalls is not asked less). `list`: one client asks for pages of a list of so many runs. `queue`:
 runs are submitted by 16 clients, one worker drains some, the rest are cancelled; every run must have ended once, in
-one workflow, on one lease at most. Then again, in waves. `memory_mb`: resident memory of each process, before, at each
+one workflow, on one lease at most. Then again, in waves. `memory_mb`: what each process holds, before, at each
 wave's peak and after it; it is flat where the last wave's peak is at most a tenth above the first's. `halved`: so many
 runs are submitted, every second one is cancelled at once, and the others end by themselves; all must end, and
 `peak_mb` is what all processes but workers held together, W&B's included. W&B is written as it is by default: offline.

@@ -1,4 +1,7 @@
-"""What the processes of a stack hold and use: resident memory over watched spans of time, and processor seconds."""
+"""What the processes of a stack hold and use: memory over watched spans of time, and processor seconds.
+
+Memory is the proportional set size: a page that forked processes share counts once among them all.
+"""
 
 import asyncio
 import math
@@ -18,11 +21,11 @@ _FLAT = 0.1
 
 
 class Memory:
-    """What the processes of a stack hold, in MB of resident memory: at first, and over watched spans of time."""
+    """What the processes of a stack hold, in MB: at first, and over watched spans of time."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._before = _rss_mb(root)
+        self._before = _held_mb(root)
         self._peaks: list[dict[str, float]] = []
         self._after: list[dict[str, float]] = []
         self._totals: list[float] = []
@@ -34,14 +37,14 @@ class Memory:
         yield
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        self._after.append(await asyncio.to_thread(_rss_mb, self._root))
+        self._after.append(await asyncio.to_thread(_held_mb, self._root))
 
     async def _watch(self) -> None:
         peak: dict[str, float] = {}
         self._peaks.append(peak)
         self._totals.append(0.0)
         while True:
-            now = await asyncio.to_thread(_rss_mb, self._root)
+            now = await asyncio.to_thread(_held_mb, self._root)
             for role, held in now.items():
                 peak[role] = max(held, peak.get(role, 0.0))
             together = sum(held for role, held in now.items() if role != "worker")
@@ -69,8 +72,8 @@ class Memory:
         }
 
 
-def _rss_mb(root: Path) -> dict[str, float]:
-    return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_info().rss / 1e6).items()}
+def _held_mb(root: Path) -> dict[str, float]:
+    return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_full_info().pss / 1e6).items()}
 
 
 def processor_s(root: Path) -> dict[str, float]:
@@ -83,7 +86,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
     found: dict[str, list[float]] = {}
     for process in psutil.process_iter():
         try:
-            command = process.cmdline()
+            command = [word for word in process.cmdline() if word]  # a renamed process has empty ones behind
             if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
                 found.setdefault(_role(command), []).append(value(process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -94,7 +97,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
 def _role(command: Sequence[str]) -> str:
     words = " ".join(command)
     roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
-    roles |= {"service.dev.supervisor": "supervisor"}
+    roles |= {"service.dev.supervisor": "supervisor", "multiprocessing.forkserver": "fork servers"}
     if "service.host" in words:
         return f"{command[-1]} host"
     return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)

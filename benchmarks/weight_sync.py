@@ -37,6 +37,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -51,8 +52,8 @@ from megatron_worker.engine import Batch, Engine
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import LastSent
-from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget
+from megatron_worker.weight_sync.transports.table import why_not
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget, Transport
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 
@@ -77,7 +78,7 @@ BACKENDS = (
 def why_not_here(backend: str, device: torch.device) -> str | None:
     if backend == "delta by store":
         return "there is no such way: what is published is whole, and samplers load it from its folder"
-    transport = next((one for one in TRANSPORTS if one == backend), None)
+    transport = next((one for one in get_args(Transport) if one == backend), None)
     return why_not(transport, device) if transport is not None else None
 
 

@@ -47,7 +47,7 @@ from shared.settings import DownloadSettings, Settings
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths
 from workflows.rollouts import requests as rollout_requests
-from workflows.training.job_plan import rl_job
+from workflows.training.job_plan import replayed_routes, rl_job
 
 _FENCE = Fence(epoch=1)
 _POLL_S = 0.02
@@ -129,13 +129,14 @@ class Loop:
         assert state.rollouts is not None
         self._start, self._state, self._data, self._settings = start, state, state.rollouts, settings
         self._samplers, self._place = samplers, place
+        self._routes = replayed_routes(start.run, state.shape)
         self._policies = [Policy(after_step=0, version=0, adapter=state.adapter)]
 
     def step(self, number: int, worker: WorkerProcess) -> StepStatus:
         """Sample, grade, group and train; then look at held-out prompts, where that is due."""
         run, data = self._start.run, self._data
         samples = rollout_requests.step_samples(
-            self._start, self._state.model, data.prompts, self._policies, number, self._place
+            self._start, self._state.model, data.prompts, self._policies, number, self._place, self._routes
         )
         sampled, graded = self._graded(samples)
         wanted = rollout_requests.groups_request(run, sampled.completions, graded.grades, number)
@@ -172,6 +173,7 @@ class Loop:
                 step=step.model_copy(update={"metrics": {}}),
                 policy_version=state.policy_version,
                 vocab_size=state.shape.vocab_size,
+                routes=self._routes,
             )
         )
         metrics = step.metrics | packed.metrics

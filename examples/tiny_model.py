@@ -7,16 +7,13 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+from shared.models.config import Family
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
-
-Family = Literal[
-    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
-    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
-]  # fmt: skip
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

@@ -1,6 +1,6 @@
 """Commands of a session and their results: a client trains a slot by sending commands, which are done one by one."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,14 @@ MAX_TOP_K = 128
 MAX_ANSWER = 1_000_000
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+Effect = Literal["nothing", "slot", "saved_state"]
+"""What a command changes, which every class of commands says.
+
+`nothing`: a worker that goes on from a saved state does not do it again. `slot`: gradients or weights; its own error
+drops the gradients accumulated so far. `saved_state`: its result waits until the state that it saves is in the store.
+"""
 
 
 class Datum(Frozen):
@@ -91,6 +99,7 @@ class _OnData(_Options):
 class ForwardOptions(_Options):
     """A `forward` but for its data."""
 
+    effect: ClassVar[Effect] = "nothing"
     kind: Literal["forward"] = "forward"
     entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
@@ -115,6 +124,7 @@ class Forward(ForwardOptions, _OnData):
 class ForwardBackwardOptions(_Options):
     """A `forward_backward` but for its data."""
 
+    effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"
     loss: Annotated[CrossEntropy | PolicyLoss, Field(discriminator="kind")] = CrossEntropy()
 
@@ -147,6 +157,7 @@ class ForwardBackward(ForwardBackwardOptions, _OnData):
 class OptimStep(Frozen):
     """Make one optimizer step: divide the accumulated gradients, clip them, update the weights, zero the gradients."""
 
+    effect: ClassVar[Effect] = "slot"
     kind: Literal["optim_step"] = "optim_step"
     learning_rate: float = Field(ge=0, le=10)
     optimizer: Adam = Adam()
@@ -161,6 +172,7 @@ class OptimStep(Frozen):
 class SaveState(Frozen):
     """Make weights and optimizer state durable, as of the last optimizer step."""
 
+    effect: ClassVar[Effect] = "saved_state"
     kind: Literal["save_state"] = "save_state"
     publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
 
@@ -172,13 +184,19 @@ class LoadState(Frozen):
     tenant, that trains the same shape on the same base. `save_state` says in `step` which state it saved.
     """
 
+    effect: ClassVar[Effect] = "saved_state"
     kind: Literal["load_state"] = "load_state"
     state: Annotated[str, pattern(f"^{CHECKPOINT_NAME}$", "a state's name: <session or run>:step-<n>")]
     optimizer: bool = Field(default=True, description="false: moments and step count begin at zero")
 
 
-Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState | LoadState, Field(discriminator="kind")]
+StoredAsSent = OptimStep | SaveState
+"""Commands whose file is the JSON that a client sends."""
+Asked = Annotated[Forward | ForwardBackward | StoredAsSent | LoadState, Field(discriminator="kind")]
 """The commands that a client may send. The service stores LoadState as LoadStored; the rest others make."""
+_KINDS: tuple[Any, ...] = get_args(get_args(Asked)[0])
+EFFECTS: dict[str, Effect] = {asked.model_fields["kind"].default: asked.effect for asked in _KINDS}
+"""By a command's kind."""
 
 
 class TokenScores(Frozen):

@@ -52,8 +52,8 @@ class Layout(Frozen):
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:
     """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
-    if engine == "fsdp" and layout != Layout(dp=layout.dp):
-        return f"the engine fsdp splits data and shards weights by dp alone: use dp, and no {layout.label}"
+    if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp):
+        return f"the engine fsdp splits data by dp and linears by tp alone: use these, and no {layout.label}"
     return None
 
 

@@ -1,18 +1,20 @@
 """What is trained, and how: an adapter or every weight, the optimizer, a session."""
 
-import math
-from typing import Annotated, Literal, Self, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.module_patterns import MAX_LENGTH, ModulePattern
 
 Linear = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj", "fc1_latent_proj", "fc2_latent_proj",
+    "qkv_proj", "gate_up_proj", "c_fc", "c_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
 ]  # fmt: skip
 LINEARS: tuple[Linear, ...] = get_args(Linear)
 DELTA_NET: tuple[Linear, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -23,30 +25,76 @@ MAMBA: tuple[Linear, ...] = ("in_proj",)
 """The linears of a Mamba-2 mixer that take adapters: PEFT refuses them beside its `out_proj`."""
 LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
 """The linears around experts that work in fewer dimensions than the model."""
+Target = Literal[Linear, "lm_head"]
+TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
+"""What an adapter can be beside: linears of layers, and the output layer."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["nf4", "int8", "fp8"]
+QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
+OptimizerStates = Literal["float32", "8bit"]
+STATES_DESCRIPTION = "how AdamW's two moments are held; 8bit: megatron alone"
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
+_LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
+_SORTED = AfterValidator(lambda layers: layers and tuple(sorted({*layers})))
+_PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
+
+
+def _pattern(expression: str) -> str:
+    ModulePattern(expression)
+    return expression
+
+
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH), AfterValidator(_pattern)]
+"""A regular expression over names of modules: Hugging Face's, such as `model.layers.0.self_attn.q_proj`."""
+Rank = Annotated[int, Field(ge=1, le=1024)]
+Alpha = Annotated[float, Field(gt=0)]
+_OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
+
+
 class Lora(Frozen):
-    """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
+    """Low-rank adapters beside linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
 
     The scale is alpha / rank, or alpha / sqrt(rank) where it is `rank_stabilized` (Kalajdzievski 2023,
-    arXiv:2312.03732).
+    arXiv:2312.03732). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
     """
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(default=16, ge=1, le=1024, description="rank of the two factors")
-    alpha: float = Field(default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
-    targets: tuple[Linear, ...] = Field(
-        default=LINEARS, min_length=1, description="linears with an adapter, of those that the model has"
+    rank: Rank = Field(default=16, description="rank of the two factors")
+    alpha: Alpha = Field(default=32.0, description="the adapter's output is scaled by alpha / rank")
+    targets: Annotated[tuple[Target, ...], _LISTED] = Field(
+        default=LINEARS,
+        min_length=1,
+        description="linears with an adapter, of those that the model has; all-linear: every one but lm_head",
     )
-
+    target_pattern: Pattern | None = Field(
+        default=None, description="instead of targets: a regular expression that the whole names of modules match"
+    )
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
+        default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
+    )
+    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], _PAIRED] = Field(
+        **_OF_PATTERNS, description="other ranks, by patterns that the ends of modules' names match, the first counts"
+    )
+    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], _PAIRED] = Field(
+        **_OF_PATTERNS, description="other alphas, by such patterns"
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass leaves out"
+    )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
 
+    @model_validator(mode="after")
+    def _targets_are_said_once(self) -> Self:
+        if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
+            raise ValueError("target_pattern says all of what is adapted: drop targets and layers")
+        return self
+
     @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+    def max_rank(self) -> int:
+        return max((self.rank, *(rank for _, rank in self.rank_pattern)))
 
 
 class Full(Frozen):
@@ -56,6 +104,40 @@ class Full(Frozen):
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
+
+
+class _HasBase(Protocol):
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def trainable(self) -> Lora | Full: ...
+
+    @property
+    def quantize_base(self) -> Quantization | None: ...
+
+    @property
+    def optimizer_states(self) -> OptimizerStates: ...
+
+
+HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
+
+
+def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
+    """Validate models that have these fields. Raises ValueError for what an engine, or nobody, computes."""
+    if asked.quantize_base is not None and asked.trainable.kind == "full":
+        raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
+    if asked.quantize_base is not None and asked.engine != "megatron":
+        raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
+    if asked.optimizer_states != "float32" and asked.engine != "megatron":
+        raise ValueError(f"optimizer_states: the engine {asked.engine} holds moments in float32; use megatron")
+    are_split = asked.engine == "fsdp" and asked.layout.tp > 1
+    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
+        raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+    return asked
 
 
 class Adam(Frozen):
@@ -87,9 +169,11 @@ class SessionRun(Frozen):
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
+    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
@@ -102,6 +186,7 @@ class SessionRun(Frozen):
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:

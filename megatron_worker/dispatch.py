@@ -105,7 +105,7 @@ class Dispatcher:
         match trainable:
             case Lora() if adapter is not None:
                 assert slot is not None
-                self.engine.load_adapter(slot, adapter, trainable, trainable=True)
+                self.engine.load_adapter(slot, adapter, trainable, trainable=True, seed=seed)
             case Lora():
                 assert slot is not None
                 self.engine.add_adapter(slot, trainable, seed)

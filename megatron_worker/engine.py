@@ -5,7 +5,7 @@ sharding, precision, offload). Every method is collective: all ranks call it, in
 except that `forward` and `forward_backward` take this data-parallel rank's own bins. A rank whose bins are used up
 while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
 
-Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each.
+Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each. Of routes: L layers with experts, K experts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from longshore.layout import Layout
 from longshore.training import Adam, Dtype, Full, Lora
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
+from shared.jobs.packed import RouteShape
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Batch:
 
     `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
     with: the columns of those names, or values that were computed at the start of the job.
+    `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
     """
 
     token_id_T: Tensor
@@ -42,6 +44,7 @@ class Batch:
     ref_logprob_N: Tensor
     sampler_logprob_N: Tensor
     sequence_N: Tensor
+    route_TLK: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -199,7 +202,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of an engine that do not change. `windows`: of its layers of attention (None: of those without)."""
+    """Properties of an engine that do not change.
+
+    Attributes:
+        windows: of its layers of attention (None: of those without).
+        routes: of its model's experts, where it takes a bin's.
+    """
 
     layout: Layout
     dtype: Dtype
@@ -210,6 +218,7 @@ class Facts:
     vocab_size: int
     hidden_size: int
     windows: frozenset[int | None] = frozenset({None})
+    routes: RouteShape | None = None
 
     @property
     def device_name(self) -> str:
@@ -272,8 +281,8 @@ class Engine(Protocol):
         """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
         ...
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        """A PEFT adapter from a folder, made active.
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
+        """A PEFT adapter from a folder, made active. `seed`: of its dropout.
 
         Raises InvalidInput when it is missing, damaged, or not of `lora`'s shape.
         """

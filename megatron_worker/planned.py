@@ -22,6 +22,7 @@ from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
 from shared.jobs.job import JobPlan, PackedData
 from shared.jobs.losses import is_policy_loss, reference_of, scores_old
+from shared.jobs.packed import RouteShape
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class PlannedSteps(Program):
         Args:
             before: the checkpoint that the job goes on from, or begins with.
         """
-        vocab_size = self.slot.dispatcher.facts.vocab_size
-        self.slot.ranks.agree(lambda: _check_probe(self.plan.probe, vocab_size))
+        facts = self.slot.dispatcher.facts
+        self.slot.ranks.agree(lambda: _check_probe(self.plan.probe, facts.vocab_size))
+        self.slot.ranks.agree(lambda: _check_routes(self.data.units.header.routes, facts.routes))
         self.slot.ranks.agree(lambda: self._load_reference(kept))
         yield None
         self.slot.ranks.agree(lambda: self._form_micro_batches(before))
@@ -206,6 +208,11 @@ def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
     for place, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
+
+
+def _check_routes(found: RouteShape | None, model: RouteShape | None) -> None:
+    if found is not None and found != model:
+        raise InvalidInput(f"routes of {found}, and the model's experts: {model}", "data.routes")
 
 
 def _agreed(slot: TrainedSlot, passes: Iterator[None]) -> Generator[None, None, None]:

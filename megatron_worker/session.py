@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.commands import (
+    EFFECTS,
     CommandProblem,
     CommandResult,
     ForwardBackwardOptions,
@@ -155,7 +156,7 @@ class SessionProgram(Program):
         if not self.slot.sums:
             self.slot.at = self.last
         self.slot.report.emit(events.Applied, command=number, kind=result.kind, failed=result.problem is not None)
-        if not isinstance(asked, Skip | Gap | ForwardOptions):
+        if EFFECTS.get(result.kind, "nothing") != "nothing":
             self._unsaved_s += seconds
         is_due = self._unsaved_s > self.plan.save_after_s or self.slot.at - self.slot.saved_at > MOST_UNSAVED
         if self.slot.ranks.largest([int(is_due)])[0]:

@@ -9,7 +9,7 @@ import torch
 
 from longshore.fields import Artifact
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Full, Lora
+from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Engine
 from megatron_worker.forwards.engine import ForwardEngine
@@ -30,17 +30,25 @@ _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read thei
 
 def build_engine(plan: WorkerPlan, model: Path) -> Engine:
     """Build the engine that a plan names, for a staged model folder."""
-    return new_engine(plan.engine, model, plan.layout, plan.dtype)
+    return new_engine(plan.engine, model, plan.layout, plan.dtype, plan.quantize_base, plan.optimizer_states)
 
 
-def new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> ForwardEngine:
-    """Build an engine. Its module is imported here, as that is slow."""
+def new_engine(
+    engine: EngineName,
+    model: Path,
+    layout: Layout,
+    dtype: Dtype,
+    quantize: Quantization | None = None,
+    states: OptimizerStates = "float32",
+) -> ForwardEngine:
+    """Build an engine. Its module is imported here, as that is slow. The last two are megatron's alone."""
     match engine:
         case "megatron":
             with slow_imports():
                 from megatron_worker.megatron.engine import MegatronEngine
-            return MegatronEngine(model, layout, dtype)
+            return MegatronEngine(model, layout, dtype, quantize=quantize, optimizer_states=states)
         case "fsdp":
+            assert quantize is None and states == "float32", "plans refuse them"
             with slow_imports():
                 from megatron_worker.fsdp.engine import FsdpEngine
             return FsdpEngine(model, layout, dtype)

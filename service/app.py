@@ -29,6 +29,7 @@ from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.listening import config
 from service.apis.native import automation as automation_api
 from service.apis.native import data as data_api
+from service.apis.native import exports as exports_api
 from service.apis.native import models as models_api
 from service.apis.native import run_files as run_files_api
 from service.apis.native import runs as native_api
@@ -87,7 +88,14 @@ TINKER_ROUTERS = (
     tinker_rest.router,
     tinker_downloads.router,
 )
-NATIVE_ROUTERS = (data_api.router, models_api.router, sessions_api.router, run_files_api.router, automation_api.router)
+NATIVE_ROUTERS = (
+    data_api.router,
+    models_api.router,
+    exports_api.router,
+    sessions_api.router,
+    run_files_api.router,
+    automation_api.router,
+)
 """Parts of the native API without a prefix of their own."""
 
 

@@ -21,6 +21,7 @@ from service.host_http.clients import HostClients
 from service.host_http.session_bells import SessionBells
 from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
+from service.inference.exports import Exports
 from service.inference.named_models import NamedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
@@ -72,6 +73,7 @@ class Backend:
         self.decoding = Decoding(settings)
         self.published = PublishedModels(store)
         self.names = NamedModels(self.published)
+        self.exports = Exports(settings, store, temporal, self.published)
         self.untrained = UntrainedModels(settings, temporal, store)
         self.art_models = ArtModels(store, self.published, self.untrained, self.quotas)
         self.inference = Inference(

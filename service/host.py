@@ -64,6 +64,7 @@ _AT_ONCE: dict[Pool | None, int] = {
     None: 32,
     "records": 16,
     "publishing": 8,
+    "exports": 2,  # each computes on a core
     "models": 16,
     "steps": 32,
     "looks": 16,
@@ -94,6 +95,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
     from activities.packing.pack import PackDataset
+    from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
     from activities.records.checkpoints import FindCheckpoint
     from activities.records.commands import CommandRecords
@@ -119,6 +121,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         commands.fill_gap,
         FindCheckpoint(host).find_checkpoint,
         Publish(host).publish,
+        Exports(host).export,
         resolve.resolve_model,
         resolve.resolve_adapter,
         Download(host).download,
@@ -142,13 +145,8 @@ def control_workflows() -> list[type]:
     """Return the workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
+    from workflows.services import single_activity
     from workflows.services.scheduled import ScheduledRunWorkflow
-    from workflows.services.single_activity import (
-        GraderWorkflow,
-        PreviewWorkflow,
-        TrackWorkflow,
-        UntrainedModelWorkflow,
-    )
     from workflows.services.webhook import WebhookWorkflow
     from workflows.session import SessionWorkflow
     from workflows.sft import SFTWorkflow
@@ -157,10 +155,11 @@ def control_workflows() -> list[type]:
         SFTWorkflow,
         RLWorkflow,
         SessionWorkflow,
-        PreviewWorkflow,
-        GraderWorkflow,
-        UntrainedModelWorkflow,
-        TrackWorkflow,
+        single_activity.PreviewWorkflow,
+        single_activity.GraderWorkflow,
+        single_activity.UntrainedModelWorkflow,
+        single_activity.ExportWorkflow,
+        single_activity.TrackWorkflow,
         ScheduledRunWorkflow,
         WebhookWorkflow,
         ServingWorkflow,

@@ -80,7 +80,7 @@ def sampler_ready_timeout_s(key: SamplerKey) -> float:
 # Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that
 # are not listed work on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
 # wait for nothing but the store, and no run can end without them: nothing else may ever queue before them.
-Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
+Pool = Literal["records", "publishing", "exports", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
     "begin": "records",
@@ -92,6 +92,7 @@ _POOLS: dict[str, Pool] = {
     "recover_steps": "records",
     "find_checkpoint": "records",
     "publish": "publishing",
+    "export": "exports",
     "resolve_model": "models",
     "resolve_adapter": "models",
     "pack_trajectories": "steps",

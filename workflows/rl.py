@@ -18,6 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.rollouts import RolloutSource
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import models
+    from workflows.training.job_plan import replayed_routes
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
     from workflows.training.steps import StepQueue
     from workflows.training.train_step import publish_policy, state_after, train_and_publish, unchanged
@@ -118,7 +119,12 @@ class RLWorkflow(ClientDrivenHandlers):
         """Sample, grade and train to the last step, or the target. False when this history is long enough."""
         assert state.rollouts is not None
         self._source = source = RolloutSource(
-            self._start, state.model, state.rollouts, list(state.policies), self._sampling
+            start=self._start,
+            model=state.model,
+            data=state.rollouts,
+            policies=list(state.policies),
+            sampling=self._sampling,
+            routes=replayed_routes(self._start.run, state.shape),
         )
         if self._steps.next == 1 and (beginning := await source.beginning(self._run, state)) is not None:
             self._steps.keep(beginning)

@@ -174,6 +174,8 @@ class SessionWorkflow(ClientDrivenHandlers):
             engine=run.engine,
             layout=run.layout,
             dtype=dtype_of(run),
+            quantize_base=run.quantize_base,
+            optimizer_states=run.optimizer_states,
             threads_per_rank=self._start.threads_per_rank,
             trainable=run.trainable,
             initial_adapter=state.adapter,

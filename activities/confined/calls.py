@@ -40,6 +40,8 @@ _PRELOADED = (
     "pyarrow.parquet",
     "activities.grading.grade",
     "activities.models.files",
+    "activities.models.gguf_file",
+    "activities.publishing.export_files",
     "activities.trajectories.pack_trajectories",
     "activities.tokenizing.preview",
     "activities.tokenizing.render_prompts",

@@ -83,8 +83,9 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
 
 def _spec_of(source: DatasetSource) -> FormatSpec:
     """Return the format that a source names; else that of prompts and completions in the fields that it names."""
-    named = prompt_completion(source.prompt_field or "prompt", source.completion_field or "completion")
-    return next((spec for spec in FORMATS if spec.name == source.format and spec.name != named.name), named)
+    if source.format in ("auto", "prompt_completion"):
+        return prompt_completion(source.prompt_field or "prompt", source.completion_field or "completion")
+    return next(spec for spec in FORMATS if spec.name == source.format)
 
 
 def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:

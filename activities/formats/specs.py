@@ -57,8 +57,8 @@ class FormatSpec:
     @property
     def read(self) -> frozenset[str]:
         """The columns that `example` reads."""
-        is_of_answers = self.name not in ("text", "tokenized")
-        context = (*PROMPT, "tools", "functions", "label") if is_of_answers else ()
+        has_answers = self.question is not None or self.has_pairs
+        context = (*PROMPT, "tools", "functions", "label") if has_answers else ()
         return frozenset((*self.fields, *self.more, *context, "weight"))
 
     @property

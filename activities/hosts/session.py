@@ -13,7 +13,7 @@ from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import newest_first
-from longshore.commands import CommandProblem, CommandResult
+from longshore.commands import EFFECTS, CommandProblem, CommandResult
 from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
 from shared.fence import Fence
@@ -36,8 +36,6 @@ _LOOK_EACH_S, _CLOSED_EACH_S = 3.0, 6.0
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
 _SKIP, _DROP = (Skip(drops=drops).model_dump_json().encode() for drops in (False, True))
-_CHANGES = ("forward_backward", "optim_step")  # kinds whose errors drop gradients
-_SAVES = ("save_state", "load_state")  # kinds of commands whose result waits for the state that they save
 
 
 class ApplyRequest(Frozen):
@@ -202,11 +200,12 @@ class _Applying:
 
         An `error`, such as of a device without memory, might not come again: its effect does, as the client knows it.
         """
-        if head.kind == "forward":
+        effect = EFFECTS.get(head.kind)
+        if effect == "nothing":
             return _SKIP
         if head.kind == "gap" or (problem := self._problem(number)) is None or problem.kind != "error":
             return data
-        return _DROP if head.kind in _CHANGES else _SKIP
+        return _DROP if effect == "slot" else _SKIP
 
     def _problem(self, number: int) -> CommandProblem | None:
         return _ResultHead.model_validate_json(self._store.get_bytes(self._keys.command_result(number))).problem
@@ -265,7 +264,7 @@ class _Applying:
         except FileNotFoundError:
             return False
         result = _ResultHead.model_validate_json(data)
-        if result.kind in _SAVES and result.step is not None:
+        if _saves_state(result.kind) and result.step is not None:
             # A newer state counts as well: with a slow store, the uploader skips states that newer ones wait behind.
             # (A state to be published is the newest, as no commands are given to the worker after it.)
             while (checkpoint := self._checkpoint()) is None or checkpoint.step < result.step:
@@ -342,5 +341,9 @@ def carry_results(results: SessionResults, folder: Path, through: int) -> None:
         missing.append((number, path.read_bytes()))
     for number, data in reversed(missing):
         result = _ResultHead.model_validate_json(data)
-        if result.kind not in (*_SAVES, "skip") or result.problem is not None:
+        if not (_saves_state(result.kind) or result.kind == "skip") or result.problem is not None:
             results.put(number, data)
+
+
+def _saves_state(kind: str) -> bool:
+    return EFFECTS.get(kind) == "saved_state"

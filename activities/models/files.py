@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -15,6 +16,9 @@ from shared.field_rules import first_rule, refused_value
 from shared.models.config import decoder_settings, prefix_of, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
+from shared.models.generic import GenericConfig
+from shared.models.lora_modules import layer_of
+from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -109,6 +113,14 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
     return entries
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder by name, and the file of each."""
+
+    tensors: dict[str, TensorEntry]
+    file_of: dict[str, str]
+
+
 class _Config(BaseModel):
     """The fields of `config.json` that are checked more strictly than what reads them."""
 
@@ -133,26 +145,27 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]] = Field(min_length=1)
 
 
-def read_shape(location: Location) -> ModelShape:
-    """Read a model's sizes from `config.json`.
+def read_shape(location: Location, any_family: bool = False) -> ModelShape:
+    """Read a model's sizes from `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    return shape_of(_read_config(location))
+    return shape_of(read_config(location, any_family))
 
 
-def _read_config(location: Location) -> DenseConfig:
+def read_config(location: Location, any_family: bool = False) -> DenseConfig:
+    """Read `config.json`. Raises InvalidInput as `read_shape` does."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     raw = location.read_json("config.json")
     place = location.place("config.json")
-    decoder = decoder_settings(raw, place)
+    decoder = decoder_settings(raw, place, any_family)
     try:
         _Config.model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    return read_model_config(raw, place)
+    return read_model_config(raw, place, any_family)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -210,9 +223,21 @@ def weight_files(location: Location) -> list[str]:
         return [INDEX, *shards]
     if WEIGHTS in location.files:
         return [WEIGHTS]
-    others = [name for name in location.files if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+    others = [name for name in location.files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     reason = f"; {others[0]} is not read, since such files can hold code" if others else ""
     raise InvalidInput(f"the folder has neither {WEIGHTS} nor {INDEX}{reason}", location.store.uri)
+
+
+def gguf_file(location: Location) -> str | None:
+    """Return the name of the GGUF file that is the model, where no safetensors are. Raises InvalidInput for several."""
+    found = sorted(name for name in location.files if name.endswith(".gguf"))
+    if not found or WEIGHTS in location.files or INDEX in location.files:
+        return None
+    if len(found) > 1:
+        raise InvalidInput(
+            f"there are {len(found)} .gguf files: a model is one of them, alone", location.place(found[1])
+        )
+    return found[0]
 
 
 def _weight_map(location: Location) -> dict[str, str]:
@@ -223,8 +248,14 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location) -> None:
-    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
+def check_weights(location: Location, any_family: bool = False) -> Weights:
+    """Read the headers of the weights.
+
+    Which tensors a model of no family of ours has (`any_family`) is not known here.
+
+    Raises:
+        InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
+    """
     files = weight_files(location)
     tensors: dict[str, TensorEntry] = {}
     file_of: dict[str, str] = {}
@@ -237,11 +268,21 @@ def check_weights(location: Location) -> None:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config = _read_config(location)
-    check_dtypes(tensors, location.store.uri)
+    config = read_config(location, any_family)
+    check_dtypes(tensors, _file_of_weights(location))
+    if isinstance(config, GenericConfig):
+        return Weights(tensors, file_of)
     _check_whole(tensors, config, location)
     if config.tie_word_embeddings and _OUTPUT in tensors:
         _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
+    return Weights(tensors, file_of)
+
+
+def decoder_modules(weights: Weights, config: DenseConfig) -> list[str]:
+    """Return the names, as transformers has them in memory, of the decoder's modules that have a weight."""
+    prefix, num_layers = prefix_of(config, weights.tensors), config.num_hidden_layers
+    found = (name for name in weights.tensors if name.endswith(".weight") and name.startswith(f"{prefix}."))
+    return [module for module in map(module_of, found) if (layer_of(module) or 0) < num_layers]
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -291,11 +332,16 @@ def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
             raise InvalidInput(problem, place)
 
 
+def _file_of_weights(location: Location) -> str:
+    return location.place(INDEX if INDEX in location.files else WEIGHTS)
+
+
 def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
-    """Check that a layer has what any other of its kind has, and the embedding's shape. The worker checks the rest."""
+    """Check that a layer has what any other of its kind has."""
     prefix, names, kinds = prefix_of(config, tensors), config.names, config.layer_kinds
-    embedded = f"{prefix}.{names.embedding}.weight"
-    needed = [embedded, f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (not config.tie_word_embeddings)
+    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (
+        not config.tie_word_embeddings
+    )
     of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
     for own in dict.fromkeys(kinds):
         layers = [number for number, kind in enumerate(kinds) if kind == own]
@@ -306,8 +352,5 @@ def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location:
         needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
     for name in needed:
         if name not in tensors:
-            raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)
-    shape = tensors[embedded].shape
-    if shape != (config.vocab_size, config.hidden_size):
-        problem = f"{embedded} is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
-        raise InvalidInput(problem, location.store.uri)
+            tied = "; tie_word_embeddings is false in config.json" if name == _OUTPUT else ""
+            raise InvalidInput(f"the weights lack the tensor {name}{tied}", _file_of_weights(location))

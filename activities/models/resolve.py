@@ -7,29 +7,34 @@ import re
 from functools import partial
 from typing import Literal, cast
 
-import numpy as np
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
+from activities.models.contents import check_finite, check_shapes
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
     TensorEntry,
+    Weights,
     check_chat_template,
     check_dtypes,
     check_tokenizer,
     check_weights,
+    decoder_modules,
+    gguf_file,
+    read_config,
     read_shape,
     read_tensors,
-    tensor_bytes,
     weight_files,
 )
-from activities.sources.models import Location, locate
+from activities.models.gguf_file import convert_gguf
+from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
-from longshore.training import LINEARS, Linear, Lora
+from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
-from shared.models.merging import floats_of
-from shared.models.peft import CONFIG, WEIGHTS, beside, check_same, lora_of
+from shared.models.generic import GenericConfig
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout, check_max_tokens
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -37,6 +42,7 @@ from shared.storage.artifacts import (
     FileEntry,
     Manifest,
     find_artifact,
+    manifest_of,
     open_artifact,
     read_record,
     refer,
@@ -52,8 +58,8 @@ What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.(language_model\.)?layers\.(?P<layer>\d+)\."
-    r"(self_attn|linear_attn|(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.(?P<linear>\w+)"
+    r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
+    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 
@@ -95,8 +101,13 @@ class Resolve:
         with beating():
             check = partial(_check_small_files, request, self._host)
             location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
+            if (name := gguf_file(location)) is not None:
+                location = self._converted(location, name, check, request.tenant)
             shape = check(location)
-            check_weights(location)
+            weights = check_contents(location, any_family=_takes_any_family(request))
+            if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
+                modules = decoder_modules(weights, read_config(location))
+                beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -112,6 +123,36 @@ class Resolve:
                 adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
             )
 
+    def _converted(self, location: Location, name: str, check: Check, tenant: str) -> Location:
+        """Make a model folder of a GGUF file, once. Its bytes count as the tenant's."""
+        store, place = self._host.store, location.place(name)
+        key = model_import(content_key("gguf", location.store.uri, _state(location, name)))
+        if (artifact := find_artifact(store, key)) is None:
+            with self._host.scratch("gguf") as scratch:
+                path = scratch / "model.gguf"
+                if isinstance(location.store, LocalStore):
+                    path = location.store.root / name
+                else:
+                    location.store.get_file(name, path)
+                folder = scratch / "model"
+                folder.mkdir()
+                self._host.confined(convert_gguf, str(path), place, str(folder), kind="dataset")
+                if _state(location.listed_again(), name) != _state(location, name):
+                    raise InvalidInput("the file changed while it was being read", place)
+                try:
+                    made = located(LocalStore(folder), manifest_of(folder))
+                    check(made)
+                    check_contents(made)
+                except InvalidInput as error:
+                    raise InvalidInput(error.message, place) from error
+                room = Room(store, tenant, self._host.settings.quotas)
+                num_bytes = manifest_of(folder).num_bytes
+                with room.reserving(num_bytes, place):
+                    artifact = self._host.keep(key, folder)
+                    room.ledger.bring(_MODELS, key.rpartition("/")[2], num_bytes)
+        files, manifest = open_artifact(artifact, self._host.settings.s3)
+        return located(files, manifest, artifact)
+
     def _imported(
         self, location: Location, names: list[str], what: What, request: ModelRequest | AdapterRequest
     ) -> Artifact:
@@ -123,7 +164,7 @@ class Resolve:
 
 def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
     """Check a model by its small files, before its weights are fetched."""
-    shape = read_shape(location)
+    shape = read_shape(location, _takes_any_family(request))
     check_layout(request.layout, shape, request.engine)
     check_max_tokens(request.max_tokens, shape)
     check_tokenizer(location, shape.vocab_size, host)
@@ -131,11 +172,32 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
     return shape
 
 
+def _takes_any_family(request: ModelRequest) -> bool:
+    return request.engine == "fsdp"
+
+
+def check_contents(location: Location, read_all: bool = False, any_family: bool = False) -> Weights:
+    """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
+
+    Args:
+        read_all: the numbers of all tensors.
+        any_family: see `check_weights`.
+
+    Raises:
+        InvalidInput: names the file, the tensor and the rule.
+    """
+    weights, config = check_weights(location, any_family), read_config(location, any_family)
+    if not isinstance(config, GenericConfig):
+        check_shapes(weights, config, location)
+    check_finite(weights, location, all_of_them=read_all)
+    return weights
+
+
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
         linears = LINEARS if request.shape is None else request.shape.linears
-        check_same(beside(lora, linears), beside(request.lora, linears), location.place(CONFIG))
+        check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
 
 
@@ -143,34 +205,36 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
+    tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
     check_dtypes(tensors, location.place(WEIGHTS))
-    for name, tensor in tensors.items():
-        _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
-    expected = 0 if shape is None else 2 * shape.num_linears(lora.targets)
-    if shape is not None and len(tensors) != expected:
+    adapted = AdaptedModules(lora)
+    is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
+    for name, tensor in () if is_generic else tensors.items():
+        _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
+    is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
+    expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
+    if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
-    for name, tensor in tensors.items():
-        for block in tensor_bytes(location, WEIGHTS, tensor):
-            if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
-                raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(WEIGHTS))
+    check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
 
 
-def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:
+def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
-    if match is None or match["linear"] not in lora.targets:
+    module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+    if match is None or (size := lora.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
-    if shape is not None and int(match["layer"]) >= shape.num_layers:
+    if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != lora.rank:
-        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
-    linear = cast(Linear, match["linear"])
+    if rank != size.rank:
+        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
+    linear = cast(Target, module.rpartition(".")[2])
     of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
-    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"]))
-    size, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
-    if fits and size != fits:
+    in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"] or 0))
+    found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
+    if fits and found != fits:
         rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
 

@@ -45,8 +45,10 @@ def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, obje
 
 def _hyperparameters(run: Run) -> dict[str, str]:
     match run.trainable:
-        case Lora(rank=rank, alpha=alpha, targets=targets):
-            method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
+        case Lora() as lora:
+            given = lora.model_dump(exclude={"kind", "targets"}, exclude_defaults=True)
+            shown = {"rank": lora.rank, "alpha": f"{lora.alpha:g}", "targets": ", ".join(lora.targets)} | given
+            method = {f"LoRA {name.replace('_', ' ')}": str(value) for name, value in shown.items()}
         case Full():
             method = {"trained": "all weights"}
     fixed = {"dtype": dtype_of(run), "seed": str(run.seed)}

@@ -60,6 +60,7 @@ class Completion:
         drawn_by: the weights that drew it and what was asked for with it, as far as the sampler says.
         was_cut_off: it reached max_tokens, and did not end by itself.
         stop_reason: the stop string or token that ended it; None for the model's own end token.
+        routed_experts: as Choice has them, where they were asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -69,6 +70,7 @@ class Completion:
     stop_reason: int | str | None
     policy_versions: tuple[int | None, ...] = ()
     drawn_by: tuple[DrawnBy, ...] = ()
+    routed_experts: str | None = None
 
 
 class Sampler:
@@ -134,9 +136,13 @@ class Sampler:
                 _hang_up(connection)
 
     def sample(
-        self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int
+        self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int, route_bytes: int = 0
     ) -> tuple[Completion, ...]:
-        """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again."""
+        """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again.
+
+        Args:
+            route_bytes: of a token's experts in an answer, where they are asked for; else 0.
+        """
         body = {
             "model": model,
             "prompt": list(prompt_ids),
@@ -148,8 +154,9 @@ class Sampler:
             "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             **_PLAIN,
-        }
-        answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens)
+        } | ({"return_routed_experts": True} if route_bytes else {})
+        most_routed = 2 * n * (len(prompt_ids) + sampling.max_tokens) * route_bytes  # in base64
+        answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens, other_bytes=most_routed)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
             raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)
@@ -174,6 +181,7 @@ class Sampler:
             stop_reason=choice.stop_reason,
             policy_versions=versions,
             drawn_by=drawn_by,
+            routed_experts=choice.routed_experts,
         )
 
     def complete(self, request: CompletionRequest, tell: Tell | None = None) -> CompletionResponse:
@@ -345,10 +353,13 @@ class Sampler:
                 return response.status_code, take(response)
             return response.status_code, b"".join(bounded_pieces(response, max_bytes, place))
 
-    def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
-        """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""
+    def _completions(
+        self, body: dict[str, Any], num_tokens: int, likely: int = 0, other_bytes: int = 0
+    ) -> CompletionResponse:
+        """Ask for completions. The answer's length is bounded by `num_tokens`, `likely` tokens beside each, and
+        `other_bytes` beside them all."""
         num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
-        answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
+        answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES) + other_bytes)
         if len(answer) <= _LARGE_BYTES or self._confined is None:
             return _parsed(CompletionResponse, answer, self._url)
         text = answer.decode(errors="replace")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
@@ -20,6 +20,7 @@ from shared.grading.graders import SampledItem
 from shared.jobs import bins as packing
 
 COMPLETIONS, SAMPLES = "completions.jsonl", "samples.jsonl"
+_BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
 
 
@@ -44,23 +45,29 @@ class Rows(Frozen):
 class Sample(Frozen):
     """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
 
-    `policy_versions`: of each token, where not all are the group's.
+    `policy_versions`: of each token, where not all are the group's. `routes`: the bytes of its tokens' experts, but for
+    the last token's (activities/sampling/routes.py), or `block`, their place in the file beside.
     """
 
+    model_config = _BYTES
     token_ids: tuple[int, ...] = Field(min_length=1)
     logprobs: tuple[float, ...]
     text: str
     finish_reason: Literal["stop", "length"]
     policy_versions: tuple[int, ...] = ()
+    routes: bytes = b""
+    block: int | None = None
 
 
 class SampledGroup(Frozen):
     """The samples of one prompt. `group`: its index in the request; `row`: its index among all prompts.
 
     `place`: the file and line of its row in the dataset, for messages. `policy_version`: the oldest that may have drawn
-    them. `drawn_by`: the weights that did, where the sampler says it.
+    them. `drawn_by`: the weights that did, where the sampler says it. `prompt_routes`, `prompt_block`: as those of a
+    sample; of all samples, by what the sampler says of the first.
     """
 
+    model_config = _BYTES
     group: int
     row: int
     place: str
@@ -68,6 +75,8 @@ class SampledGroup(Frozen):
     policy_version: int
     samples: tuple[Sample, ...] = Field(min_length=1)
     drawn_by: tuple[DrawnBy, ...] = ()
+    prompt_routes: bytes = b""
+    prompt_block: int | None = None
 
     def encoded(self) -> bytes:
         """Return it as a line of JSON. What a group had no word for before is left out where it says nothing."""
@@ -94,11 +103,12 @@ def sample_seed(seed: int, group: int) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
-def sample_of(completion: Completion, place: str, policy_version: int) -> Sample:
+def sample_of(completion: Completion, place: str, policy_version: int, routes: bytes = b"") -> Sample:
     """Convert a completion to a Sample. Raises InvalidInput if it has no tokens, or not one logprob for each.
 
     Args:
         policy_version: of tokens whose version the sampler does not say.
+        routes: of its tokens.
     """
     if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
         raise InvalidInput(
@@ -111,6 +121,7 @@ def sample_of(completion: Completion, place: str, policy_version: int) -> Sample
         text=completion.text,
         finish_reason="length" if completion.was_cut_off else "stop",
         policy_versions=versions if set(versions) - {policy_version} else (),
+        routes=routes,
     )
 
 

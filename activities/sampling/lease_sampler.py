@@ -22,7 +22,7 @@ from longshore.fields import Frozen
 from shared.chat.sampler_control import SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncBackend
+from shared.jobs.weight_sync import OVER_TCP, SyncBackend
 from shared.runs.requests import RunId
 from shared.storage.files import write_privately
 from shared.storage.host_states import HostAddress
@@ -71,7 +71,8 @@ class SamplerCommand:
         program = [sys.executable, "-P", "-m", "megatron_worker.sampler"]
         if key.sampler == "vllm":
             program[-1] += ".vllm"
-            return [*program, *common, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
+            routes = ["--tell-routes"] if key.tells_routes else []
+            return [*program, *common, *routes, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
         sockets = ["--socket", str(paths.sampler_socket), "--weights-socket", str(paths.weights_socket)]
         own = [*sockets, "--logprobs-mode", "processed_logprobs"]
         return [*program, *common, *own, *self._for_other_machines(paths)]
@@ -139,7 +140,7 @@ class LeaseSampler:
         if self._host.settings.sampling.weights_address is not None:
             return {}
         message = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
-        return dict.fromkeys(("collective", *EXPERIMENTAL), message)
+        return dict.fromkeys(OVER_TCP, message)
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         mark = mark_of(request.run_id, request.epoch)

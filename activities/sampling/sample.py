@@ -22,6 +22,7 @@ from activities.sampling.completions import (
     sample_seed,
 )
 from activities.sampling.parallel_calls import in_parallel
+from activities.sampling.routes import RoutesWriter, read_answer, sent_bytes
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
@@ -30,6 +31,7 @@ from longshore.training import Dtype
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling
 from shared.chat.sampler_control import SamplerMemory
 from shared.errors import InvalidInput, SamplerMismatch
+from shared.jobs.packed import RouteShape
 from shared.runs.requests import RunId
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
@@ -45,12 +47,16 @@ SUMMARY = "summary.json"
 
 
 class Drawing(Frozen):
-    """Options for drawing the samples of each prompt; `policy_version` is written beside them."""
+    """Options for drawing the samples of each prompt; `policy_version` is written beside them.
+
+    `routes`: of the model's experts; given, the experts of each token are told, too.
+    """
 
     group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
     sampling: Sampling
     seed: int = Field(ge=0, lt=2**63)
     policy_version: int = Field(ge=0)
+    routes: RouteShape | None = None
 
 
 class PolicySampleRequest(Drawing, PolicyWeights):
@@ -71,11 +77,13 @@ class PolicySampleRequest(Drawing, PolicyWeights):
     @property
     def key(self) -> str:
         """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
-        own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
+        own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"} - {"routes"})
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
         if self.in_place is not None:  # what is drawn depends on when newer versions came, and is of this run alone
             weights.append(f"{self.in_place} of {self.run_id}")
         weights += [f"again after version {version}" for version in self.refuted]
+        if self.routes is not None:
+            weights.append(self.routes.model_dump_json())
         match self.place:
             case ServedSampler():
                 server = self.place.model_dump_json()
@@ -288,23 +296,38 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
     """Draw one prompt's samples. They are the same to the bit, whatever else the sampler computes at the time.
 
     Raises:
-        InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place.
+        InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place, and of
+            routes the sample.
         SamplerUnavailable: it does not answer, gave a sample up, or serves the adapter no longer.
     """
     seed = sample_seed(how.seed, group)
+    token_bytes, sent = (how.routes.dtype.itemsize, sent_bytes(how.routes)) if how.routes is not None else (0, 0)
     try:
-        drawn = sampler.sample(model, prompt.token_ids, how.sampling, n=how.group_size, seed=seed)
+        drawn = sampler.sample(model, prompt.token_ids, how.sampling, how.group_size, seed, sent)
     except InvalidInput as error:
         raise refusal(sampler, model, error, prompt.place) from error
+    routes = [_routes(completion, number, prompt, how.routes) for number, completion in enumerate(drawn)]
+    prompt_bytes = len(prompt.token_ids) * token_bytes
     return SampledGroup(
         group=group,
         row=row,
         place=prompt.place,
         prompt_ids=prompt.token_ids,
         policy_version=how.policy_version,
-        samples=tuple(sample_of(completion, prompt.place, how.policy_version) for completion in drawn),
+        samples=tuple(
+            sample_of(completion, prompt.place, how.policy_version, own[prompt_bytes:])
+            for completion, own in zip(drawn, routes, strict=True)
+        ),
         drawn_by=drawn_weights(drawn, how.policy_version),
+        prompt_routes=routes[0][:prompt_bytes],
     )
+
+
+def _routes(completion: Completion, number: int, prompt: PromptRow, shape: RouteShape | None) -> bytes:
+    if shape is None:
+        return b""
+    num_tokens = len(prompt.token_ids) + len(completion.token_ids) - 1
+    return read_answer(completion.routed_experts, num_tokens, shape, f"{prompt.place}: sample {number}")
 
 
 def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
@@ -322,9 +345,13 @@ def write_samples(
     num_groups = num_samples = num_cut_off = num_tokens = 0
     for folder in (completions_folder, samples_folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with (completions_folder / COMPLETIONS).open("wb") as drawn, (samples_folder / SAMPLES).open("wb") as shown:
+    with (
+        (completions_folder / COMPLETIONS).open("wb") as drawn,
+        (samples_folder / SAMPLES).open("wb") as shown,
+        RoutesWriter(completions_folder) as routes,
+    ):
         for group in groups:
-            drawn.write(group.encoded() + b"\n")
+            drawn.write(routes.without_bytes(group).encoded() + b"\n")
             for item in items_of(group, prompts[group.row]):
                 shown.write(item.model_dump_json().encode() + b"\n")
             num_groups += 1

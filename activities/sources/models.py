@@ -20,7 +20,7 @@ from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.settings import Settings
-from shared.storage.artifacts import find_artifact, open_artifact
+from shared.storage.artifacts import Manifest, find_artifact, open_artifact
 from shared.storage.places import OpenPlaces, UserFolder
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
@@ -277,7 +277,12 @@ def _in_store(
         raise InvalidInput("this is in Longshore's own store, but nothing was completed there", store.uri)
     files_at, manifest = open_artifact(artifact, settings.s3)
     places.check_root(tenant, key, manifest, store.uri)
-    return Location(files_at, _listed(files_at, [entry.path for entry in manifest.files]), artifact)
+    return located(files_at, manifest, artifact)
+
+
+def located(store: ObjectStore, manifest: Manifest, artifact: Artifact | None = None) -> Location:
+    """Return the files of a manifest, as they lie in a store."""
+    return Location(store, _listed(store, [entry.path for entry in manifest.files]), artifact)
 
 
 def _listed(store: ObjectStore, names: Iterable[str]) -> dict[str, ObjectInfo]:

@@ -11,7 +11,7 @@ This module runs in a process of its own (activities/tokenizing/template_process
 import json
 import os.path
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -80,7 +80,8 @@ class _Marked:
 class ChatTemplate:
     """A compiled template, and another for conversations with tools if the model has one (`tool_source`).
 
-    `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns.
+    `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns; `end_tokens`: those that
+    the model's files name as its end, with which a turn that calls tools may end.
     """
 
     def __init__(
@@ -89,11 +90,13 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         control_tokens: list[str],
         tool_source: str | None = None,
+        end_tokens: Sequence[str] = (),
         is_of_tools: bool = False,
     ) -> None:
         self._of_tools = (
-            ChatTemplate(tool_source, special_tokens, control_tokens, is_of_tools=True) if tool_source else None
+            ChatTemplate(tool_source, special_tokens, control_tokens, None, end_tokens, True) if tool_source else None
         )
+        self._end_tokens = end_tokens
         self._probe_tools = [_PROBE_TOOL] if is_of_tools else None
         self._environment = template_environment()
         try:
@@ -106,15 +109,17 @@ class ChatTemplate:
         self._turns = self._learn()
 
     @property
-    def terminators(self) -> tuple[str, ...]:
-        """The tokens that end an assistant's turn."""
-        return self._turns.terminators
+    def stops(self) -> tuple[str, ...]:
+        """The token that ends an answer. (Another one may stand in its place in turns that others follow.)"""
+        return self._turns.terminators[:1]
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The text, as transformers' apply_chat_template gives it; `prompt` adds the generation prompt."""
         if tools and self._of_tools:
             return self._of_tools.render(messages, tools, prompt=prompt)
-        if any(message.get("tool_calls") for message in messages):
+        if (calling := next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)) is not None:
+            if self._call_form is None:
+                raise Unrendered(f"messages[{calling}].tool_calls: the chat template shows no tool calls")
             messages = [self._call_form.of(message) for message in messages]
         return self._rendered(messages, tools, prompt)
 
@@ -174,21 +179,19 @@ class ChatTemplate:
         return hidden_thoughts(text, messages, tools, positions)
 
     @cached_property
-    def _call_form(self) -> CallForm:
-        """Learn how the template wants tool calls. Raises Unrendered if it shows none."""
-        refusal: Unrendered | None = None
+    def _call_form(self) -> CallForm | None:
+        """Learn how the template wants tool calls; None if it shows none."""
         for tools in (self._probe_tools, [_PROBE_TOOL]):
             for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
                 asked = {"role": "user", "content": "Quayside?"}
                 try:
                     text = self._rendered([asked, form.of({"role": "assistant", "tool_calls": [_PROBE_CALL]})], tools)
-                except Unrendered as error:
-                    refusal = error
+                except Unrendered:
                     continue
                 is_whole = "winch" in text and "cable" in text and "Kittiwake" in text
                 if is_whole and '\\"cable' not in text and "None" not in text:
                     return form
-        raise Unrendered("the chat template shows no tool calls") from refusal
+        return None
 
     # Learning the template's turns.
 
@@ -340,8 +343,10 @@ class ChatTemplate:
         if following is not None:
             limit = _content_start(marked, messages[following], following) or limit
         for found in self._control.finditer(marked.text, content_end, limit):
-            if found.group() in self._turns.terminators:
+            if found.group() in self.stops or (messages[i].get("tool_calls") and found.group() in self._end_tokens):
                 return found.end()
+            if found.group() in self._turns.terminators:  # put there by the template: the model writes a stop
+                return found.start()
             if not messages[i].get("tool_calls"):
                 break
         raise Unrendered(
@@ -362,9 +367,7 @@ class ChatTemplate:
             else:
                 raise Unrendered("the template's generation blocks cannot be matched with the messages' weights")
             after = self._control.match(marked.text, end)
-            yield WeightedSpan(
-                start, after.end() if after and after.group() in self._turns.terminators else end, weight
-            )
+            yield WeightedSpan(start, after.end() if after and after.group() in self.stops else end, weight)
 
 
 def _next_end(marked: _Marked, i: int) -> int:

@@ -146,7 +146,7 @@ def _conversations(batches: Iterable[list[Example]], tokenizer: ModelTokenizer) 
         for k, batch in enumerate(batches):
             chats = [_as_chat(example) for example in batch]
             rendered = renderer.submit(process.spans, chats, prompts=k == 0, tells_refusals=True)
-            end_ids = tokenizer.end_ids(process.terminators)
+            end_ids = tokenizer.end_ids(process.stops)
             pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer, end_ids))
             if len(pending) > _BATCHES_AHEAD:
                 yield pending.popleft().result()

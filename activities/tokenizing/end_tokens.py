@@ -53,4 +53,4 @@ def trained_end_ids(files: TokenizerFiles) -> tuple[int, ...]:
     if tokenizer.template is None:
         return tokenizer.end_ids()
     with TemplateProcess(tokenizer.template, tokenizer.place) as process:
-        return tokenizer.end_ids(process.terminators)
+        return tokenizer.end_ids(process.stops)

@@ -43,13 +43,16 @@ _READY = b"ready"
 class TemplateSource:
     """A chat template and the tokens that it may name. `control_tokens`: those that can end or open a turn.
 
-    `tool_source`: the template for conversations with tools, where the model has one of its own.
+    `tool_source`: the template for conversations with tools, where the model has one of its own. `end_tokens`: those
+    that the model's files name as its end. `file`: where the template stands, for errors.
     """
 
     source: str
     special_tokens: dict[str, str]
     control_tokens: list[str]
     tool_source: str | None = None
+    end_tokens: tuple[str, ...] = ()
+    file: str = ""
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
@@ -65,14 +68,16 @@ class TemplateProcess:
     ) -> None:
         """`place` names the template in errors. `bwrap`: the path of bubblewrap, which is preferred."""
         self._place = place
+        self._file = f" ({template.file})" if template.file else ""
         self._row_limit_s = row_limit_s
         self._folder = tempfile.mkdtemp(prefix="longshore-template-")  # where the sandbox mounts its root
         self._child = self._started(bwrap)
-        answer = self._ask([asdict(template), row_limit_s], _START_S + row_limit_s)
+        described = {name: value for name, value in asdict(template).items() if name != "file"}
+        answer = self._ask([described, row_limit_s], _START_S + row_limit_s)
         if "error" in answer:
             self.close()
-            raise InvalidInput(answer["error"], place)
-        self.terminators: tuple[str, ...] = tuple(answer["terminators"])
+            raise InvalidInput(answer["error"] + self._file, place)
+        self.stops: tuple[str, ...] = tuple(answer["stops"])
 
     def _started(self, bwrap: str | None) -> FramedProcess:
         """Start the child in bubblewrap if that works, else alone; it then confines itself (`confine`)."""
@@ -122,9 +127,9 @@ class TemplateProcess:
         answers: list[Any] = self._ask(batch, limit_s)["rows"]
         for place, answer in zip(places, answers, strict=False):
             if isinstance(answer, str):
-                raise InvalidInput(answer, place)
+                raise InvalidInput(answer + self._file, place)
             if isinstance(answer, dict) and not tells_refusals:
-                raise InvalidInput(answer["refusal"], place)
+                raise InvalidInput(answer["refusal"] + self._file, place)
         return [Rendered("", [], **answer) if isinstance(answer, dict) else read(answer) for answer in answers]
 
     def kill(self) -> None:
@@ -164,7 +169,7 @@ class TemplateProcess:
 
     def _lost(self, what: str) -> NoReturn:
         self.close()
-        raise InvalidInput(f"the chat template {what}", self._place)
+        raise InvalidInput(f"the chat template {what}{self._file}", self._place)
 
 
 def _with_spans(answer: list[Any]) -> Rendered:
@@ -257,7 +262,7 @@ def _serve() -> None:
     frames = frames_of(0)
     described, limit_s = json.loads(next(frames))
     template = _limited(limit_s, lambda: ChatTemplate(**described))
-    _answer({"error": template} if isinstance(template, str) else {"terminators": template.terminators})
+    _answer({"error": template} if isinstance(template, str) else {"stops": template.stops})
     for frame in frames:
         rows, prompts = json.loads(frame)
         _answer({"rows": list(_answers(template, rows, prompts, limit_s))})

@@ -21,7 +21,7 @@ from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, tokenized
 
-_VERSION = "tokenize-2"  # raise it when the same input gives other units
+_VERSION = "tokenize-3"  # raise it when the same input gives other units
 
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 

@@ -19,6 +19,7 @@ from activities.tokenizing.template_process import TemplateSource
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.models.config import with_decoder
+from shared.models.end_tokens import GENERATION, end_ids_in
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -27,7 +28,10 @@ MAX_CHARACTERS = 4 << 20
 _MAX_FILE_BYTES = 128 << 20
 TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 """Files of chat templates, as transformers writes them. Nothing here asks for templates of other names."""
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE, TOOL_TEMPLATE, "config.json")
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE, TOOL_TEMPLATE),
+    *("config.json", GENERATION),
+)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -70,8 +74,7 @@ class ModelTokenizer:
         self._added = {token["id"] for token in described.get("added_tokens", [])}
         control = {t["content"] for t in described.get("added_tokens", []) if t.get("special")}
         control |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
-        source, tool_source = _templates(files, config, place)
-        self.template = TemplateSource(source, self.special_tokens, sorted(control), tool_source) if source else None
+        self.template = self._template(files, config, sorted(control))
 
     @property
     def eos(self) -> str:
@@ -80,10 +83,20 @@ class ModelTokenizer:
             raise InvalidInput("the tokenizer names no eos_token, with which texts must end", self.place)
         return self.special_tokens["eos_token"]
 
-    def end_ids(self, terminators: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the ids that end what is trained: of the end-of-text token, and of the tokens that end a turn."""
+    def _template(self, files: dict[str, bytes], config: dict[str, Any], control: list[str]) -> TemplateSource | None:
+        source, tool_source = _templates(files, config, self.place)
+        if not source:
+            return None
+        file = TEMPLATE if TEMPLATE in files else "chat_template of tokenizer_config.json"
+        place = f"{self.place}/{GENERATION}"
+        named = end_ids_in(_json(files.get(GENERATION, b"{}"), place), place)
+        ends = tuple(text for one in named if (text := self._tokenizer.id_to_token(one)) is not None)
+        return TemplateSource(source, self.special_tokens, control, tool_source, ends, file)
+
+    def end_ids(self, stops: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the ids that end what is trained: of the end-of-text token, and of the tokens that end an answer."""
         eos = self.special_tokens.get("eos_token")
-        ids = (self._tokenizer.token_to_id(text) for text in (*terminators, *([eos] if eos else ())))
+        ids = (self._tokenizer.token_to_id(text) for text in (*stops, *([eos] if eos else ())))
         return tuple(dict.fromkeys(one for one in ids if one is not None))
 
     def decode(self, ids: Sequence[int]) -> str:

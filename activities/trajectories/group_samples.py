@@ -42,11 +42,12 @@ class GroupSamplesRequest(Frozen):
 
 
 class GroupsMade(Frozen):
-    """Counts of what was made; `num_groups` are those that have a graded sample."""
+    """Counts of what was made; `num_groups` are those that have a graded sample. `completions`: with their routes."""
 
     num_groups: int
     num_trajectories: int
     num_ungraded: int
+    completions: Artifact | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -98,7 +99,12 @@ def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, 
                 num_trajectories += len(graded)
                 group = _trajectories(drawn, graded, request.shuffle_seed)
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
-    made = GroupsMade(num_groups=num_groups, num_trajectories=num_trajectories, num_ungraded=num_ungraded)
+    made = GroupsMade(
+        num_groups=num_groups,
+        num_trajectories=num_trajectories,
+        num_ungraded=num_ungraded,
+        completions=request.completions,
+    )
     _refuse_ungraded(made, request.max_ungraded_fraction, grades)
     return made
 
@@ -129,6 +135,7 @@ def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward:
         policy_version=group.policy_version,
         policy_versions=(None,) * num_prompt + sample.policy_versions if sample.policy_versions else None,
         finish_reason=sample.finish_reason,
+        routes=None if group.prompt_block is None or sample.block is None else (group.prompt_block, sample.block),
         metrics={name: value for name, value in grade.parts.items() if value is not None},
     )
 
@@ -165,3 +172,9 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
     key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
     is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
     return find_artifact(store, key) if is_ours else None
+
+
+def completions_of(store: ObjectStore, groups: Artifact) -> Artifact | None:
+    """Return what groups of this activity were made of."""
+    key = groups.uri.removesuffix("/groups").rpartition("/")[2]
+    return read_record(store, grouped_report(key), GroupsMade).completions

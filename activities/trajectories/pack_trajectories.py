@@ -14,11 +14,12 @@ from temporalio import activity
 from activities.confined.fork_server import ask
 from activities.host_context import HostContext, beating
 from activities.records.run_records import find_key
+from activities.sampling.routes import RoutesFile
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.chat_trajectories import Conversations
-from activities.trajectories.group_samples import find_groups
+from activities.trajectories.group_samples import completions_of, find_groups
 from activities.trajectories.read_groups import (
     Group,
     GroupsRead,
@@ -27,6 +28,7 @@ from activities.trajectories.read_groups import (
     Scored,
     parse_groups,
     read_groups,
+    routes_of,
     sequences_of,
 )
 from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
@@ -35,7 +37,7 @@ from shared.chat.answer_records import AnswerLookup, look_up
 from shared.chat.trajectories import Trajectory
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
-from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, RouteShape, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.requests import RLRun, RunId, Tenant
 from shared.runs.sources import DatasetSource
@@ -56,6 +58,7 @@ class GroupsRequest(Frozen):
 
     `model`: the model whose tokenizer and chat template convert trajectories of messages; without it such trajectories
     are refused. `tenant`: whose records of answers are read. `name` and `version`: of the published policy, if any.
+    `routes`: of the model's experts, if each trajectory has its own.
     """
 
     run_id: RunId
@@ -67,6 +70,7 @@ class GroupsRequest(Frozen):
     policy_version: int
     vocab_size: int
     model: Artifact | None = None
+    routes: RouteShape | None = None
 
 
 class PackedGroups(Frozen):
@@ -107,10 +111,12 @@ class PackTrajectories:
             # Groups that a client names are downloaded like any data, so that it cannot name those of other runs.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
+            drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else None
             # The key contains the tenant, since messages are converted by the records of its own answers.
-            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
+            own = request.model_dump_json(exclude={"run_id", "step"})
+            key = content_key(_VERSION, groups.sha256, own, *([drawn.sha256] if drawn is not None else []))
             if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
-                self._pack(request, groups, key)
+                self._pack(request, groups, drawn, key)
             return _result(store, key)
 
     def _bring(self, request: GroupsRequest) -> Artifact:
@@ -122,7 +128,7 @@ class PackTrajectories:
         )
         return Download(self._host).download(wanted).dataset
 
-    def _pack(self, request: GroupsRequest, groups: Artifact, key: str) -> None:
+    def _pack(self, request: GroupsRequest, groups: Artifact, drawn: Artifact | None, key: str) -> None:
         host = self._host
 
         def answer(question: bytearray) -> bytes:
@@ -133,7 +139,8 @@ class PackTrajectories:
             _, manifest = open_artifact(groups, host.settings.s3)
             names = tuple(entry.path for entry in manifest.files)
             tokenizer = None if request.model is None else tokenizer_files(host, request.model)
-            asked = request, host.stage(groups), names, tokenizer, folder
+            routes = host.stage(drawn) if drawn is not None else None
+            asked = request, host.stage(groups), names, tokenizer, folder, routes
             report = host.confined(pack_groups, *asked, kind="dataset", answer=answer)
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
@@ -142,32 +149,43 @@ class PackTrajectories:
 
 
 def pack_groups(
-    request: GroupsRequest, groups: Path, names: tuple[str, ...], tokenizer: TokenizerFiles | None, folder: Path
+    request: GroupsRequest,
+    groups: Path,
+    names: tuple[str, ...],
+    tokenizer: TokenizerFiles | None,
+    folder: Path,
+    drawn: Path | None = None,
 ) -> GroupsReport:
     """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
 
     Called in a confined process, it asks its caller for records of answers.
+
+    Args:
+        drawn: the folder of the samples that they were made of, where those have routes.
 
     Raises:
         InvalidInput: as `parse_groups` and `read_groups` do.
     """
     answers = RememberedAnswers(lambda wanted: _RECORDS.validate_json(ask(wanted.model_dump_json().encode())))
     policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)
+    routes = RoutesFile(drawn, request.routes) if drawn is not None and request.routes is not None else None
     with Conversations(request.model, tokenizer, answers, policy) as conversations:
-        rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
+        rules = Rules(request.run, request.policy_version, request.vocab_size, conversations, routes)
         parsed = (found for name in names for found in parse_groups(groups / name, name))
         read = read_groups(parsed, rules)
-    return write_step(read, request, folder / "units", folder / "plan").groups
+    return write_step(read, request, folder / "units", folder / "plan", routes).groups
 
 
-def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
+def write_step(
+    read: GroupsRead, request: GroupsRequest, units: Path, plan: Path, routes: RoutesFile | None = None
+) -> StepReport:
     """Write units, plan and report of a step's groups into two folders. They are not sealed."""
     run, bin_tokens = request.run, request.run.bin_tokens or request.run.max_tokens
-    rows = sequence_rows(read.groups, run)
+    rows = sequence_rows(read.groups, run, routes)
     steps = mini_batches(len(rows), run, request.policy_version)
     sets = sharing_sets(steps, len(rows))
     trees = [split_tree([row for group in each for row in rows[group]], bin_tokens) for each in sets]
-    writer = UnitsWriter(units, (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+    writer = UnitsWriter(units, (*TOKEN_COLUMNS, *TARGET_COLUMNS), request.routes if routes is not None else None)
     for unit in (unit for of_set in trees for unit in of_set):
         writer.append(**unit.columns())
     writer.close()
@@ -181,7 +199,7 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
     return report
 
 
-def sequence_rows(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
+def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None = None) -> list[list[SequenceRow]]:
     """Return the sequences of every group, with advantages that are computed from the rewards of all these groups.
 
     The rewards of broken trajectories count, too: they were sampled from the policy like the others.
@@ -190,7 +208,11 @@ def sequence_rows(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]
     given = [np.array([_given(one) for one in group]) for group in groups]
     advantages = advantages_of(run.advantages, rewards, given)
     return [
-        [sequence_of(each, float(a)) for one, a in zip(group, advantage_G, strict=True) for each in one.sequences]
+        [
+            sequence_of(each, float(a), routes)
+            for one, a in zip(group, advantage_G, strict=True)
+            for each in one.sequences
+        ]
         for group, advantage_G in zip(groups, advantages, strict=True)
     ]
 
@@ -199,7 +221,7 @@ def _given(one: Scored) -> float:
     return (one.sequences[0].advantage if one.sequences else None) or 0.0
 
 
-def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
+def sequence_of(one: Trajectory, advantage: float, routes: RoutesFile | None = None) -> SequenceRow:
     """Return a trajectory's columns. Sampled tokens are targets of weight 1; their old logprobs are the sampler's."""
     sampled_L = np.array(one.sampled, dtype=bool)
     length = len(one.token_ids)
@@ -210,6 +232,7 @@ def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
         advantage=np.full(length, advantage, dtype=np.float32),
         old_logprob=np.array([p or 0.0 for p in one.logprobs], dtype=np.float32),
         ref_logprob=np.zeros(length, dtype=np.float32),
+        routes=routes_of(one, routes) if routes is not None else None,
     )
 
 

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from activities.formats.rows import lines_of
+from activities.sampling.routes import RoutesFile
 from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from longshore.fields import Frozen
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
@@ -18,6 +21,7 @@ from shared.runs.requests import RLRun
 # Advantages that compare the rewards of a group: a group of one teaches nothing with these.
 _COMPARING = ("group_mean", "group_normalized", "leave_one_out")
 MAX_TRAJECTORIES = 65_536
+_ROUTES = "routes"  # the rule that no run drops trajectories for
 
 
 class GroupsReport(Frozen):
@@ -65,13 +69,15 @@ def sequences_of(group: Group) -> list[Trajectory]:
 class Rules:
     """The run and the model's limits that trajectories are checked against. `policy_version`: at the step's start.
 
-    `conversations` converts those of chat messages; without it they are refused.
+    `conversations` converts those of chat messages; without it they are refused. `routes`: of all trajectories, if the
+    trainer takes them.
     """
 
     run: RLRun
     policy_version: int
     vocab_size: int
     conversations: Conversations | None = None
+    routes: RoutesFile | None = None
 
 
 @dataclass
@@ -139,7 +145,7 @@ def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int])
         try:
             yield Scored(sent.reward, sent.metrics, _read(sent, rules))
         except BrokenTrajectory as fault:
-            if rules.run.broken == "refuse":
+            if rules.run.broken == "refuse" or fault.rule == _ROUTES:
                 raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}") from fault
             reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
             if math.isfinite(sent.reward):
@@ -182,6 +188,7 @@ def _check(one: Trajectory, rules: Rules) -> None:
     _check_logprobs(one)
     _check_advantage(one, run)
     _check_version(one, rules)
+    _check_routes(one, rules)
 
 
 def _check_logprobs(one: Trajectory) -> None:
@@ -211,6 +218,25 @@ def _check_version(one: Trajectory, rules: Rules) -> None:
     if bound is not None and behind > bound:
         message = f"{oldest} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
         raise BrokenTrajectory(field, "stale", message)
+
+
+def _check_routes(one: Trajectory, rules: Rules) -> None:
+    if rules.routes is None and one.routes is not None:
+        raise BrokenTrajectory(
+            "routes", _ROUTES, "they are taken of a run's own samples alone, of a mixture of experts"
+        )
+    if rules.routes is not None:
+        try:
+            routes_of(one, rules.routes)
+        except InvalidInput as error:
+            raise BrokenTrajectory("routes", _ROUTES, error.message) from error
+
+
+def routes_of(one: Trajectory, routes: RoutesFile) -> NDArray[np.integer]:
+    """Return the experts of a trajectory's tokens, [L, layers, experts of a token]. Raises InvalidInput without any."""
+    if one.routes is None:
+        raise InvalidInput("it has none, and the trainer is to take the sampler's experts", "routes")
+    return routes.of_sequence(one.token_ids, one.sampled.index(True), one.routes)
 
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:

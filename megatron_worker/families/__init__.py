@@ -4,12 +4,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from megatron_worker.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
 from megatron_worker.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
 from megatron_worker.families.rope import Rope, read_rope
 from shared.errors import InvalidInput
-from shared.models.config import read_model_config
+from shared.models.config import Family, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import (
     GptOssConfig,
@@ -23,15 +24,16 @@ from shared.models.families import (
     SmolLM3Config,
 )
 from shared.models.gemma import GemmaConfig
+from shared.models.generic import GenericConfig
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read the architecture of a model folder. Raises as `read_config` does."""
-    return architecture_of(read_config(folder))
+    """Read the architecture of a model folder: of an unknown family the sizes. Raises as `read_config` does."""
+    return architecture_of(read_config(folder, any_family=True))
 
 
-def read_config(folder: Path) -> DenseConfig:
-    """Read a model folder's `config.json`.
+def read_config(folder: Path, any_family: bool = False) -> DenseConfig:
+    """Read a model folder's `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
         InvalidInput: the file is missing or unreadable, the family unknown, or a setting is one that we do not compute.
@@ -43,7 +45,7 @@ def read_config(folder: Path) -> DenseConfig:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    config = read_model_config(values, str(path))
+    config = read_model_config(values, str(path), any_family)
     if isinstance(config, NemotronHConfig):
         return nemotron_h.named_as_in(folder, config)
     return config
@@ -51,7 +53,9 @@ def read_config(folder: Path) -> DenseConfig:
 
 def architecture_of(config: DenseConfig) -> Architecture:
     """Return the architecture of a config, with the settings of its family, which are not in the config."""
-    match config.model_type:
+    if isinstance(config, GenericConfig):
+        return _without_layers(config)
+    match cast(Family, config.model_type):  # others were refused when the file was read
         case "llama" | "mistral" | "ministral":
             return _windowed(_sized(config, _attention(config)), config)
         case "gpt_oss":
@@ -94,8 +98,16 @@ def architecture_of(config: DenseConfig) -> Architecture:
             assert isinstance(config, GemmaConfig)
             attention = _attention(config, qk_norm=True)
             return gemma.architecture(_sized(config, attention), config, _ropes(config))
-        case family:
-            raise AssertionError(family)  # refused when the file was read
+
+
+def _without_layers(config: GenericConfig) -> Architecture:
+    nothing, sizes = (None,) * config.num_hidden_layers, (config.hidden_size, config.vocab_size)
+    return Architecture(config.model_type, nothing, nothing, *sizes, norm_eps=0.0, tied=config.tie_word_embeddings)
+
+
+def is_generic(a: Architecture) -> bool:
+    """Return True if the family is none of ours: transformers' model alone knows what is in a layer."""
+    return not any(a.mixers) and not any(a.mlps)
 
 
 def _windowed(alike: Architecture, config: DenseConfig, ropes: Sequence[Rope] = ()) -> Architecture:

@@ -5,6 +5,8 @@ trained is written in the run's dtype.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,21 @@ def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
 
 
 def stacked_expert(
-    x_TH: Tensor, gate: ClampedGate, up_HF: Tensor, up_bias_F: Tensor, down_FH: Tensor, down_bias_H: Tensor
+    x_TH: Tensor,
+    gate: ClampedGate,
+    up_HF: Any,
+    up_bias_F: Tensor,
+    down_FH: Any,
+    down_bias_H: Tensor,
+    *,
+    product: Callable[[Tensor, Tensor, Any], Tensor] = torch.addmm,
 ) -> Tensor:
-    """Return an expert's output, [T, H]. Gates and ups stand in turns, so that F is twice its feed-forward size."""
-    gate_up_TF = torch.addmm(up_bias_F, x_TH, up_HF)
-    return torch.addmm(down_bias_H, gate(gate_up_TF[:, ::2], gate_up_TF[:, 1::2]), down_FH)
+    """Return an expert's output, [T, H]. Gates and ups stand in turns, so that F is twice its feed-forward size.
+
+    `product`: of a bias, an input and a weight, which is a Tensor unless another product takes it.
+    """
+    gate_up_TF = product(up_bias_F, x_TH, up_HF)
+    return product(down_bias_H, gate(gate_up_TF[:, ::2], gate_up_TF[:, 1::2]), down_FH)
 
 
 def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:

@@ -28,9 +28,13 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
         slices += _layer(a, tp, etp, layer)
     norm = f"{a.tensor_prefix}.{a.names.final_norm}.weight"
     slices.append(_vector(norm, "decoder.final_layernorm.weight", a.hidden_size))
-    if not a.tied:
-        slices.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
-    return slices
+    return slices if a.tied else [*slices, output_slice(a, tp)]
+
+
+def output_slice(a: Architecture, tp: int) -> TensorSlice:
+    """Return the output layer, which a model whose embeddings are tied has no tensor of its own for."""
+    rows = -(-a.vocab_size // tp)
+    return TensorSlice("lm_head.weight", "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 
 
 def constants_of(a: Architecture) -> list[TensorSlice]:

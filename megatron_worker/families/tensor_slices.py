@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longshore.training import LINEARS
+from longshore.training import TARGETS
+from shared.models.peft import module_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,18 @@ class Linear:
     slices: tuple[TensorSlice, ...]
 
 
+def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
+    """Return the names in memory of all modules with a weight, and whether LoRA can adapt them."""
+    weights = [s for s in slices if s.name.endswith(".weight")]
+    return {module_of(s.name): s.takes_adapter and s.name.split(".")[-2] in TARGETS for s in weights}
+
+
 def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """Return the linears that LoRA can adapt, in model order."""
+    can_adapt = modules_of(slices)
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
-        if s.takes_adapter and s.name.endswith(".weight") and s.name.split(".")[-2] in LINEARS:
+        if can_adapt.get(module_of(s.name)) and s.name.endswith(".weight"):
             grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
     kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
     return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

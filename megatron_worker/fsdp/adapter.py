@@ -14,8 +14,11 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
+from shared.models.lora_modules import OUTPUT, AdaptedModules
 from shared.models.peft import PREFIX
 
 
@@ -24,12 +27,15 @@ class FsdpAdapter:
 
     def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
         """`sizes`: outputs and inputs of the model's linears."""
-        self.lora = lora
+        self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._ranks = ranks
         self.slices: list[TensorSlice] = []
+        self.scales: dict[str, float] = {}
+        adapted = AdaptedModules(lora)
         for linear, (num_outputs, num_inputs) in sizes.items():
-            if linear.split(".")[-1] in lora.targets:
-                self.slices += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
+            if (size := adapted.of(linear)) is not None:
+                self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
+                self.scales[linear] = size.scale
         self.flat = Flat({s.name: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
@@ -39,6 +45,21 @@ class FsdpAdapter:
             if ".lora_A." in s.name:
                 self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
+    def factors(self, linear: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of a linear's adapter."""
+        return self.parameters[_a(linear)], self.parameters[_b(linear)]
+
+    def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
+        """Return what A makes of a linear's input, [T, R]. It drops some of that where masks are drawn."""
+        return F.linear(dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank)), a_RI)
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what the output layer's adapter adds for some targets, if it has one."""
+        if OUTPUT not in self.scales:
+            return None
+        a_RH, b_VR = (counted_by(self._ranks.tp_rank == 0, factor) for factor in self.factors(OUTPUT))
+        return BesideHead(self.low(OUTPUT, hidden_NH, a_RH) * self.scales[OUTPUT], b_VR)
+
     def new_optimizer(self) -> FsdpOptimizer:
         """Return an optimizer that trains this adapter."""
         return FsdpOptimizer(self.slices, self.parameters, self.flat.views, self._ranks)
@@ -46,11 +67,20 @@ class FsdpAdapter:
 
 def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
     """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T."""
-    a_RI = adapter.parameters.get(_a(linear))
-    if a_RI is None:
+    if linear not in adapter.scales:
         return output_1TO
-    low_TR = F.linear(input_1TI[0], a_RI)
-    return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.lora.scale)[None]
+    a_RI, b_OR = adapter.factors(linear)
+    return add_low(adapter, linear, adapter.low(linear, input_1TI[0], a_RI), b_OR, output_1TO)
+
+
+def add_low(adapter: FsdpAdapter, linear: str, low_TR: Tensor, b_OR: Tensor, output_1TO: Tensor) -> Tensor:
+    """Add to a linear's output what B, or this rank's part of it, makes of what A made."""
+    return torch.addmm(output_1TO[0], low_TR, b_OR.t(), alpha=adapter.scales[linear])[None]
+
+
+def counted_by(this_rank: bool, factor: Tensor) -> Tensor:
+    """Return a factor whose gradient is of zeros on the other tensor-parallel ranks. They go backward all the same."""
+    return factor if this_rank else factor.detach() + 0 * factor
 
 
 def _a(linear: str) -> str:

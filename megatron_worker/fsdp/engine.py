@@ -16,9 +16,11 @@ from megatron_worker.engine import (
     Outputs,
     Scores,
 )
+from megatron_worker.families import is_generic, read_architecture
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
+from megatron_worker.fsdp.probe import probe, refusing
 from megatron_worker.fsdp.ranks import join_ranks
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
@@ -34,10 +36,12 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
-        layout: data parallel alone. `torch.distributed` must be initialised with its world size, unless that is 1.
+        layout: of data and tensor parallelism. `torch.distributed` must be initialised with its world
+            size, unless that is 1.
 
     Raises:
-        InvalidInput: the folder cannot be used, or the layout splits more than data. The same on every rank.
+        InvalidInput: the folder cannot be used, the layout splits something else, or the model is one that we do not
+            compute. The same on every rank.
     """
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
@@ -46,7 +50,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         self._ranks = join_ranks(layout, device)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
-        with self._ranks.agreement():  # one rank alone may run out of memory
+        # One rank alone may run out of memory.
+        with self._ranks.agreement(), refusing(read_architecture(model).family):
             self._model = FsdpModel(model, self._ranks, self._dtype)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
@@ -61,10 +66,13 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         )
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
-        sizes = architecture.vocab_size, architecture.hidden_size, architecture.windows
-        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.rank, ranks.size, *sizes)
         self._read_base()
-        self._model.settle()
+        with refusing(architecture.family):
+            self._model.settle()
+            if is_generic(architecture):
+                probe(self._model)
+        sizes = architecture.vocab_size, architecture.hidden_size, self._model.windows
+        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.dp_rank, ranks.dp_size, *sizes)
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
@@ -99,7 +107,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
-            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
+            beside = self._model.beside_head(hidden_NH)
+            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard, beside=beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
@@ -117,13 +126,14 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     @property
     def vocab_shard(self) -> VocabShard:
-        divisor = self._model.architecture.logit_divisor
+        divisor = self._model.logit_divisor
         return dataclasses.replace(whole_vocabulary(self.facts.vocab_size), logit_divisor=divisor)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        scores = self.forward(batch, loss.outputs)
+        with self._slots.dropping():
+            scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
         assert scores.logprob_N is not None, "a loss is made of log-probabilities"
@@ -138,19 +148,14 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}
-        return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum)
+        return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum_over_dp)
 
     def zero_grad(self) -> None:
         self._forget()
         super().zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
-
-    def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
-        batch = Batch.of_sequences(sequences, self._ranks.device)
-        found = self._model.forward(batch, lambda last_BH, weight_VH: {"token_B": (last_BH @ weight_VH.t()).argmax(1)})
-        return found["token_B"].tolist()
+        return greedy(self.forward, self._ranks.device, prompts, max_tokens, stop_ids)
 
     # State.
 

@@ -1,126 +1,151 @@
 """transformers' model for a folder, its parameters sharded in groups: one for each layer, one for the rest.
 
-Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary; in attention H query heads, G key/value
-heads, D size of a head.
+Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from longshore.layout import Layout
+from longshore.training import LINEARS
 from megatron_worker.engine import Batch
-from megatron_worker.families import read_architecture
+from megatron_worker.families import architecture_of, is_generic, read_config
 from megatron_worker.families.rope import check_lengths
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
+from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
+from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
 from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
-from shared.models.shape import check_family
+from megatron_worker.fsdp.tensor_parallel import add_split_adapter, slice_of, split_by_plan, split_dimension
+from megatron_worker.head.beside import BesideHead
+from megatron_worker.mixers.tree_attention import plan_forest
+from shared.errors import InvalidInput
+from shared.models.lora_modules import OUTPUT
+from shared.models.shape import check_layout, shape_of
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
-_ATTENTION = "longshore"
-
-Forests = Mapping[int | None, Forest]
-
-
-def _attend(
-    module: nn.Module,
-    query_1HTD: Tensor,
-    key_1GTD: Tensor,
-    value_1GTD: Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    forests: Forests,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights.
-
-    transformers' models pass keywords that they do not know on to the attention: so the bin's `forests`, one for each
-    window of the model's layers, get here.
-    """
-    assert attention_mask is None
-    if abs((factor := scaling * query_1HTD.shape[-1] ** 0.5) - 1) > 1e-6:
-        query_1HTD = query_1HTD * factor
-    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
-    return attend_forest(query_THD, key_TGD, value_TGD, forests[sliding_window])[None], None
-
-
-# Without a mask function of the same name transformers makes no mask.
-AttentionInterface.register(_ATTENTION, _attend)
+Computed = Callable[[Any], dict[str, Tensor]]
 
 
 class _Headed(nn.Module):
-    """The model and a function of its hidden states as one module, so that FSDP has gathered the output embedding."""
+    """The model, to compute something with it as a forward of FSDP, which gathers the embeddings before it."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm: Any = causal_lm
 
-    def forward(
-        self, token_id_T: Tensor, position_T: Tensor, forests: Forests, hidden_index_N: Tensor, head: Head
-    ) -> dict[str, Tensor]:
-        hidden_1TH = self.causal_lm.model(
-            input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False, forests=forests
-        ).last_hidden_state
-        return head(hidden_1TH[0].index_select(0, hidden_index_N), self.causal_lm.lm_head.weight)
+    def forward(self, compute: Computed) -> dict[str, Tensor]:
+        return compute(self.causal_lm)
+
+
+def final_states(causal_lm: Any, token_id_T: Tensor, position_T: Tensor, forests: Forests) -> Tensor:
+    """Return a bin's hidden states behind the final norm, [T, H]."""
+    before = FORESTS.set(forests)
+    try:
+        found = causal_lm.base_model(input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False)
+    finally:
+        FORESTS.reset(before)
+    states_1TH: Tensor = found.last_hidden_state
+    return states_1TH[0]
 
 
 class FsdpModel:
     """The model, its weights frozen until trained.
 
     Attributes:
-        slices: every tensor under its Hugging Face name, split along its first dimension.
-        parameters: by those names, as FSDP holds them.
-        shards: by those names, this rank's own. Their storages are all that the model keeps between two forwards.
+        slices: every tensor under its Hugging Face name, split along its first dimension; an expert's on one rank.
+        parameters: by the names that slices give them, as FSDP holds them.
+        shards: by those names, this rank's own; a stack of experts as one matrix. Their storages are all that the model
+            keeps between two forwards.
+        windows: of its layers of attention, known once it is settled.
+        logit_divisor: the hidden states' products with the output embedding are divided by it.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.architecture = read_architecture(folder)
-        check_family("fsdp", self.architecture.family)
-        self._ranks, self._dtype = ranks, dtype
+        config = read_config(folder, any_family=True)
+        check_layout(Layout(tp=ranks.tp_size, dp=ranks.dp_size), shape_of(config), "fsdp")
+        self.architecture = architecture_of(config)
+        self._ranks, self.dtype, self.device = ranks, dtype, ranks.device
+        self.windows: frozenset[int | None] = frozenset()
         headed = _Headed(_on_meta(folder, dtype))
+        self._styles = split_by_plan(headed.causal_lm, ranks)
+        splits = {name: split_dimension(p) for name, p in headed.named_parameters()}
         self._root = _shard(headed, ranks)
         self._root.to_empty(device=ranks.device)
-        _make_rotary(headed.causal_lm, ranks.device)
-        names = {name.removeprefix("causal_lm."): p for name, p in self._root.named_parameters()}
-        self.parameters: dict[str, nn.Parameter] = names
-        self.slices = [TensorSlice(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
-        with torch.no_grad():
-            self.shards = {name: p.to_local() for name, p in names.items()}
+        _make_buffers(headed.causal_lm, is_bounded=not is_generic(self.architecture))
+        config = headed.causal_lm.config.to_dict()
+        self.logit_divisor: float = (config.get("logits_scaling") or 1.0) / (config.get("logit_scale") or 1.0)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, Tensor] = {}
+        self.slices: list[TensorSlice] = []
+        for full_name, p in self._root.named_parameters():
+            name, shape, local = full_name.removeprefix("causal_lm."), tuple(p.shape), p.detach().to_local()
+            if ".experts." in name:
+                self.slices += stacked_slices(name, shape, ranks.size)
+                name, local = on_rank(name, ranks.rank), local.flatten(0, 1)
+            else:
+                self.slices.append(slice_of(name, p, splits[full_name]))
+            self.parameters[name], self.shards[name] = p, local
         self._linears = _linears(headed.causal_lm)
         self._adapter: FsdpAdapter | None = None
+        self._experts = {name: module for name, module in headed.causal_lm.named_modules() if name.endswith(".experts")}
+        for name, experts in self._experts.items():
+            put_adapters_beside(name, experts, lambda: self._adapter)
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._beside(name))
 
     def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
-            return output_1TO if self._adapter is None else add_adapter(self._adapter, name, inputs[0], output_1TO)
+            if self._adapter is None:
+                return output_1TO
+            if self._ranks.tp_size > 1:
+                return add_split_adapter(
+                    self._adapter, name, self._styles.get(name), inputs[0], output_1TO, self._ranks
+                )
+            return add_adapter(self._adapter, name, inputs[0], output_1TO)
 
         return add
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
-        return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        sizes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        for name, experts in self._experts.items():
+            sizes |= linears_of_experts(name, experts)
+        return sizes | {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what an adapter adds at the output layer, if one is beside it."""
+        return None if self._adapter is None else self._adapter.beside_head(hidden_NH)
 
     def set_adapter(self, adapter: FsdpAdapter | None) -> None:
         self._adapter = adapter
 
     def settle(self) -> None:
-        """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced."""
+        """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced.
+
+        Raises InvalidInput where attention is none that we compute.
+        """
         self._require_grad(True)
-        zero_1 = torch.zeros(1, dtype=torch.int64, device=self._ranks.device)
+        zero_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+        def ask(causal_lm: Any) -> dict[str, Tensor]:
+            causal_lm.config._attn_implementation = ASKING
+            states_1H = final_states(causal_lm, zero_1, zero_1, {})
+            causal_lm.config._attn_implementation = ATTENTION
+            self.windows = windows_of(causal_lm)
+            return {"states": states_1H}
+
         with torch.no_grad():
-            self._root(
-                zero_1, zero_1, self._planned(zero_1 - 1), zero_1[:0], lambda hidden_NH, _: {"hidden_NH": hidden_NH}
-            )
+            self.run(ask)
+        if not self.windows:
+            raise InvalidInput("no layer of it attends by transformers' attention interface", "model")
         self._require_grad(False)
 
     def forget(self) -> None:
@@ -145,13 +170,21 @@ class FsdpModel:
         sequence is too long.
         """
         check_lengths(batch.position_T, self.architecture.max_positions)
-        forests = self._planned(batch.parent_T)
-        found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forests, batch.hidden_index_N, head)
+        forests = self.planned(batch.parent_T)
+
+        def compute(causal_lm: Any) -> dict[str, Tensor]:
+            states_TH = final_states(causal_lm, batch.token_id_T, batch.position_T, forests)
+            return head(states_TH.index_select(0, batch.hidden_index_N), causal_lm.lm_head.weight)
+
+        return self.run(compute)
+
+    def run(self, compute: Computed) -> dict[str, Tensor]:
+        """Call a function of transformers' model while what is in no layer is gathered. Collective."""
+        found: dict[str, Tensor] = self._root(compute)
         return found
 
-    def _planned(self, parent_T: Tensor) -> Forests:
-        windows = self.architecture.windows
-        return {window: plan_forest(parent_T, self._dtype, window=window) for window in windows}
+    def planned(self, parent_T: Tensor) -> Forests:
+        return {window: plan_forest(parent_T, self.dtype, window=window) for window in self.windows}
 
 
 def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
@@ -159,10 +192,14 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            experts_implementation="eager",
+            trust_remote_code=False,
         )
     # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
-    model.model.embed_tokens.padding_idx = None
+    model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 
@@ -170,9 +207,10 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
     """Shard the parameters: they are gathered for one layer at a time, and freed at once."""
     # Sums, never means, in float32 whatever the weights are in.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in headed.causal_lm.model.layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
-    root: Any = fully_shard(headed, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
+    how: Any = {"mesh": ranks.mesh["dp"], "mp_policy": policy, "reshard_after_forward": True}
+    for layer in _layers(headed.causal_lm):  # along the dimension that tensor parallelism has split
+        fully_shard(layer, shard_placement_fn=split_dimension, **how)
+    root: Any = fully_shard(headed, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -180,15 +218,42 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
     return root
 
 
-def _make_rotary(causal_lm: Any, device: torch.device) -> None:
-    """Make the rotary frequencies, which are no weights: no file has them, and `to_empty` leaves them undefined."""
-    decoder = causal_lm.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config).to(device)
+def _layers(causal_lm: Any) -> list[nn.Module]:
+    kinds = causal_lm._no_split_modules or ()
+    found = {name: module for name, module in causal_lm.named_modules() if type(module).__name__ in kinds}
+    if not found:
+        raise InvalidInput("transformers does not say which of its modules are layers", "model")
+    return [module for name, module in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
+@torch.no_grad()
+def _make_buffers(causal_lm: Any, is_bounded: bool) -> None:
+    """Make what is no weight, as rotary frequencies: no file has it, and `to_empty` leaves it undefined.
+
+    `is_bounded`: sequences so long that they change the frequencies are refused (`check_lengths`).
+
+    Raises InvalidInput where transformers does not, or computes frequencies by the longest sequence of a bin.
+    """
+    for name, module in causal_lm.named_modules():
+        buffers, own = [b for b in module.buffers(recurse=False) if b.is_floating_point()], dict(module._parameters)
+        if not buffers:
+            continue
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+        nowhere = {key: p if p is None else nn.Parameter(p.to_local().to("meta"), False) for key, p in own.items()}
+        module._parameters.update(nowhere)  # its weights stay as they are
+        causal_lm._init_weights(module)
+        module._parameters.update(own)
+        if module._buffers.keys() - module._non_persistent_buffers_set or any(b.isnan().any() for b in buffers):
+            raise InvalidInput(f"{name} has values that are no weights and that transformers does not make", "model")
+        kinds = getattr(module, "rope_type", "")
+        if not is_bounded and {"dynamic", "longrope"} & ({kinds} if isinstance(kinds, str) else {*kinds.values()}):
+            raise InvalidInput("rotary frequencies that depend on the longest sequence are not computed", "model")
 
 
 def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in causal_lm.named_modules()
-        if isinstance(module, nn.Linear) and name.endswith("_proj")
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in LINEARS
     }

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from longshore.training import Adam
 from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.fsdp.ranks import Ranks, SplitByTp
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.adamw import sum_of_squares, update
 from megatron_worker.tensors.blocks import Held, only_here
@@ -35,6 +35,8 @@ class FsdpOptimizer:
     ) -> None:
         self._ranks = ranks
         self._is_sharded = any(s.split is not None for s in slices)
+        # Another rank counts what this one has as it has. None: all is this one's.
+        self._counted = [s.parameter for s in slices if ranks.tp_rank and isinstance(s, SplitByTp)]
         self._parameters = parameters
         self._working = working
         self.step_count = 0
@@ -53,7 +55,7 @@ class FsdpOptimizer:
         def accumulate(parameter: Parameter) -> None:
             found = parameter.grad
             assert found is not None
-            grad.add_(found.to_local() if isinstance(found, DTensor) else found)
+            grad.add_((found.to_local() if isinstance(found, DTensor) else found).view_as(grad))
             parameter.grad = None
 
         parameter.requires_grad_(True)
@@ -140,7 +142,8 @@ class FsdpOptimizer:
 
     def _norm(self) -> float:
         """Return the gradient's norm over all ranks: of all shards, or of a gradient that every rank has whole."""
-        square = sum_of_squares(self.grad.buffer)
+        views = [self.grad.views[name] for name in self._counted] or [self.grad.buffer]
+        square = torch.stack([sum_of_squares(view) for view in views]).sum()
         if self._is_sharded:
             self._ranks.sum(square)
         return float(square.sqrt())

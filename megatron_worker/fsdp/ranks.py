@@ -1,4 +1,4 @@
-"""The ranks of an FSDP engine: all of them share the data, and each holds a shard of every weight."""
+"""The ranks of an FSDP engine: they share the data, or linears of one model, and each holds a shard of every weight."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,8 +16,19 @@ from megatron_worker.process.process_group import SideRanks, join, join_side_ran
 
 
 @dataclass(frozen=True)
+class SplitByTp(TensorSlice):
+    """A tensor that tensor parallelism splits, and whose shares data-parallel ranks split along the same dimension."""
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Ranks:
-    """This process's place. With one rank, every method is local."""
+    """This process's place. With one rank, every method is local. Ranks of one tensor-parallel group are neighbours."""
 
     rank: int
     size: int
@@ -25,9 +36,31 @@ class Ranks:
     mesh: DeviceMesh
     side: SideRanks
 
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.shape[0]
+
+    @property
+    def tp_size(self) -> int:
+        return self.mesh.shape[1]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
     def sum(self, tensor: Tensor) -> None:
         if self.size > 1:
             dist.all_reduce(tensor)
+
+    def sum_over_dp(self, tensor: Tensor) -> None:
+        """Add up what tensor-parallel ranks have alike."""
+        if self.tp_rank:
+            tensor.zero_()
+        self.sum(tensor)
 
     def any(self, here: bool) -> bool:
         """Return True if `here` is true on one rank at least."""
@@ -35,27 +68,45 @@ class Ranks:
         self.sum(flag)
         return bool(flag)
 
-    def first_holder(self, _tensor_slice: TensorSlice, part: int) -> int:
-        """Return the rank that holds a part of a tensor; the first, of what all hold."""
-        return part
+    def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
+        """Return the rank that holds a part of a tensor; the first, of what all hold; an expert's own."""
+        if tensor_slice.expert is not None:
+            return tensor_slice.ep_rank
+        if not isinstance(tensor_slice, SplitByTp):
+            return part * self.tp_size
+        tp_rank, dp_rank = divmod(part, self.dp_size)
+        return dp_rank * self.tp_size + tp_rank
 
-    def splitting(self, _tensor_slice: TensorSlice) -> "Ranks":
-        """Return this rank's place among those that a tensor is split over: all of them."""
-        return self
+    def splitting(self, tensor_slice: TensorSlice) -> Place:
+        """Return this rank's place among those that a tensor is split over."""
+        if isinstance(tensor_slice, SplitByTp):
+            return Place(self.tp_rank * self.dp_size + self.dp_rank, self.size)
+        return Place(self.dp_rank, self.dp_size)
 
-    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], _dtype: torch.dtype) -> Tensor:
-        """Gather a whole tensor on every rank from the shard of each. Collective where the tensor is split."""
-        local = parameters[tensor_slice.name]
-        if tensor_slice.split is None or self.size == 1:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Gather a whole tensor on every rank from the shard of each. Collective where they differ."""
+        if tensor_slice.expert is not None:
+            return self._from_holder(tensor_slice, parameters, dtype)
+        local, split, size = parameters[tensor_slice.name], tensor_slice.split, self.splitting(tensor_slice).size
+        if split is None or size == 1:
             return local
-        share = -(-tensor_slice.shape[0] // self.size)
+        share = -(-tensor_slice.shape[split] // size)
         padded = local
-        if len(local) < share:
+        if local.shape[split] < share:
             padded = local.new_zeros(share, *tensor_slice.shape[1:])
             padded[: len(local)] = local
-        everyone = local.new_empty(self.size * share, *tensor_slice.shape[1:])
-        dist.all_gather_into_tensor(everyone, padded)
-        return everyone[: tensor_slice.shape[0]]
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded.contiguous())
+        parts = [everyone[self.first_holder(tensor_slice, part)] for part in range(size)]
+        return torch.cat(parts, dim=split).narrow(split, 0, tensor_slice.shape[split])
+
+    def _from_holder(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(tensor_slice.shape, dtype=dtype, device=self.device)
+        if self.rank == tensor_slice.ep_rank:
+            whole.copy_(tensor_slice.read(parameters[tensor_slice.parameter], tensor_slice.shape[0]))
+        if self.size > 1:
+            dist.broadcast(whole, tensor_slice.ep_rank)
+        return whole
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
@@ -65,4 +116,5 @@ class Ranks:
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
     device = join(layout, device)
-    return Ranks(dist.get_rank(), layout.dp, device, init_device_mesh(device.type, (layout.dp,)), join_side_ranks())
+    mesh = init_device_mesh(device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    return Ranks(dist.get_rank(), layout.world_size, device, mesh, join_side_ranks())

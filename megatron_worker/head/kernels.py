@@ -175,7 +175,7 @@ def add_weight_gradient(
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
-    """Add d loss / d weight to `grad_VH`, float32.
+    """Add d loss / d weight to `grad_VH`, float32, of as many last columns as it has.
 
     Args:
         lse_N: logsumexp over the whole vocabulary, float32.
@@ -198,10 +198,11 @@ def add_weight_gradient(
                 ENTROPY=entropy is not None,
                 **_shape(hidden_NH, blocks),
             )
+        seen_CH = hidden_CH[:, -grad_VH.shape[1] :]
         if hidden_NH.dtype == grad_VH.dtype:
-            grad_VH.addmm_(grad_CV[:length].t(), hidden_CH)
+            grad_VH.addmm_(grad_CV[:length].t(), seen_CH)
         else:
-            grad_VH += grad_CV[:length].t() @ hidden_CH
+            grad_VH += grad_CV[:length].t() @ seen_CH
 
 
 def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs, Scores
 from megatron_worker.head import top_k, torch_tiles
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.kernel_choice import use_kernel
 from megatron_worker.head.torch_tiles import LocalSums, TileSize, capped_slope, finite, rows_of_labels, tile_size
 
@@ -77,6 +78,7 @@ def score_targets(
     outputs: Outputs,
     shard: VocabShard,
     tile: TileSize | None = None,
+    beside: BesideHead | None = None,
 ) -> Scores:
     """Return each label's log-probability, the entropy, and the `top_k` most likely ids; in nats, float32.
 
@@ -88,6 +90,7 @@ def score_targets(
         label_N: ids of the whole vocabulary, int64. `NO_LABEL` has a logit of 0: its "log-probability" is minus the
             logsumexp, and so is its gradient.
         tile: None for the device's.
+        beside: an adapter of the output embedding, which then has no gradient of its own.
 
     The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it;
     the `top_k` are constants.
@@ -97,10 +100,13 @@ def score_targets(
     assert 0 <= outputs.top_k <= shard.vocab_size, (outputs, shard)
     if not (outputs.logprob or outputs.entropy or outputs.top_k):
         return Scores()
+    if beside is not None:
+        hidden_NH, weight_VH = beside.joined(hidden_NH, weight_VH)
     outputs = replace(outputs, temperature=outputs.temperature * shard.logit_divisor)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     tile = tile or tile_size(hidden_NH.device)
-    scored = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, tile, keep_rows)
+    last_VR = None if beside is None else beside.b_VR
+    scored = _Head.apply(hidden_NH, weight_VH, last_VR, label_N, outputs, shard, tile, keep_rows)
     logprob_N, entropy_N, top_logprob_NK, top_id_NK = scored
     return Scores(
         logprob_N=logprob_N if outputs.logprob else None,
@@ -111,11 +117,14 @@ def score_targets(
 
 
 class _Head(torch.autograd.Function):
+    """`last_VR`: the last columns of the weight, where they alone have a gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
+        last_VR: Tensor | None,
         label_N: Tensor,
         outputs: Outputs,
         shard: VocabShard,
@@ -129,7 +138,7 @@ class _Head(torch.autograd.Function):
         if not ctx.by_entropy:
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
-        ctx.shard, ctx.tile = shard, tile
+        ctx.shard, ctx.tile, ctx.num_last = shard, tile, 0 if last_VR is None else last_VR.shape[1]
         top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, shard.group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
@@ -139,7 +148,7 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
-        by_hidden, by_weight = ctx.needs_input_grad[:2]
+        by_hidden, by_weight, by_last = ctx.needs_input_grad[:3]
         if ctx.temperature != 1:
             grad_N, by_entropy_N = grad_N / ctx.temperature, by_entropy_N / ctx.temperature
         grad_NH = grad_VH = None
@@ -148,12 +157,13 @@ class _Head(torch.autograd.Function):
             if ctx.by_entropy:
                 exact_NH.addcmul_(entropy_rows_NH, by_entropy_N[:, None])
             grad_NH = exact_NH.to(hidden_NH.dtype)
-        if by_weight:
+        if by_weight or by_last:
             entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
+            width = ctx.num_last if by_last else weight_VH.shape[1]
             grad_VH = _weight_gradient(
-                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
+                hidden_NH, weight_VH, width, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
             )
-        return grad_NH, grad_VH, None, None, None, None, None
+        return grad_NH, *((None, grad_VH) if by_last else (grad_VH, None)), None, None, None, None, None
 
 
 def _scan(
@@ -237,6 +247,7 @@ def _merge(
 def _weight_gradient(
     hidden_NH: Tensor,
     weight_VH: Tensor,
+    width: int,
     label_N: Tensor,
     lse_N: Tensor,
     grad_N: Tensor,
@@ -245,12 +256,12 @@ def _weight_gradient(
     shard: VocabShard,
     tile: TileSize,
 ) -> Tensor:
-    """Return d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
+    """Return d loss / d weight of this shard, of its last `width` columns, summed over chunks in the softmax's dtype.
 
     `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
     are divided by the temperature already.
     """
-    grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
+    grad_VH = lse_N.new_zeros(len(weight_VH), width)
     real_VH = weight_VH[: shard.num_real]
     if len(hidden_NH) and shard.num_real and kernels_do(hidden_NH, shard.logit_cap):
         from megatron_worker.head import kernels as kernels

@@ -126,7 +126,11 @@ def add_weight_gradient(
     tile: TileSize,
     cap: float | None = None,
 ) -> None:
-    """Add d loss / d weight of rows of the shard, whose ids begin at `first`. Other arguments as in logprobs.py."""
+    """Add d loss / d weight of rows of the shard, whose ids begin at `first`, of as many last columns as `grad_VH` has.
+
+    Other arguments as in logprobs.py.
+    """
+    seen_NH = hidden_NH[:, -grad_VH.shape[1] :]
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile, cap):
         grad_C = grad_N[chunk]
         slope_CT = capped_slope(logit_CT, cap, temperature)
@@ -139,7 +143,7 @@ def add_weight_gradient(
         grad_CT.scatter_add_(1, column_C[:, None], torch.where(owned_C, grad_C, 0.0)[:, None])
         if slope_CT is not None:
             grad_CT.mul_(slope_CT)
-        _add_product(grad_VH[columns], grad_CT.t(), hidden_NH[chunk])
+        _add_product(grad_VH[columns], grad_CT.t(), seen_NH[chunk])
 
 
 def _tiles_of_logits(

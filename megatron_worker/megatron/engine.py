@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longshore.layout import Layout
-from longshore.training import Dtype, Lora
+from longshore.training import Dtype, Lora, OptimizerStates, Quantization
 from megatron_worker.engine import (
     Batch,
     Facts,
@@ -17,10 +18,9 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import constants_of, slices_of
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -28,6 +28,7 @@ from megatron_worker.megatron.parallel.collectives import alike_over
 from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
+from megatron_worker.quantized.weights import WholeWeights
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
@@ -42,51 +43,67 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
         layout: `torch.distributed` must be initialised with its world size, unless that is 1.
+        quantize: hold the linears' weights so; then adapters alone are trained.
+        optimizer_states: how both moments of AdamW are held.
 
     Raises:
         InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
     """
 
-    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        layout: Layout,
+        dtype: Dtype,
+        device: torch.device | None = None,
+        quantize: Quantization | None = None,
+        optimizer_states: OptimizerStates = "float32",
+    ) -> None:
         config = read_config(model)
-        check_layout(layout, shape_of(config))
+        shape = shape_of(config)
+        check_layout(layout, shape)
         architecture = architecture_of(config)
         self._mesh = join_mesh(layout, device)
-        self._folder = model
+        self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
-            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype))
+            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
         self._passes = PipelinePasses(self._model, self._mesh)
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
-        base = Base(model, architecture, self._slices_here, self._model.flat.views, [self._model.flat.buffer])
+        weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
+        base = Base(model, architecture, self._slices_here, weights, self._model.storages)
         self._slots = Slots(
             base,
             self._mesh,
             self._read_base,
             self._model.set_adapter,
             self._new_adapter,
-            MegatronAdapter.new_optimizer,
+            partial(MegatronAdapter.new_optimizer, states=optimizer_states),
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        windows = self._model.needs.windows
-        self.facts = Facts(layout, dtype, mesh.device, mesh.rank, mesh.dp.rank, mesh.dp.size, *sizes, windows)
+        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.needs.windows
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes)
         self._read_base()
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
             model, a = self._model, self._model.architecture
             slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
-            read_model(self._folder, slices, views, self._mesh, a.carried)
+            read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
 
     def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
-        return MegatronAdapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
+        architecture, layout = self._model.architecture, mesh.layout
+        tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
+        return MegatronAdapter(lora, linears_of([*self._slices_here, *tied]), mesh, self._model.flat.buffer.dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
+        assert not self._model.quantized, "quantized weights are frozen"
         flat, regions = self._model.flat, self._model.regions
         if device != self._mesh.device:
-            return MegatronOptimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
-        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh)
+            meta = flat.like(flat.buffer.dtype, device)
+            return MegatronOptimizer({}, meta, regions, self._mesh, self._optimizer_states)
+        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh, self._optimizer_states)
 
     # A step.
 
@@ -120,13 +137,11 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self._slots.is_training, "nothing is being trained"
-        return self._passes.forward_backward(batches, loss)
+        return self._passes.forward_backward(batches, loss, self._slots.dropping)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(
-            lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
-        )
+        return greedy(self.forward, self._mesh.device, prompts, max_tokens, stop_ids)

@@ -5,6 +5,9 @@ whose experts they chose (dispatch.py). Each applies its experts (under etp its 
 received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
 so results do not depend on the layout.
 
+A bin may say the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
+Then the router's scores give their weights alone, and have its gradients, whatever function makes them.
+
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
 """
@@ -23,6 +26,7 @@ from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
+from megatron_worker.quantized.weights import quantized_product
 
 
 class Router(torch.nn.Module):
@@ -38,10 +42,14 @@ class Router(torch.nn.Module):
         self.register_buffer("correction", torch.zeros(mixture.num_experts) if is_corrected else None)
         self._mixture = mixture
 
-    def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]."""
+    def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K].
+
+        Args:
+            route_sK: the experts to take in place of those that the scores choose, as any kind of integers.
+        """
         score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
-        expert_sK = routing.choose(score_sE, self._mixture, self.correction)
+        expert_sK = routing.choose(score_sE, self._mixture, self.correction) if route_sK is None else route_sK.long()
         return routing.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
 
 
@@ -69,10 +77,10 @@ class NormedRouter(Router):
         self.expert_scale = Parameter(torch.empty(mixture.num_experts, dtype=dtype))
         self._eps = eps
 
-    def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         size = hidden_sH.shape[-1]
         normed_sH = F.rms_norm(hidden_sH, (size,), eps=self._eps) * self.scale * size**-0.5
-        weight_sK, expert_sK = super().forward(normed_sH)
+        weight_sK, expert_sK = super().forward(normed_sH, route_sK)
         return weight_sK * self.expert_scale[expert_sK], expert_sK
 
 
@@ -104,7 +112,8 @@ class StackedExperts(torch.nn.Module):
 
     def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
         stacks = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks))
+        product = torch.addmm if isinstance(self.down_proj, Tensor) else quantized_product
+        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks), product=product)
 
 
 class SharedGate(torch.nn.Module):
@@ -124,6 +133,7 @@ class MegatronExperts(torch.nn.Module):
     Args:
         shared: the MLP of the expert that all tokens go to, if any.
         norm: makes the norms of what experts take and put out, if they have any.
+        place: its number among the model's layers with experts.
     """
 
     def __init__(
@@ -159,17 +169,21 @@ class MegatronExperts(torch.nn.Module):
         is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
         self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
         self._mesh = mesh
+        self.place = 0
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *_: object, padding_mask: Tensor | None = None, **__: object
+    ) -> tuple[Tensor, None]:
+        """`padding_mask`: in the place of megatron's, the experts of each of its layers: [layers, s, K]."""
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output_sH = self._routed(hidden_sH)
+        output_sH = self._routed(hidden_sH, None if padding_mask is None else padding_mask[self.place])
         if self.shared_expert is not None:
             shared_sH = self.shared_expert(hidden_states)[0].reshape(output_sH.shape)
             output_sH = output_sH + (shared_sH if self.shared_gate is None else self.shared_gate(hidden_sH) * shared_sH)
         return output_sH.view(hidden_states.shape), None
 
-    def _routed(self, hidden_sH: Tensor) -> Tensor:
-        weight_sK, expert_sK = self.router(hidden_sH)
+    def _routed(self, hidden_sH: Tensor, route_sK: Tensor | None) -> Tensor:
+        weight_sK, expert_sK = self.router(hidden_sH, route_sK)
         if self.latent_in is None or self.latent_out is None:
             return self._exchanged(hidden_sH, weight_sK, expert_sK)
         output_sH: Tensor = self.latent_out(self._exchanged(self.latent_in(hidden_sH), weight_sK, expert_sK))

@@ -3,8 +3,8 @@
 A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from behind,
 so that a long sequence costs all of them alike.
 
-Shape suffixes: T tokens of a padded bin, t those of this rank, N targets of the bin, M those whose hidden states are
-this rank's.
+Shape suffixes: T tokens of a padded bin, t those of this rank, s those that it has between layers, N targets of the
+bin, M those whose hidden states are this rank's; L layers with experts, K experts of a token.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
 
 @dataclass(frozen=True)
 class LocalBin:
-    """A bin on this rank. `rows`: hidden states between layers."""
+    """A bin on this rank. `rows`: hidden states between layers. `route_LsK`: their experts, if the bin says them."""
 
     token_id_t: Tensor
     plan: BinPlan
@@ -34,6 +34,7 @@ class LocalBin:
     target_M: Tensor | None  # which of the bin's targets; None: all
     num_targets: int
     context: Context | None
+    route_LsK: Tensor | None = None
 
     def of_all_targets(self, values_M: Tensor) -> Tensor:
         """Gather values of all context-parallel ranks' targets, in the order of the bin, on every rank: [N, ...].
@@ -73,7 +74,22 @@ def localised(batch: Batch, mesh: Mesh, needs: LayerNeeds, dtype: torch.dtype) -
         target_M=target_M,
         num_targets=len(batch.label_N),
         context=context,
+        route_LsK=_routes(batch, len(token_id_T), context, mesh),
     )
+
+
+def _routes(batch: Batch, num_tokens: int, context: Context | None, mesh: Mesh) -> Tensor | None:
+    """Return the experts of this rank's tokens. Tokens that pad a bin take the first ones."""
+    if batch.route_TLK is None:
+        return None
+    padding = num_tokens - len(batch.route_TLK), batch.route_TLK.shape[1], 1
+    first_K = torch.arange(batch.route_TLK.shape[2], dtype=batch.route_TLK.dtype, device=batch.route_TLK.device)
+    route_sLK = torch.cat([batch.route_TLK, first_K.repeat(padding)])
+    if context is not None:
+        route_sLK = route_sLK[context.rows(num_tokens, route_sLK.device)]
+    if mesh.layout.sp:
+        route_sLK = route_sLK.tensor_split(mesh.tp.size)[mesh.tp.rank]
+    return route_sLK.transpose(0, 1).contiguous()
 
 
 def _multiple(mesh: Mesh) -> int:

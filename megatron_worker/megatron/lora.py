@@ -13,7 +13,7 @@ whole on every rank then has a gradient that is its rank's part alone.
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,23 +25,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from longshore.training import Lora
+from longshore.training import Lora, OptimizerStates
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
-from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.quantized.tensors import QuantizedTensor
+from megatron_worker.quantized.weights import quantized_linear, whole
+from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
+from megatron_worker.tensors.dropout import Masks, dropped
+from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX, module_of
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """An adapter's weights beside one fused linear. Part p owns ranks `p * rank` to `(p + 1) * rank`."""
+    """An adapter's weights beside one fused linear, whose parts own ranks one after another.
 
-    rank: int
-    scale: float
+    `scale`: of the ranks, [R] where parts have different ones. `name`, `place`: what the mask of the parts' common
+    input follows from; ranks of one place have the same inputs.
+    """
+
+    name: str
+    place: int
+    masks: Masks
+    ranks: tuple[int, ...]
+    scale: float | Tensor
     parts: tuple[TensorSlice, ...]
     a_RI: Parameter
     b_parts: tuple[Parameter, ...]
@@ -50,16 +62,22 @@ class LoraWeights:
         """Return all B matrices in one, each in its own rows and ranks."""
         if len(self.b_parts) == 1 and self.b_parts[0].shape[0] == num_rows:
             return self.b_parts[0].detach()
-        dense_OR = self.a_RI.new_zeros(num_rows, len(self.parts) * self.rank)
+        dense_OR = self.a_RI.new_zeros(num_rows, sum(self.ranks))
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
 
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead:
+        """Return what the output layer's adapter adds for some targets."""
+        seed = self.masks.seed_of(self.name, self.place)
+        low_NR = F.linear(dropped(hidden_NH, self.masks.rate, seed), self.a_RI) * self.scale
+        return BesideHead(low_NR, self.b_parts[0])
+
     def blocks(self, dense_OR: Tensor) -> list[Tensor]:
         """Return the block of each part, [groups, rows, rank] views."""
-        blocks = []
-        for number, part in enumerate(self.parts):
-            columns = slice(number * self.rank, (number + 1) * self.rank)
+        blocks, first = [], 0
+        for rank, part in zip(self.ranks, self.parts, strict=True):
+            columns = slice(first, first := first + rank)
             blocks.append(dense_OR.view(part.groups, -1, dense_OR.shape[1])[:, part.start : part.stop, columns])
         return blocks
 
@@ -73,7 +91,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return _linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, self.bias, self.lora, backward_group=group), None
@@ -88,7 +106,7 @@ class AdaptedRowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
             return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), self.bias
-        if self.lora is None:
+        if self.lora is None and isinstance(self.weight, Tensor):
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _linear(input_, self.weight, None, self.lora, forward_group=group), self.bias
@@ -112,7 +130,7 @@ class ExpertLinear(torch.nn.Module):
 
 def _linear(
     input_: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | QuantizedTensor,
     bias_O: Tensor | None,
     lora: LoraWeights | None,
     forward_group: dist.ProcessGroup | None = None,
@@ -120,7 +138,9 @@ def _linear(
 ) -> Tensor:
     """Apply a linear with its adapter, if any. An adapter's output, or its input's gradient, is summed over a group."""
     if lora is None:
-        return F.linear(input_, weight_OI, bias_O)
+        if isinstance(weight_OI, Tensor):
+            return F.linear(input_, weight_OI, bias_O)
+        return quantized_linear(input_, weight_OI, bias_O, forward_group, backward_group)
     flat_TI = input_.reshape(-1, input_.shape[-1])
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts
@@ -129,13 +149,16 @@ def _linear(
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept."""
+    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept.
+
+    A quantized W is made whole for each of its two products.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input_TI: Tensor,
-        weight_OI: Tensor,
+        weight: Tensor | QuantizedTensor,
         bias_O: Tensor | None,
         lora: LoraWeights,
         forward_group: dist.ProcessGroup | None,
@@ -143,29 +166,34 @@ class _LoraLinear(torch.autograd.Function):
         a_RI: Tensor,
         *b_parts: Tensor,
     ) -> Tensor:
-        low_TR = (input_TI @ a_RI.t()).mul_(lora.scale)
+        seed, rate = lora.masks.seed_of(lora.name, lora.place), lora.masks.rate
+        low_TR = (dropped(input_TI, rate, seed) @ a_RI.t()).mul_(lora.scale)
+        weight_OI = whole(weight)
         b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
-        ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.lora, ctx.group = lora, backward_group
+        ctx.save_for_backward(input_TI, a_RI, b_OR, low_TR)
+        ctx.weight, ctx.lora, ctx.group, ctx.seed = weight, lora, backward_group, seed
         return output_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
+        input_TI, a_RI, b_OR, low_TR = ctx.saved_tensors
         lora: LoraWeights = ctx.lora
         grad_low_TR = (grad_TO @ b_OR).mul_(lora.scale)
         _sum(grad_low_TR, ctx.group)
         grad_TI = None
         if ctx.needs_input_grad[0]:
-            grad_TI = grad_TO @ weight_OI
+            grad_TI = grad_TO @ whole(ctx.weight)
             _sum(grad_TI, ctx.group)
-            grad_TI.addmm_(grad_low_TR, a_RI)
-        grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
+            if ctx.seed is None:
+                grad_TI.addmm_(grad_low_TR, a_RI)
+            else:
+                grad_TI += dropped(grad_low_TR @ a_RI, lora.masks.rate, ctx.seed)
+        grad_a_RI = grad_low_TR.t() @ dropped(input_TI, lora.masks.rate, ctx.seed) if ctx.needs_input_grad[6] else None
         grad_b: list[Tensor | None] = [None] * len(lora.b_parts)
         if any(ctx.needs_input_grad[7:]):
             blocks = lora.blocks(grad_TO.t() @ low_TR)
@@ -185,12 +213,13 @@ class MegatronAdapter:
     """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
-        self.lora = lora
+        self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
-        chosen = [(linear, _targeted(linear, lora)) for linear in linears]
+        adapted = AdaptedModules(lora)
+        chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
-        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.rank)]
-        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
+        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
+        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
         placements = {s.parameter: _placement(s, mesh) for s in held}
         self.flat, self._regions = arrange(_local_shapes(held, mesh), placements, mesh, dtype)
@@ -203,17 +232,20 @@ class MegatronAdapter:
                 whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
-    def new_optimizer(self) -> MegatronOptimizer:
+    def new_optimizer(self, states: OptimizerStates = "float32") -> MegatronOptimizer:
         """Return an optimizer that trains this adapter."""
-        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh)
+        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh, states)
 
     def lora_weights(self) -> dict[str, LoraWeights]:
         """Return the weights by the name of their fused linear."""
         return {
             linear.name: LoraWeights(
-                self.lora.rank,
-                self.lora.scale,
-                parts,
+                linear.name,
+                _place(linear, self._mesh),
+                self.masks,
+                tuple(size.rank for size in parts.values()),
+                scale_of(list(parts.values()), self._mesh.device),
+                tuple(parts),
                 self.parameters[f"{linear.name}.A"],
                 tuple(self.parameters[f"{linear.name}.B{number}"] for number in range(len(parts))),
             )
@@ -221,21 +253,27 @@ class MegatronAdapter:
         }
 
 
-def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
-    return tuple(s for s in linear.slices if s.name.split(".")[-2] in lora.targets)
+def _place(linear: Linear, mesh: Mesh) -> int:
+    """Ranks that a column-parallel linear is split over have the same inputs, and whole A: one mask.
+
+    So have those that each compute all of a linear, unless (sp) their tokens differ.
+    """
+    is_alike = linear.kind == "column" or (linear.kind == "whole" and not mesh.layout.sp)
+    return mesh.rank // mesh.splitting(linear.slices[0]).size if is_alike else mesh.rank
 
 
-def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
+def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
     """Return A and B of every part, under PEFT's names."""
-    slices = []
-    for number, part in enumerate(parts):
+    slices, start = [], 0
+    for number, (part, size) in enumerate(parts.items()):
         module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
         split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
-        start, stop = number * rank, (number + 1) * rank
         slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
         slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
-        slices.append(replace(slice_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
-        slices.append(replace(slice_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
+        stop = start + size.rank
+        slices.append(replace(slice_a, shape=(size.rank, num_inputs), split=split_a, start=start, stop=stop))
+        slices.append(replace(slice_b, shape=(num_outputs, size.rank), split=split_b, start=0, stop=num_outputs))
+        start = stop
     return slices
 
 
@@ -244,7 +282,8 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    return "partial" if mesh.layout.sp else "whole"
+    # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
+    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith("output_layer.") else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -254,6 +293,6 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
         size, columns = mesh.splitting(s).size, s.shape[1]
-        own_rows = rows[s.parameter] // (size if s.split == 0 else 1)
+        own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
         shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

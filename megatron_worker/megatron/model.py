@@ -8,7 +8,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
+from longshore.training import Quantization
 from megatron_worker.families.architecture import (
     Architecture,
     Attention,
@@ -37,9 +38,10 @@ from megatron_worker.families.architecture import (
     activate,
 )
 from megatron_worker.families.gemma import SharedAttention
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
-from megatron_worker.megatron.experts import MegatronExperts
+from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
 from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
 from megatron_worker.megatron.layers.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
 from megatron_worker.megatron.layers.latent_attention import LatentSelfAttention
@@ -50,6 +52,8 @@ from megatron_worker.megatron.parallel.collectives import gather_alike, gather_r
 from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
+from megatron_worker.quantized.block_codes import CODES
+from megatron_worker.quantized.tensors import QuantizedTensor, QuantizedTensors
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -141,10 +145,13 @@ class NormedMLP(DenseMLP):
 class MegatronModel:
     """This rank's part of the model, its parameters views of `flat`. Frozen until trained; `constants` for ever.
 
-    Parameters go by the names that they have in the whole model, whatever this stage calls them.
+    Parameters go by the names that they have in the whole model, whatever this stage calls them. With `quantize` the
+    weights of its linears are no parameters, but `quantized`; the dtype is that of all else.
     """
 
-    def __init__(self, architecture: Architecture, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, architecture: Architecture, mesh: Mesh, dtype: torch.dtype, quantize: Quantization | None = None
+    ) -> None:
         a = architecture
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
@@ -155,10 +162,16 @@ class MegatronModel:
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, self._layers)
+        experts = [module for module in self._gpt.modules() if isinstance(module, MegatronExperts)]
+        for place, module in enumerate(experts, sum(isinstance(mlp, Mixture) for mlp in a.mlps[: self._layers.start])):
+            module.place = place
+        quantized = None if quantize is None else self._quantized(quantize)
+        self.quantized: Mapping[str, QuantizedTensor] = quantized or {}
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
         placements = {name: self._placement(name) for name in self.parameters}
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.flat, self.regions = arrange(shapes, placements, mesh, dtype)
+        self.storages = [flat.buffer for flat in (self.flat, *(quantized.flats if quantized else ()))]
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
@@ -166,6 +179,21 @@ class MegatronModel:
         for name, buffer in self._gpt.named_buffers():
             buffer.data = buffer.to(mesh.device)
             self.constants[self._whole_name(name)] = buffer
+        self.set_adapter(None)
+
+    def _quantized(self, kind: Quantization) -> QuantizedTensors:
+        """Put quantized weights in the places of those of the linears; they hold nothing yet."""
+        owners = {
+            self._whole_name(f"{name}.{attribute}"): (module, attribute)
+            for name, module in self._gpt.named_modules()
+            for attribute in _weights_of(module)
+        }
+        shapes = {name: tuple(getattr(*owner).shape) for name, owner in owners.items()}
+        made = QuantizedTensors(CODES[kind], shapes, self.dtype, self._mesh.device)
+        for name, (module, attribute) in owners.items():
+            delattr(module, attribute)
+            setattr(module, attribute, made[name])
+        return made
 
     def _whole_name(self, name: str) -> str:
         """Return a parameter's name in the whole model: its layer's number there; one name for tied embeddings."""
@@ -192,9 +220,14 @@ class MegatronModel:
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
+        self._beside_output = weights.get("output_layer")
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
+
+    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+        """Return what an adapter adds at the output layer, if one is beside it."""
+        return None if self._beside_output is None else self._beside_output.beside_head(hidden_NH)
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
         """Run a bin through this stage. Returns hidden states, [s, 1, H]; of the last, after the final norm, [t, H].
@@ -213,13 +246,21 @@ class MegatronModel:
                 per_layer_sLP = per_layer(part.token_id_t, received_s1H)
         plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan)
+        # Megatron passes a padding mask on to MLPs, also where they are computed again for the backward.
+        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan, padding_mask=part.route_LsK)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:
             return hidden_s1H
         # Two dimensions from here on: the gradient of a sliced [T, 1, H] has strides that slow every product below it.
         hidden_sH = hidden_s1H.reshape(-1, self.architecture.hidden_size)
         return gather_alike(hidden_sH, self._mesh.tp) if self._mesh.layout.sp else hidden_sH
+
+
+def _weights_of(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights that a linear, or a stack of experts, multiplies by."""
+    if isinstance(module, StackedExperts):
+        return "gate_up_proj", "down_proj"
+    return ("weight",) if isinstance(module, AdaptedLinear) else ()
 
 
 def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, layers: range) -> Any:

@@ -7,16 +7,18 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from longshore.training import Adam
+from longshore.training import Adam, OptimizerStates
 from megatron_worker.engine import Norms
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
 from megatron_worker.process.process_group import SideRanks
+from megatron_worker.quantized.moments import CodedMoment, update_coded
 from megatron_worker.tensors.adamw import sum_of_squares, update
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
@@ -27,10 +29,17 @@ class MegatronOptimizer:
     """Trains parameters that are views of one `Flat`, which `regions` cover.
 
     Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
-    is float32; else, as the moments, this rank's shares one after another.
+    is float32; else, as the moments, this rank's shares one after another. `states`: how the moments are held.
     """
 
-    def __init__(self, parameters: dict[str, Parameter], working: Flat, regions: list[Region], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, Parameter],
+        working: Flat,
+        regions: list[Region],
+        mesh: Mesh,
+        states: OptimizerStates = "float32",
+    ) -> None:
         self._mesh = mesh
         self._parameters = parameters
         self._regions = regions
@@ -39,14 +48,22 @@ class MegatronOptimizer:
         self.is_exact = working.buffer.dtype == torch.float32
         self.grad = working.like(torch.float32)
         self.master = working if self.is_exact else self._new_shares()
-        self.exp_avg, self.exp_avg_sq = self._new_shares(), self._new_shares()
+        self.exp_avg, self.exp_avg_sq = self._new_moment(states, False), self._new_moment(states, True)
         if not self.is_exact:
             self.put("master", working)
         self._hooks = [self._attach(name, parameter) for name, parameter in parameters.items()]
 
+    @property
+    def _num_own(self) -> int:
+        return sum(region.own.stop - region.own.start for region in self._regions)
+
     def _new_shares(self) -> Flat:
-        num_elements = sum(region.own.stop - region.own.start for region in self._regions)
-        return Flat({"shares": (num_elements,)}, torch.float32, self._working.buffer.device)
+        return Flat({"shares": (self._num_own,)}, torch.float32, self._working.buffer.device)
+
+    def _new_moment(self, states: OptimizerStates, is_square: bool) -> Flat | CodedMoment:
+        if states == "float32":
+            return self._new_shares()
+        return CodedMoment(self._num_own, is_square, self._working.buffer.device)
 
     def _attach(self, name: str, parameter: Parameter) -> torch.utils.hooks.RemovableHandle:
         grad = self.grad.views[name]
@@ -64,7 +81,8 @@ class MegatronOptimizer:
     def states(self) -> list[Flat]:
         """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
         masters = [] if self.is_exact else [self.master]
-        return [*masters, self.exp_avg, self.exp_avg_sq]
+        moments = [(m,) if isinstance(m, Flat) else m.flats for m in (self.exp_avg, self.exp_avg_sq)]
+        return [*masters, *chain.from_iterable(moments)]
 
     def detach(self) -> None:
         """Freeze the parameters and let go of their gradients."""
@@ -83,6 +101,9 @@ class MegatronOptimizer:
         """Set a state from a buffer with the layout of the working weights."""
         if self._is_working(state):
             self._working.buffer.copy_(values.buffer)
+            return
+        if isinstance(held := self._held(state), CodedMoment):
+            held.write(torch.cat(self._owned(values.buffer)))
             return
         for own, share in zip(self._owned(values.buffer), self._shares(state), strict=True):
             share.copy_(own)
@@ -127,9 +148,13 @@ class MegatronOptimizer:
         """This rank's share of each region, as views."""
         if self._is_working(state):
             return self._owned(self._working.buffer)
-        shares: Flat = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[state]
+        held = self._held(state)
         sizes = [region.own.stop - region.own.start for region in self._regions]
-        return list(shares.buffer[: sum(sizes)].split(sizes))
+        numbers = held.read() if isinstance(held, CodedMoment) else held.buffer[: sum(sizes)]
+        return list(numbers.split(sizes))
+
+    def _held(self, state: State) -> Flat | CodedMoment:
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[state]
 
     def _owned(self, buffer: Tensor) -> list[Tensor]:
         return [buffer[region.own] for region in self._regions]
@@ -180,6 +205,9 @@ class MegatronOptimizer:
 
     def _update(self, adam: Adam, learning_rate: float) -> None:
         weights, grads = self._shares("master"), self._owned(self.grad.buffer)
+        if isinstance(self.exp_avg, CodedMoment) and isinstance(self.exp_avg_sq, CodedMoment):
+            update_coded(weights, grads, self.exp_avg, self.exp_avg_sq, adam, learning_rate, self.step_count)
+            return
         for own in zip(weights, grads, self._shares("exp_avg"), self._shares("exp_avg_sq"), strict=True):
             update(*own, adam, learning_rate, self.step_count)
 

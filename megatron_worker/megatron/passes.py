@@ -6,6 +6,7 @@ s tokens that a rank has between layers.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
 
+Dropping = Callable[[], AbstractContextManager[None]]
 Learned = tuple[Batch, dict[str, Tensor]]
 
 
@@ -37,17 +39,21 @@ class PipelinePasses:
         scores = None if hidden_tH is None else self._scores(batch, part, hidden_tH, outputs)
         return self._told([batch], [scores], outputs)[0]
 
-    def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Learned]:
-        """Accumulate gradients of sums. Yields each bin with its detached sums."""
+    def forward_backward(
+        self, batches: Iterable[Batch], loss: LossFunction, dropping: Dropping = nullcontext
+    ) -> Iterator[Learned]:
+        """Accumulate gradients of sums. Yields each bin with its detached sums. `dropping`: entered at each forward."""
         if self._mesh.pp.size > 1:
-            yield from self._pipelined(list(batches), loss)
+            yield from self._pipelined(list(batches), loss, dropping)
             return
         for batch in batches:
             if batch.is_empty and self._mesh.experts.size == 1:
                 yield batch, loss.sums(_no_scores(batch, loss.outputs), batch).detached()
                 continue
             part = self._localised(batch)
-            objective, sums, _scores = self._objective(batch, part, self._model.run(part, None), loss)
+            with dropping():
+                hidden_tH = self._model.run(part, None)
+                objective, sums, _scores = self._objective(batch, part, hidden_tH, loss)
             objective.backward()
             yield batch, sums.detached()
 
@@ -72,7 +78,8 @@ class PipelinePasses:
         if batch.is_empty:
             return _no_scores(batch, outputs)
         hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
-        own = score_targets(hidden_MH, self._model.output_weight_VH, part.label_M, outputs, self._model.shard)
+        weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
+        own = score_targets(hidden_MH, weight_VH, part.label_M, outputs, self._model.shard, beside=beside)
         return _mapped(part.of_all_targets, own)
 
     def _objective(
@@ -83,15 +90,16 @@ class PipelinePasses:
         sums = loss.sums(scores, batch)
         return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores
 
-    def _pipelined(self, batches: Sequence[Batch], loss: LossFunction) -> Iterator[Learned]:
+    def _pipelined(self, batches: Sequence[Batch], loss: LossFunction, dropping: Dropping) -> Iterator[Learned]:
         parts = [self._localised(batch) for batch in batches]
         scores: list[Scores | None] = [None] * len(batches)
 
         def forward(number: int, received_s1H: Tensor | None) -> Tensor:
-            hidden = self._model.run(parts[number], received_s1H)
-            if not self._mesh.is_last_stage:
-                return hidden
-            objective, _sums, found = self._objective(batches[number], parts[number], hidden, loss)
+            with dropping():
+                hidden = self._model.run(parts[number], received_s1H)
+                if not self._mesh.is_last_stage:
+                    return hidden
+                objective, _sums, found = self._objective(batches[number], parts[number], hidden, loss)
             scores[number] = _mapped(torch.Tensor.detach, found)
             return objective
 

@@ -12,10 +12,13 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
-from megatron_worker.tensors.safetensors_files import check_names, single_file
+from megatron_worker.tensors.adapter_slots import scale_of, targeted
+from megatron_worker.tensors.safetensors_files import single_file
+from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
 from shared.models import peft as peft_format
+from shared.models.lora_modules import AdaptedModules, LoraSize
 
 
 @dataclass(eq=False)
@@ -49,7 +52,7 @@ def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
     path = folder / peft_format.WEIGHTS
     shapes = adapter_shapes(decoder, lora)
     with single_file(path) as files:
-        check_names(files, set(shapes), path)
+        check_adapter_names(files, set(shapes), path, decoder.folder)
         tensors = {
             name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
             for name, shape in shapes.items()
@@ -59,25 +62,22 @@ def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
 
 def adapter_of(name: str, folder: str, lora: Lora, decoder: AnyDecoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
-    found = {}
-    for linear in decoder.linears:
-        if targeted := _targeted(linear, lora):
-            found[linear.name] = _lora_weights(linear, targeted, lora, tensors, decoder)
+    found, adapted = {}, AdaptedModules(lora)
+    for linear in decoder.adaptable:
+        if parts := targeted(linear.parts, adapted):
+            found[linear.name] = _lora_weights(linear, parts, tensors, decoder)
     return LoadedAdapter(name, folder, found)
 
 
 def adapter_shapes(decoder: AnyDecoder, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for linear in decoder.linears:
-        for part in _targeted(linear, lora):
-            shapes[_name(part, "A")] = (lora.rank, part.shape[1])
-            shapes[_name(part, "B")] = (part.shape[0], lora.rank)
+    adapted = AdaptedModules(lora)
+    for linear in decoder.adaptable:
+        for part, size in targeted(linear.parts, adapted).items():
+            shapes[_name(part, "A")] = (size.rank, part.shape[1])
+            shapes[_name(part, "B")] = (part.shape[0], size.rank)
     return shapes
-
-
-def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
-    return [p for p in linear.parts if p.name.split(".")[-2] in lora.targets]
 
 
 def _name(part: TensorSlice, matrix: str) -> str:
@@ -85,16 +85,19 @@ def _name(part: TensorSlice, matrix: str) -> str:
 
 
 def _lora_weights(
-    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, tensors: Mapping[str, Tensor], decoder: AnyDecoder
+    linear: FusedLinear, chosen: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: AnyDecoder
 ) -> LoraFactors:
     num_outputs, num_inputs = linear.weight_OI.shape
-    a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
-    b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
-    row = 0
+    sizes = list(chosen.values())
+    num_ranks = sum(size.rank for size in sizes)
+    a_RI = torch.empty(num_ranks, num_inputs)
+    b_OR = torch.zeros(num_outputs, num_ranks)
+    row = first = 0
     for part in linear.parts:
-        if part in targeted:
-            columns = slice((first := targeted.index(part) * lora.rank), first + lora.rank)
+        if part in chosen:
+            columns = slice(first, first := first + chosen[part].rank)
             a_RI[columns] = tensors[_name(part, "A")]
             b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
         row += part.shape[0]
-    return LoraFactors(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
+    here = decoder.device, decoder.dtype
+    return LoraFactors(a_RI.to(*here), b_OR.to(*here), scale_of(sizes, decoder.device))

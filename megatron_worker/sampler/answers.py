@@ -1,5 +1,7 @@
 """Answers to requests: the request is checked, sampled, and answered in OpenAI's fields. HTTP is in server.py."""
 
+import base64
+import io
 import secrets
 import sys
 import threading
@@ -10,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler import generation
@@ -29,6 +32,7 @@ from shared.chat.completions import (
     ErrorResponse,
     LogprobsMode,
     PromptLogprob,
+    RoutedRequest,
     SamplerRequest,
     Sampling,
     TokenLogprobs,
@@ -127,7 +131,8 @@ class Answers:
         self, body: bytes, is_gone: Callable[[], bool]
     ) -> CompletionResponse | Generator[CompletionChunk | ErrorResponse, None, None] | None:
         """Complete prompts, in chunks if the request asks for a stream. None when the client has not waited."""
-        request = parsed(CompletionRequest, body)
+        request = parsed(RoutedRequest, body)
+        self._check_routes(request)
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model)
         prompts = self._prompts(request)
@@ -167,7 +172,13 @@ class Answers:
             raise RequestRefused(400, message, "max_tokens", "context_length_exceeded")
         return prompt
 
-    def _sequences(self, request: CompletionRequest, prompts: list[tuple[int, ...]]) -> list[Sequence]:
+    def _check_routes(self, request: RoutedRequest) -> None:
+        if request.return_routed_experts and not self._decoder.architecture.num_experts:
+            raise RequestRefused(400, "the model has no experts", "return_routed_experts")
+        if request.return_routed_experts and (request.stream or not request.max_tokens):
+            raise RequestRefused(400, "they are told of whole samples", "return_routed_experts")
+
+    def _sequences(self, request: RoutedRequest, prompts: list[tuple[int, ...]]) -> list[Sequence]:
         sampling, penalties = _sampling(request), self._penalties(request)
         grammar = None if request.structured_outputs is None else self._grammar(request, request.structured_outputs)
         seed = secrets.randbits(62) if request.seed is None else request.seed
@@ -186,6 +197,7 @@ class Answers:
                 grammar=grammar,
                 num_prompt_top=num_prompt_top,
                 draws_nothing=not request.max_tokens,
+                tells_routes=request.return_routed_experts,
             )
             for prompt in prompts
             for j in range(request.n)
@@ -263,7 +275,13 @@ class Answers:
             if request.prompt_logprobs is None or not tells_prompt
             else self._prompt_logprobs(sequence, request.prompt_logprobs),
             policy_versions=_versions(sequence.drawn_by[piece.first : piece.last]),
+            routed_experts=self._routes(sequence) if sequence.tells_routes else None,
         )
+
+    def _routes(self, sequence: Sequence) -> str:
+        file, dtype = io.BytesIO(), np.min_scalar_type(self._decoder.architecture.num_experts - 1)
+        np.save(file, np.concatenate(sequence.routes).astype(dtype), allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()
 
     def _prompt_logprobs(self, sequence: Sequence, num_top: int) -> list[dict[int, PromptLogprob] | None]:
         scores = sequence.prompt_scores

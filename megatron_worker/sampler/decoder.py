@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_worker.families import architecture, read_architecture
 from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
-from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.mixers.delta_rule import plan_recurrence
@@ -48,15 +48,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer of attention
-    [G, T, D], the state of each recurrent layer, and the residual stream after the last layer, from which all tokens'
-    final hidden states can be computed."""
+    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer
+    of attention [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K],
+    and the residual stream after the last layer, from which all tokens' final hidden states can be computed."""
 
+    lora_weights: Mapping[str, LoraFactors]
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
     recurrent: list[RecurrentState]
+    experts: list[Tensor]
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +66,7 @@ class Prefilled:
 
     @property
     def num_bytes(self) -> int:
-        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
         return attended + sum(state.num_bytes for state in self.recurrent)
 
 
@@ -130,11 +132,12 @@ class Decoder:
         if not computes(self.architecture):
             family = self.architecture.family
             raise InvalidInput(f"the small sampler has no decoder of its own for {family}", str(folder))
-        self.dtype, self.device = dtype, device
+        self.folder, self.dtype, self.device = folder, dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
-        self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
         self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps, a.zero_centred_norms)
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
@@ -162,6 +165,11 @@ class Decoder:
     def linears(self) -> list[FusedLinear]:
         return [x for layer in self._layers for x in (*layer.mixer.linears, *layer.mlp.linears)]
 
+    @property
+    def adaptable(self) -> list[FusedLinear]:
+        """What adapters can be beside."""
+        return [*self.linears, self._output]
+
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
 
@@ -173,7 +181,7 @@ class Decoder:
         rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
         plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
-        keys, values, recurrent = [], [], []
+        keys, values, recurrent, experts = [], [], [], list[Tensor]()
         needed = {mixer.attention.window for mixer in self._attention if mixer.needs_forest}
         forests = {window: plan_forest(index_T - 1, self.dtype, window=window) for window in needed}
         for layer in self._layers:
@@ -188,14 +196,18 @@ class Decoder:
                 keys.append(key)
                 values.append(value)
             x_TH = self._added(x_TH, mixed_TH, layer.mixer_norm)
-            x_TH = self._with_mlp(layer, x_TH, lora_weights, fixed_shapes=False)
+            x_TH = self._with_mlp(layer, x_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(self._final_norm(last_1H)[0], x_TH, keys, values, recurrent)
+        return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each."""
-        return score_prompt(token_ids, prompt.stream_TH, lambda x_CH: self.logits(self._final_norm(x_CH)), num_top)
+
+        def logits(x_CH: Tensor) -> Tensor:
+            return self.logits(self._final_norm(x_CH), prompt.lora_weights)
+
+        return score_prompt(token_ids, prompt.stream_TH, logits, num_top)
 
     @torch.inference_mode()
     def step(
@@ -205,13 +217,15 @@ class Decoder:
         num_blocks: int,
         cache: Cache,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
         Args:
             num_blocks: blocks that any slot has tokens in; more change nothing.
+            chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH = self._embedded(token_B)
+        x_BH, chosen = self._embedded(token_B), [] if chosen is None else chosen
         rotary = self._rotary(position_B)
         masks = {window: masks_of(position_B, num_blocks, window) for window in self.architecture.windows}
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
@@ -224,24 +238,30 @@ class Decoder:
                 own_masks = masks[layer.mixer.attention.window]
                 mixed_BH = layer.mixer.step(normed_BH, lora_weights, rotary, keys, values, places, own_masks)
             x_BH = self._added(x_BH, mixed_BH, layer.mixer_norm)
-            x_BH = self._with_mlp(layer, x_BH, lora_weights, fixed_shapes=True)
+            x_BH = self._with_mlp(layer, x_BH, lora_weights, chosen, fixed_shapes=True)
         return self._final_norm(x_BH)
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return F.linear(hidden_BH, self._output_VH).float() / self.architecture.logit_divisor
+        return self._output(hidden_BH, lora_weights).float() / self.architecture.logit_divisor
 
     def _with_mlp(
-        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool
+        self,
+        layer: Layer,
+        x_TH: Tensor,
+        lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor],
+        *,
+        fixed_shapes: bool,
     ) -> Tensor:
-        """Return the residual stream after a layer's MLP. `fixed_shapes`: see SamplerExperts."""
+        """Return the residual stream after a layer's MLP. `chosen`, `fixed_shapes`: see SamplerExperts."""
         normed_TH = self._taken(x_TH, layer.mlp_norm)
         match layer.mlp:
             case Mlp() as mlp:
                 made_TH = mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
-                made_TH = experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
+                made_TH = experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
         return self._added(x_TH, made_TH, layer.mlp_norm)
 
     def _embedded(self, token_T: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoders.interface import AnyCache, AnyDecoder, AnyPrompt
@@ -212,6 +214,8 @@ class _Lane:
                 prompt = self._prefilled(arrival.sequence.prompt)
                 self._cache.fill(slot, prompt)
                 self._hidden_BH[slot] = prompt.hidden_H
+                if arrival.sequence.tells_routes:
+                    arrival.sequence.routes.append(_together(prompt.experts))
                 if arrival.sequence.grammar is not None:
                     arrival.sequence.following = arrival.sequence.grammar.begin()
                 self._slots[slot] = arrival
@@ -242,7 +246,7 @@ class _Lane:
     def _draw(self) -> None:
         if not any(self._slots):
             return
-        logit_BV = self._decoder.logits(self._hidden_BH)
+        logit_BV = self._decoder.logits(self._hidden_BH, self._lora)
         self._forbid(logit_BV)
         taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
         drawn = self._drawn(logit_BV)
@@ -305,7 +309,19 @@ class _Lane:
         if not any(self._slots):
             return
         token_B, position_B = (torch.tensor(values, device=self._decoder.device) for values in zip(*last, strict=True))
-        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._lora)
+        chosen = list[torch.Tensor]()
+        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._lora, chosen)
+        if any(seat is not None and seat.sequence.tells_routes for seat in self._slots):
+            route_BLK = _together(chosen)
+            for slot, seat in enumerate(self._slots):
+                if seat is not None and seat.sequence.tells_routes:
+                    seat.sequence.routes.append(route_BLK[slot : slot + 1])
+
+
+def _together(chosen: list[torch.Tensor]) -> NDArray[np.int16]:
+    """Return the experts of all layers, [B, layers, experts of a token]."""
+    experts: NDArray[np.int16] = torch.stack(chosen, dim=1).short().cpu().numpy()
+    return experts
 
 
 def _drawing(seat: _Seat | None) -> tuple[float, float, int, float, float]:
@@ -323,11 +339,12 @@ def forward(
     position_B: torch.Tensor,
     cache: AnyCache,
     lora_weights: Mapping[str, LoraFactors],
+    chosen: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `Decoder.step` over as many blocks as the longest sequence needs."""
     num_tokens = int(position_B.max()) + 1
     cache.reserve(num_tokens)
-    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
+    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights, chosen)
 
 
 def shapes_of(lora_weights: Mapping[str, LoraFactors]) -> Shapes:
@@ -376,4 +393,4 @@ def _two_tokens(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], to
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)
-    return decoder.logits(hidden_BH)
+    return decoder.logits(hidden_BH, lora_weights)

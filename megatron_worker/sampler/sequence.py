@@ -5,6 +5,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -71,7 +73,8 @@ class Sequence:
     one for each token.
 
     `num_prompt_top`: the prompt is scored, with so many of the likeliest tokens beside each. `draws_nothing`: it ends
-    with its prompt.
+    with its prompt. `tells_routes`: `routes` takes the experts of its prompt's tokens, then of each token that was
+    computed, [tokens, layers, experts of a token]: those by which the token behind it was drawn.
     `grammar`: what the sequence has to be; `following`: where it is in that, once it has a slot.
     """
 
@@ -87,12 +90,14 @@ class Sequence:
     following: "Following | None" = None
     num_prompt_top: int | None = None
     draws_nothing: bool = False
+    tells_routes: bool = False
     prompt_scores: PromptScores | None = None
     token_ids: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
     drawn_by: list[DrawnBy] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    routes: list[NDArray[np.int16]] = field(default_factory=list)
     end: End | None = None
 
     @property

@@ -31,7 +31,9 @@ from shared.chat.completions import ErrorResponse
 from shared.chat.sampler_control import SamplerReady
 from shared.child_environment import child_environment
 from shared.log_lines import escape_output
+from shared.models.config import read_model_config
 from shared.models.end_tokens import GENERATION
+from shared.models.shape import shape_of
 from shared.storage.files import reachable, write_atomically
 
 _SOCKET = "vllm.sock"
@@ -87,7 +89,16 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
+        *(("--enable-return-routed-experts",) if tells_routes(options) else ()),
     ]
+
+
+def tells_routes(options: argparse.Namespace) -> bool:
+    """Return True where routes are asked for, and the model is a mixture."""
+    if not options.tell_routes:
+        return False
+    place = options.model / "config.json"
+    return shape_of(read_model_config(json.loads(place.read_bytes()), str(place))).routes is not None
 
 
 def _lora_options(rank: int) -> list[str]:
@@ -100,6 +111,8 @@ def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> di
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # where there is no GPU: threads take whichever core is free
         "VLLM_HOST_IP": "127.0.0.1",
+        # Without which vLLM 0.32 tells no routes.
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tells_routes(options) else {}),
         **child_environment("vllm"),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "PYTHONPATH": str(_INSIDE),
@@ -126,7 +139,8 @@ def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, 
                 return f"vLLM is of no use any more: {_told(answer) or _cause()}"
             look_at = time.monotonic() + _LOOK_EVERY_S
         time.sleep(PERIOD_S)
-    return f"vLLM ended with exit code {server.returncode}: {_cause()}"
+    told = " (routing_replay: off asks for no routes, which need CUDA and vLLM 0.32)" if tells_routes(options) else ""
+    return f"vLLM ended with exit code {server.returncode}{told}: {_cause()}"
 
 
 def health(ready: SamplerReady) -> httpx.Response | None:
@@ -174,6 +188,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=32, help="sequences a step")
     parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
     parser.add_argument("--max-lora-rank", type=int, default=0, help="of adapters; 0: it takes none")
+    parser.add_argument("--tell-routes", action="store_true", help="of a mixture: the experts of each token")
     parser.add_argument("--end-ids", type=int, nargs="*", default=[], help="tokens that end a sample")
     parser.add_argument("command", nargs="+", help="vLLM's executable and options, behind --")
     return parser.parse_args(arguments)

@@ -1,7 +1,8 @@
 """The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -13,9 +14,10 @@ from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, modules_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
+from megatron_worker.tensors.dropout import Masks
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
@@ -31,12 +33,14 @@ from megatron_worker.tensors.state_files import (
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
+from shared.models.lora_modules import AdaptedModules, LoraSize, beside
 
 
 class SlotAdapter(Protocol):
     """An adapter's weights, in one buffer."""
 
     lora: Lora
+    masks: Masks
     slices: list[TensorSlice]
     flat: Flat
 
@@ -77,11 +81,12 @@ OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base."""
+    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step."""
 
     slot: str | None
     optimizer: OptimizerT
     slices: list[TensorSlice]
+    num_bins: int = 0
 
     @property
     def keeps_masters(self) -> bool:
@@ -139,7 +144,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._new_base_optimizer = new_base_optimizer
-        self._linears = {s.name.split(".")[-2] for s in base.slices if s.takes_adapter and s.name.endswith(".weight")}
+        self._modules = modules_of(base.slices)
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
@@ -155,33 +160,47 @@ class Slots(Generic[AdapterT, OptimizerT]):
         assert self.is_training, "nothing is being trained"
         return self.trainings[self.active]
 
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
+        training = self.training
+        masks = Masks(0.0, 0) if training.slot is None else self.adapters[training.slot].masks
+        masks.moment = training.optimizer.step_count, training.num_bins
+        training.num_bins += 1
+        try:
+            yield
+        finally:
+            masks.moment = None
+
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
-        own = peft_format.beside(lora, self._linears)
+        own = beside(lora, self._modules)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
-        self._install(name, adapter, trainable=True)
+        self._install(name, adapter, trainable=True, seed=seed)
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = peft_format.beside(peft_format.read_config(folder), self._linears)
+            found = beside(peft_format.read_config(folder), self._modules)
             if lora is not None:
-                peft_format.check_same(found, peft_format.beside(lora, self._linears), str(folder))
+                peft_format.check_same(found, beside(lora, self._modules), str(folder))
+            found = found.model_copy(update={"dropout": 0.0 if lora is None else lora.dropout})
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter.slices, exact.views, self._ranks)
+            read_adapter(folder, adapter.slices, exact.views, self._ranks, self._base.folder)
         adapter.flat.buffer.copy_(exact.buffer)
-        self._install(name, adapter, trainable)
+        self._install(name, adapter, trainable, seed)
         if trainable:
             self.training.optimizer.put("master", exact)
 
-    def _install(self, name: str, adapter: AdapterT, trainable: bool) -> None:
+    def _install(self, name: str, adapter: AdapterT, trainable: bool, seed: int) -> None:
         assert name not in self.adapters, f"slot {name!r} is taken"
         assert not (trainable and self._trains_base), "adapters are trained, or the base, not both"
+        adapter.masks.seed = seed
         self.adapters[name] = adapter
         self.residency.add(name, _adapter_parts(adapter))
         if trainable:
@@ -205,7 +224,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
             if isinstance(trainable, Full):
                 parts = _training_parts(self._new_base_optimizer(nowhere))
             else:
-                adapter = self._new_adapter(peft_format.beside(trainable, self._linears), nowhere)
+                adapter = self._new_adapter(beside(trainable, self._modules), nowhere)
                 parts = _adapter_parts(adapter) | _training_parts(self._new_optimizer(adapter))
             nothing: dict[Part, int] = {"weights": 0}
             self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
@@ -262,7 +281,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 adapter = self.adapters[training.slot]
                 peft_format.read_config(folder / "weights", adapter.lora)
                 exact = adapter.flat.like(torch.float32)
-                read_adapter(folder / "weights", adapter.slices, exact.views, ranks)
+                read_adapter(folder / "weights", adapter.slices, exact.views, ranks, self._base.folder)
                 training.optimizer.put("master", exact)
             read_optimizer(folder / "optimizer", training.optimizer, training.slices, ranks, training.keeps_masters)
         training.optimizer.refresh_working()
@@ -336,6 +355,19 @@ def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
         "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
         "optimizer": Resident([flat.host for flat in optimizer.states()]),
     }
+
+
+def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
+    """Return those of a fused linear's parts that an adapter is beside."""
+    sizes = {part: adapted.of(peft_format.module_of(part.name)) for part in parts if part.takes_adapter}
+    return {part: size for part, size in sizes.items() if size is not None}
+
+
+def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
+    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], where they differ."""
+    if len({size.scale for size in sizes}) == 1:
+        return sizes[0].scale
+    return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
 
 
 def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

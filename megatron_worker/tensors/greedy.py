@@ -4,24 +4,27 @@ from collections.abc import Callable
 
 import torch
 
-NextTokens = Callable[[list[list[int]]], list[int]]
+from megatron_worker.engine import Batch, Outputs, Scores
 
 
 @torch.no_grad()
 def greedy(
-    next_tokens: NextTokens, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]
+    forward: Callable[[Batch, Outputs], Scores],
+    device: torch.device,
+    prompts: list[list[int]],
+    max_tokens: int,
+    stop_ids: frozenset[int],
 ) -> list[list[int]]:
-    """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`.
-
-    Args:
-        next_tokens: the most likely token after each of some sequences.
-    """
+    """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`."""
     completions: list[list[int]] = [[] for _ in prompts]
     open_rows = [row for row, prompt in enumerate(prompts) if prompt]
     for _ in range(max_tokens):
         if not open_rows:
             break
-        tokens = next_tokens([prompts[row] + completions[row] for row in open_rows])
+        batch = Batch.of_sequences([prompts[row] + completions[row] for row in open_rows], device)
+        found = forward(batch, Outputs(logprob=False, top_k=1)).top_id_NK
+        assert found is not None, "it was asked for"
+        tokens = found[:, 0].tolist()
         for row, token in zip(open_rows, tokens, strict=True):
             if token not in stop_ids:
                 completions[row].append(token)

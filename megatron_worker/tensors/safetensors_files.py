@@ -96,9 +96,12 @@ class TensorFiles:
         if self.shape(name) == self.shape(other):
             num_rows, mine, theirs = self.shape(name)[0], self._slice(name), self._slice(other)
             blocks = (slice(at, at + _ROWS) for at in range(0, num_rows, _ROWS))
-            if all(torch.equal(mine[rows], theirs[rows]) for rows in blocks):
+            if all(torch.equal(mine[rows].double(), theirs[rows].double()) for rows in blocks):
                 return
-        raise InvalidInput(f"the model ties {name!r} to {other!r}, and they differ", str(self._files[name]))
+        raise InvalidInput(f"this ties {name!r} to {other!r}, and they differ", str(self._files[name]))
+
+    def beside(self, others: "TensorFiles") -> "TensorFiles":
+        return TensorFiles({**self._files, **others._files})
 
     def __enter__(self) -> Self:
         return self

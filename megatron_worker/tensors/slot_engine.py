@@ -22,8 +22,8 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         self._slots.add_adapter(name, lora, seed)
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        self._slots.load_adapter(name, folder, lora, trainable)
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
+        self._slots.load_adapter(name, folder, lora, trainable, seed)
 
     def drop_slot(self, slot: str | None) -> None:
         self._slots.drop(slot)
@@ -37,16 +37,19 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     # A step.
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        self._slots.training.num_bins = 0
         return self._slots.training.optimizer.step(adam, learning_rate, denominator)
 
     def reduce_gradients(self, denominator: float) -> float:
         return self._slots.training.optimizer.reduce(denominator)
 
     def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        self._slots.training.num_bins = 0
         return self._slots.training.optimizer.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
         if self._slots.is_training:
+            self._slots.training.num_bins = 0
             self._slots.training.optimizer.zero_grad()
 
     # State.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -88,20 +89,37 @@ class StatefulOptimizer(Protocol):
     def put(self, state: State, values: Flat) -> None: ...
 
 
+class Stored(Protocol):
+    """A parameter in a form of its own, made of the whole tensor."""
+
+    def zeros(self) -> Tensor: ...
+
+    def store(self, whole: Tensor) -> None: ...
+
+
 def read_model(
     folder: Path,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     carried: Sequence[str] = (),
+    quantized: Mapping[str, Stored] = MappingProxyType({}),
 ) -> None:
     """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
 
-    `carried`: prefixes of the names of tensors that the model may have besides.
+    `carried`: prefixes of the names of tensors that the model may have besides. `quantized`: those of this rank's
+    parameters that are not held as they are read; each is whole for as long as it takes to store it.
     """
+    of_stored: dict[str, list[TensorSlice]] = {name: [] for name in quantized}
+    for s in slices:
+        of_stored.get(s.parameter, []).append(s)
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder, carried)
         _read(files, slices, parameters, ranks)
+        for name, stored in quantized.items():
+            whole = stored.zeros()
+            _read(files, of_stored[name], {name: whole}, ranks)
+            stored.store(whole)
 
 
 def write_model_folder(
@@ -146,13 +164,23 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
 
 
 def read_adapter(
-    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, model: Path
 ) -> None:
-    """Read an adapter. Raises InvalidInput as `read_model`."""
+    """Read an adapter of a model's folder. Raises InvalidInput as `read_model`."""
     path = folder / peft_format.WEIGHTS
     with single_file(path) as files:
-        check_names(files, {s.name for s in slices}, path)
+        check_adapter_names(files, {s.name for s in slices}, path, model)
         _read(files, slices, parameters, ranks)
+
+
+def check_adapter_names(files: TensorFiles, expected: set[str], path: Path, model: Path) -> None:
+    """Raise InvalidInput unless the expected tensors are there, and at most a copy of the model's output layer."""
+    copies = files.names & {peft_format.OUTPUT_COPY}
+    check_names(files, expected | copies, path)
+    if copies:
+        with model_files(model) as base:
+            tied = {name for name in base.names if name.endswith(".embed_tokens.weight")}
+            base.beside(files).check_equal(peft_format.OUTPUT_COPY, ({"lm_head.weight"} & base.names or tied).pop())
 
 
 def write_adapter(

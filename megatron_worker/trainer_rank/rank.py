@@ -40,7 +40,7 @@ from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
-from megatron_worker.trainer_rank.snapshot import Snapshot
+from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
 
@@ -76,9 +76,7 @@ class TrainerRank:
         least_saved_tokens: int = LEAST_SAVED,
     ) -> None:
         if engine.facts.layout.pp > 1:
-            message = (
-                "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
-            )
+            message = "ranks of a pipeline never hold all outputs for a loss of one's own: use tp, cp, ep, dp"
             raise InvalidInput(message, "layout.pp")
         self.engine = engine
         self.dispatcher = Dispatcher(engine)
@@ -100,6 +98,7 @@ class TrainerRank:
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
         with self.agreement():
+            refuse_beyond_passes(lora)
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
         slot = f"{name}#{next(self._slot_number)}"
@@ -118,6 +117,7 @@ class TrainerRank:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
             found = peft_format.read_config(path, lora)
+            refuse_beyond_passes(lora or found)
         slot = f"{name}#{next(self._slot_number)}"
         try:
             if trainable:

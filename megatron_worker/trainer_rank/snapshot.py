@@ -7,7 +7,9 @@ from torch import Tensor
 
 from longshore.training import Lora
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
+from shared.errors import InvalidInput
 from shared.models import peft as peft_format
+from shared.models.lora_modules import OUTPUT, AdaptedModules
 
 
 @dataclass(frozen=True)
@@ -22,3 +24,9 @@ class Snapshot:
         entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         peft_format.write_config(folder, self.lora, self.tensors)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
+
+
+def refuse_beyond_passes(lora: Lora) -> None:
+    """Raises InvalidInput for what is no part of a backbone's pass that user code asks for."""
+    if lora.dropout or AdaptedModules(lora).of(OUTPUT) is not None:
+        raise InvalidInput("dropout and adapters of lm_head are of a run's own passes alone", "trainable")

@@ -146,13 +146,16 @@ def cut(units: Ints, num_tokens: Ints, most_tokens: int) -> Iterator[Ints]:
 
 
 def to_batch(packed: PackedBin, device: torch.device) -> Batch:
-    """Copy a bin to a device: indices as int64, scores as float32. No tensor holds a memory map."""
+    """Copy a bin to a device: indices as int64, scores as float32, routes as stored. No tensor holds a memory map."""
 
     def tensor(values: NDArray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32)).to(device)
 
-    columns = {name: tensor(values) for name, values in vars(packed).items()}
-    return Batch(**columns, sampler_logprob_N=columns["old_logprob_N"])
+    columns = {name: tensor(values) for name, values in vars(packed).items() if name != "route_TLK"}
+    route_TLK = None
+    if (stored := packed.route_TLK) is not None:  # torch knows few functions of uint16
+        route_TLK = torch.from_numpy(stored.astype(np.uint8 if stored.itemsize == 1 else np.int16)).to(device)
+    return Batch(**columns, sampler_logprob_N=columns["old_logprob_N"], route_TLK=route_TLK)
 
 
 class Sums:

@@ -1,6 +1,6 @@
 """Computes the held-out loss, over all bins of an evaluation's plan, and greedy completions of its first prompts.
 
-The loss is DPO's for preference pairs, and cross entropy for all else, since held-out rows have no advantages.
+The loss is the job's own, but for policy losses: held-out rows have no advantages, so theirs is cross entropy.
 """
 
 import json
@@ -22,7 +22,7 @@ from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 from shared.jobs.events import EvaluationSample
 from shared.jobs.job import Evaluation
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.losses import Loss, is_policy_loss, reference_of
 from shared.models.end_tokens import read_end_ids
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Evaluator:
     data: PackedBatches | None
     prompts: list[HeldOutPrompt]
     model: Path
-    loss: CrossEntropy | DPO
+    loss: Loss
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return True before the first step, after the last, and every `every_steps` between, if there is data."""
@@ -60,7 +60,7 @@ class Evaluator:
     @property
     def wants_reference(self) -> PackedBatches | None:
         """Return the held-out data if its loss needs the reference's log-probabilities."""
-        return self.data if isinstance(self.loss, DPO) else None
+        return None if reference_of(self.loss) is None else self.data
 
     @property
     def loss_function(self) -> LossFunction:
@@ -120,9 +120,9 @@ def _held_out(sums: dict[str, float]) -> dict[str, float]:
     return {"loss": sums["loss"] / sums["weight"], **means, **counts}
 
 
-def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
+def held_out_loss(loss: Loss) -> Loss:
     """Return the loss that evaluates a job trained with `loss`."""
-    return loss if isinstance(loss, DPO) else CrossEntropy()
+    return CrossEntropy() if is_policy_loss(loss) else loss
 
 
 _prompts: TypeAdapter[list[HeldOutPrompt]] = TypeAdapter(list[HeldOutPrompt])

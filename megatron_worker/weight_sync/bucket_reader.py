@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.transports.table import TRANSPORTS, why_not
+from megatron_worker.weight_sync.transports.table import ends_of, why_not
 from shared.errors import InvalidInput
 
 _WAITS_S = 10.0
@@ -47,7 +47,7 @@ class Receiving:
         self._device = device
         if (reason := why_not(announcement.transport, device)) is not None:
             raise InvalidInput(f"the sampler does not take it: {reason}", "weight_sync.backend")
-        self._inbound = TRANSPORTS[announcement.transport].inbound(device)
+        self._inbound = ends_of(announcement.transport).inbound(device)
         self._inbound.prepare(announcement.buffer_bytes)
         self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
         self._has_come = threading.Event()  # the first of what is read

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from megatron_worker.weight_sync.connections import PATIENCE_S, SyncConnection, connect_locally, connect_sampler
 from megatron_worker.weight_sync.messages import Announcement, SyncBroken, SyncMessage, SyncReply
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncPlace, Transport
-
-OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
-"""Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
+from shared.jobs.weight_sync import OVER_TCP, SyncPlace
 
 
 @dataclass

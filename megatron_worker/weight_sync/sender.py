@@ -13,7 +13,7 @@ from megatron_worker.weight_sync.messages import Announcement, Commit, SyncMessa
 from megatron_worker.weight_sync.profile import Phases, SyncProfile
 from megatron_worker.weight_sync.sampler_connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
-from megatron_worker.weight_sync.transports.table import TRANSPORTS, choose, why_not
+from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
 from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncPlace, SyncTarget
 
 
@@ -129,7 +129,7 @@ class Sending:
         if (reason := why_not(self._announcement.transport, device)) is not None:
             self._fail(reason)
             return
-        outbound = TRANSPORTS[self._announcement.transport].outbound(device)
+        outbound = ends_of(self._announcement.transport).outbound(device)
         try:
             with self._phases("prepare"):
                 outbound.prepare(self._announcement.buffer_bytes)

@@ -42,8 +42,8 @@ _NOT_READ = {
     "rl": ("completion_field", "assistant_turns"),
 }
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
-# kind: one of a union's kinds, or JSON; grader: JSON, or a file of it; layout: a label; variant: a flag for a kind.
-Form = Literal["value", "names", "source", "reading", "kind", "grader", "layout", "variant"]
+# kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.
+Form = Literal["value", "names", "source", "reading", "kind", "json", "layout", "variant"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
         yield replace(option, form="source", help=words)
     elif field.discriminator and field.is_required():
-        yield replace(option, form="grader", help=f"{option.help}: JSON, or a file of it")
+        yield replace(option, form="json", help=f"{option.help}: JSON, or a file of it")
     elif field.discriminator and all(set(each.model_fields) == {"kind"} for each in _others(variants, field.default)):
         yield from _variants(field, variants, path)
     elif field.discriminator:
@@ -271,6 +271,9 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     if get_origin(type_) is tuple:
         item = _plain_type(get_args(type_)[0])
+        if get_origin(item) is tuple:  # pairs, which an object may say, too
+            words = f"{field.description}: a JSON object, or a file of it"
+            return RunOption(path, prefix + path[-1].replace("_", "-"), str, "json", help=words)
         type_, form = (str, "names") if get_origin(item) is Literal else (list[item], "value")  # type: ignore[valid-type]
         default = ",".join(default or ()) or None if form == "names" else None
     elif type_ not in (int, float, bool) and get_origin(type_) is not Literal:
@@ -350,7 +353,7 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
             return {"uri": uri_of(value, flag), **reading}
         case "kind":
             return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
-        case "grader":
+        case "json":
             return json_of(value, flag)
         case "layout":
             return _layout(value)

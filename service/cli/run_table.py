@@ -52,6 +52,7 @@ def _type(option: RunOption) -> str:
                 int: "integer",
                 float: "number",
                 bool: "boolean",
+                list[int]: "list of integers",
                 list[float]: "list of numbers",
             }
             words = "list of text" if option.form == "names" else names.get(option.parsed_as, "list of text")

@@ -301,11 +301,14 @@ class PublishedModels:
 
     def delete(self, tenant: str, found: PublishedModel) -> None:
         """Delete a version's files, the manifest first, so that it never seems complete. Its number stays taken."""
-        key = published_version(tenant, found.kind, found.name, found.version)
+        self.delete_below(published_version(tenant, found.kind, found.name, found.version))
+        self._targets.pop((tenant, found), None)
+
+    def delete_below(self, key: str) -> None:
+        """Delete an artifact of a version, and those that lie below it, such as its exports."""
         self._store.delete(f"{key}/{MANIFEST}")
         for info in list(self._store.list(f"{key}/")):
             self._store.delete(info.key)
-        self._targets.pop((tenant, found), None)
 
     def _job(self, run_id: str) -> Job:
         """Return any job of a run: they all train the same model."""

@@ -211,7 +211,7 @@ def _counts(counted: Preview) -> Estimate:
 
 
 def _machine(run: Run) -> tuple[object, ...]:
-    return run.engine, run.layout, run.dtype
+    return run.engine, run.layout, run.dtype, run.quantize_base
 
 
 def _tokens_per_s(run: Run, history: RunHistory) -> float | None:

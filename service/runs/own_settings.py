@@ -4,7 +4,10 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Linear
+from longshore.training import Dtype, Lora, OptimizerStates, Quantization, Target
+
+LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
+"""Fields of `trainable` in a run."""
 
 
 class OwnSettings(Frozen):
@@ -12,11 +15,18 @@ class OwnSettings(Frozen):
 
     rank: int | None = None
     alpha: float | None = None
-    targets: tuple[Linear, ...] | None = None
+    targets: tuple[Target, ...] | Literal["all-linear"] | None = None
+    target_pattern: str | None = None
+    layers: tuple[int, ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    dropout: float | None = None
     rank_stabilized: bool | None = None
     engine: EngineName | None = None
     layout: Layout | None = None
     dtype: Dtype | None = None
+    quantize_base: Quantization | None = None
+    optimizer_states: OptimizerStates | None = None
     max_tokens: int | None = None
     bin_tokens: int | None = None
     weight_decay: float | None = None

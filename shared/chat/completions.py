@@ -126,6 +126,12 @@ class CompletionRequest(SamplerRequest):
         return value
 
 
+class RoutedRequest(CompletionRequest):
+    """A request to a sampler of a run's own, which tells how it computed a sample."""
+
+    return_routed_experts: bool = Field(default=False, description="of each choice, as `Choice` has them")
+
+
 class SamplerAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -155,6 +161,8 @@ class Choice(SamplerAnswer):
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
     holds at least the token itself.
     `policy_versions`: the version of the policy that drew each token, where our own sampler knows it.
+    `routed_experts`: the experts of each token of prompt and sample but the last, as a base64-encoded `.npy` file:
+    [tokens - 1, layers with experts, experts of a token]. vLLM's name and form.
     """
 
     index: int
@@ -166,6 +174,7 @@ class Choice(SamplerAnswer):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     policy_versions: list[int | None] | None = None
+    routed_experts: str | None = None
 
 
 class DrawnBy(SamplerAnswer):

@@ -16,7 +16,8 @@ class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
     `sampled`, `logprobs`, `token_ids` and `policy_versions` have one length L. `logprobs` are the sampler's, in nats;
-    they are read only where `sampled` is true.
+    they are read only where `sampled` is true. `routes`: of a run's own samples, the places of the prompt's and the
+    other tokens' experts in the file beside these (activities/sampling/routes.py).
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
@@ -33,6 +34,7 @@ class Trajectory(Frozen):
     finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+    routes: tuple[int, int] | None = None
 
     @property
     def token_versions(self) -> list[int | None]:

@@ -26,8 +26,7 @@ from longshore.commands import (
     ForwardBackwardOptions,
     ForwardOptions,
     LoadState,
-    OptimStep,
-    SaveState,
+    StoredAsSent,
 )
 from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, InvalidInput
@@ -82,7 +81,7 @@ class CommandHead(Frozen):
         return cls.model_validate_json(_json_of(data))
 
 
-_Plain = OptimStep | SaveState | LoadStored | Skip | Gap
+_Plain = StoredAsSent | LoadStored | Skip | Gap
 Command = Annotated[Forward | ForwardBackward | _Plain, Field(discriminator="kind")]
 """With its data in JSON: as a client sends it, and as the store has it of sessions that the release before began."""
 command: TypeAdapter[Command] = TypeAdapter(Command)

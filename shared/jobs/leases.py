@@ -6,7 +6,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype
+from longshore.training import Dtype, OptimizerStates, Quantization
 from shared.fence import Fence
 from shared.field_rules import only
 from shared.jobs.job import WorkerPlan
@@ -18,6 +18,8 @@ class WorkerKey(Frozen):
     model: Artifact
     layout: Layout
     dtype: Dtype
+    quantize_base: Quantization | None = None
+    optimizer_states: OptimizerStates = "float32"
     engine: EngineName = "megatron"
     threads_per_rank: int = 1
 
@@ -47,6 +49,7 @@ class SamplerKey(Frozen):
     slots: int = Field(default=32, ge=1, description="sequences a step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
     max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
+    tells_routes: bool = Field(default=False, description="of vLLM: it tells the experts of each token")
 
 
 ProcessKey = WorkerKey | SamplerKey

@@ -9,8 +9,10 @@ once, in columns; a *plan* lists, for every step, its bins, and for every bin, i
 `targets(hidden_index, label, weight, advantage, old_logprob, ref_logprob, sequence)`
     what is scored: the label is predicted from the hidden state of token `hidden_index`.
 
+A column `route` beside the tokens' has the experts that a sampler chose for each of them (`RouteShape`).
+
 Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets
-of a bin.
+of a bin; L layers that have experts, K experts of a token.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from longshore.fields import Frozen
 from shared.errors import CorruptArtifact
@@ -41,6 +44,8 @@ TARGET_COLUMNS: dict[str, np.dtype] = {
     "ref_logprob": np.dtype("<f4"),
     "sequence": np.dtype("<i4"),
 }
+ROUTE = "route"
+_OF_TOKENS = (*TOKEN_COLUMNS, ROUTE)
 # Indices in these columns are local to a unit on disk; reading a bin shifts them.
 OFFSETS = np.dtype("<i8")
 _PIECE = 1 << 20
@@ -50,9 +55,23 @@ Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
 
 
+class RouteShape(Frozen):
+    """The experts that a model computes a token with: `per_token` of `num_experts`, in each of `num_layers`."""
+
+    num_layers: int = Field(ge=1, description="layers that have experts")
+    num_experts: int = Field(ge=1, le=32_768)
+    per_token: int = Field(ge=1)
+    has_experts: tuple[bool, ...] = Field(default=(), description="of each layer, where some have none")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of a token's route: one or two bytes an expert, [L, K]."""
+        return np.dtype(("<u1" if self.num_experts <= 256 else "<u2", (self.num_layers, self.per_token)))
+
+
 class UnitsHeader(Frozen):
     """`units.json`. Columns that are absent have a default: chains, positions from 0, one sequence a unit, zeros; an
-    `old_logprob` that nobody knows is NaN.
+    `old_logprob` that nobody knows is NaN. `routes`: of the column `route`, if there is one.
     """
 
     schema_version: Literal[1] = 1
@@ -60,6 +79,7 @@ class UnitsHeader(Frozen):
     num_tokens: int
     num_targets: int
     columns: tuple[str, ...]
+    routes: RouteShape | None = None
 
 
 class PlanHeader(Frozen):
@@ -87,6 +107,7 @@ class PackedBin:
     old_logprob_N: Floats
     ref_logprob_N: Floats
     sequence_N: Ints
+    route_TLK: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,13 +124,17 @@ class UnitsWriter:
     Nothing is fsynced: the folder is a scratch folder, which its owner uploads.
     """
 
-    def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED) -> None:
-        """Open the files of a folder. `columns`: those that are written; the others have defaults on reading."""
+    def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED, routes: RouteShape | None = None) -> None:
+        """Open the files of a folder. `columns`: those that are written; the others have defaults on reading.
+
+        `routes`: of the column `route`, which is written, too.
+        """
         assert set(_REQUIRED) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._columns = columns
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in columns}
+        self._routes = routes
+        self._columns = columns if routes is None else (*columns, ROUTE)
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in self._columns}
         self._token_offsets = _OffsetsWriter(folder / "token_offsets.bin")
         self._target_offsets = _OffsetsWriter(folder / "target_offsets.bin")
 
@@ -122,9 +147,9 @@ class UnitsWriter:
         tokens, targets = int(np.sum(num_tokens)), int(np.sum(num_targets))
         assert len(num_tokens) == len(num_targets) and set(columns) == set(self._columns), sorted(columns)
         for name in self._columns:
-            expected = tokens if name in TOKEN_COLUMNS else targets
+            expected = tokens if name in _OF_TOKENS else targets
             assert len(columns[name]) == expected, (name, len(columns[name]), expected)
-            as_stored(columns[name], _dtype(name)).tofile(self._files[name])
+            as_stored(columns[name], _dtype(name, self._routes).base).tofile(self._files[name])
         self._token_offsets.extend(num_tokens)
         self._target_offsets.extend(num_targets)
 
@@ -136,8 +161,10 @@ class UnitsWriter:
             num_tokens=self._token_offsets.close(),
             num_targets=self._target_offsets.close(),
             columns=self._columns,
+            routes=self._routes,
         )
-        write_atomically(self._folder / "units.json", header.model_dump_json(indent=1).encode(), is_durable=False)
+        text = header.model_dump_json(indent=1, exclude_none=True)
+        write_atomically(self._folder / "units.json", text.encode(), is_durable=False)
         return header
 
 
@@ -188,7 +215,8 @@ class Units:
 
     def __init__(self, folder: Path) -> None:
         self.header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
-        self.columns = {name: _read_column(folder / f"{name}.bin", _dtype(name)) for name in self.header.columns}
+        dtypes = {name: _dtype(name, self.header.routes) for name in self.header.columns}
+        self.columns = {name: _read_column(folder / f"{name}.bin", dtype) for name, dtype in dtypes.items()}
         self.token_offsets = _read_column(folder / "token_offsets.bin", OFFSETS)
         self.target_offsets = _read_column(folder / "target_offsets.bin", OFFSETS)
         self._check(str(folder))
@@ -215,7 +243,7 @@ class Units:
 
     def of_targets(self, is_kept_N: NDArray[np.bool_]) -> "Units":
         """Return the same units with fewer targets."""
-        kept = {name: each if name in TOKEN_COLUMNS else each[is_kept_N] for name, each in self.columns.items()}
+        kept = {name: each if name in _OF_TOKENS else each[is_kept_N] for name, each in self.columns.items()}
         return Units.of_arrays(kept, self.token_offsets, np.append(0, np.cumsum(is_kept_N))[self.target_offsets])
 
     def _check(self, place: str) -> None:
@@ -223,7 +251,7 @@ class Units:
         header = self.header
         found = {"token_offsets": len(self.token_offsets) - 1, "target_offsets": len(self.target_offsets) - 1}
         found |= {name: len(column) for name, column in self.columns.items()}
-        expected = {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in self.columns}
+        expected = {name: header.num_tokens if name in _OF_TOKENS else header.num_targets for name in self.columns}
         expected |= {"token_offsets": header.num_units, "target_offsets": header.num_units}
         for name, count in found.items():
             if count != expected[name]:
@@ -249,7 +277,7 @@ class Units:
         chain_T = np.arange(tokens.sum()) - start_T
 
         def column(name: str, default: NDArray) -> NDArray:
-            slices = token_slices if name in TOKEN_COLUMNS else target_slices
+            slices = token_slices if name in _OF_TOKENS else target_slices
             if name not in self.columns:
                 return default
             return np.concatenate([self.columns[name][s] for s in slices]) if slices else default
@@ -269,6 +297,7 @@ class Units:
             old_logprob_N=column("old_logprob", unknown_N),
             ref_logprob_N=column("ref_logprob", zeros_N),
             sequence_N=sequence_N + _sequence_starts(sequence_N, targets),
+            route_TLK=column(ROUTE, chain_T) if token_slices and ROUTE in self.columns else None,
         )
 
     def target_indices(self, units: Ints) -> Ints:
@@ -313,7 +342,9 @@ class Plan:
         self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=OFFSETS)
 
 
-def _dtype(column: str) -> np.dtype:
+def _dtype(column: str, routes: RouteShape | None) -> np.dtype:
+    if column == ROUTE and routes is not None:
+        return routes.dtype
     return TOKEN_COLUMNS.get(column) or TARGET_COLUMNS[column]
 
 
@@ -362,4 +393,4 @@ def _read_column(path: Path, dtype: np.dtype) -> NDArray:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-assert {f.name.rsplit("_", 1)[0] for f in fields(PackedBin)} == set(TOKEN_COLUMNS) | set(TARGET_COLUMNS)
+assert {f.name.rsplit("_", 1)[0] for f in fields(PackedBin)} == {*_OF_TOKENS, *TARGET_COLUMNS}

@@ -24,8 +24,8 @@ from shared.jobs.prefix_forest import Node, grow, indices, tables, token_ids
 class SequenceRow:
     """One sequence, and what is to be learnt from its tokens: arrays of one length.
 
-    Only the places where `target_mask` says so are read from the last four. `token_ids` are integers from 0;
-    `old_logprob` and `ref_logprob` are in nats.
+    Only the places where `target_mask` says so are read from the four after it. `token_ids` are integers from 0;
+    `old_logprob` and `ref_logprob` are in nats. `routes`: the experts of each token, [L, layers, experts of a token].
     """
 
     token_ids: NDArray[np.integer]
@@ -34,6 +34,7 @@ class SequenceRow:
     advantage: NDArray[np.floating]
     old_logprob: NDArray[np.floating]
     ref_logprob: NDArray[np.floating]
+    routes: NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class TreeUnit(PackedBin):
     `members[s]` is the index, in the list of sequences that was given, of the sequence numbered s in `sequence_N`.
     """
 
-    members: tuple[int, ...]
+    members: tuple[int, ...] = ()
 
     def columns(self) -> dict[str, NDArray]:
         """Return all columns by name, as `UnitsWriter.append` takes them."""
-        tables = [f.name for f in fields(self) if f.name != "members"]
-        return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
+        tables = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "members"}
+        return {name.rsplit("_", 1)[0]: values for name, values in tables.items() if values is not None}
 
 
 def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
@@ -89,7 +90,8 @@ def _check(sequences: Sequence[SequenceRow]) -> None:
         if not length:
             raise InvalidInput("it has no tokens", place)
         for column in fields(row):
-            found = len(getattr(row, column.name))
+            values = getattr(row, column.name)
+            found = length if values is None else len(values)
             if found != length:
                 raise InvalidInput(f"{column.name} has {found} entries for {length} tokens", place)
         if row.target_mask[0]:
@@ -154,5 +156,18 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
         old_logprob_N=column("old_logprob", np.float32),
         ref_logprob_N=column("ref_logprob", np.float32),
         sequence_N=np.repeat(np.arange(len(rows)), [len(target_N) for target_N in targets]),
+        route_TLK=_routes(rows, order, nodes),
         members=tuple(members),
     )
+
+
+def _routes(rows: Sequence[SequenceRow], order: Sequence[int], nodes: Sequence[Node]) -> NDArray[np.integer] | None:
+    """Return the routes of the trees' tokens; None where sequences have none.
+
+    A shared part has those of the last of its sequences in lexicographic order: sequences that end with it come first,
+    and nobody has computed their last token.
+    """
+    last = [rows[order[node.last - 1]].routes for node in nodes]
+    parts = [each[node.begin : node.end] for each, node in zip(last, nodes, strict=True) if each is not None]
+    assert len(parts) in (0, len(nodes)), "some sequences have routes, others have none"
+    return np.concatenate(parts) if parts else None

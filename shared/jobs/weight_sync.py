@@ -9,11 +9,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import Frozen, Sha256, pattern
+from shared.settings import ExperimentalTransport
 
-Transport = Literal["shared_memory", "collective", "cuda_ipc", "nixl", "mooncake"]
-EXPERIMENTAL: tuple[Transport, ...] = ("nixl", "mooncake")
+Transport = Literal["shared_memory", "collective", "cuda_ipc", ExperimentalTransport]
+EXPERIMENTAL: tuple[ExperimentalTransport, ...] = get_args(ExperimentalTransport)
 """Transports that a host takes part in only where its operator has allowed them (`experimental_transports`)."""
-_Backend = Literal["auto", "store", "shared_memory", "collective", "cuda_ipc", "delta", "nixl", "mooncake"]
+OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
+"""Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
+_Backend = Literal["auto", "store", "delta", Transport]
 _OTHERS = {"hccl": "torch_npu"}
 """Engines of transport that other trainers have, and the packages that bring them."""
 
@@ -86,7 +89,7 @@ class SyncTarget(Frozen):
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
     addresses: tuple[str | None, ...] = Field(default=(), max_length=64)
     version: int = Field(ge=0)
-    backend: Literal["auto", "shared_memory", "collective", "cuda_ipc", "delta", "nixl", "mooncake"]
+    backend: Literal["auto", "delta", Transport]
     bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
     name: str | None = Field(default=None, max_length=512)
     waits: bool = True

@@ -4,9 +4,9 @@ A file that leaves a setting out means what transformers takes for it.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
@@ -25,12 +25,14 @@ from shared.models.families import (
     Olmo3Config,
     SmolLM3Config,
 )
+from shared.models.generic import GenericConfig, generic_settings
+from shared.models.switches import refuse_unknown_switches
 
-FAMILIES = (
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
-    *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
-    *("qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3"),
-)
+Family = Literal[
+    "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
+    "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
+]  # fmt: skip
+FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.
@@ -82,6 +84,8 @@ _UNKNOWN: dict[str, tuple[str, str]] = {
     "qwen4_exp": ("hyper-connections", "qwen3_5_moe"),
 }
 
+_BY_FSDP = "; the engine fsdp takes dense models of transformers that pass its probe"
+
 
 def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
     """Return what a `config.json` says; where it has a decoder among other parts, first of all what that says."""
@@ -90,10 +94,11 @@ def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in told if value is not None}
 
 
-def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
+def decoder_settings(values: dict[str, Any], place: str, any_family: bool = False) -> dict[str, Any]:
     """Return what a `config.json` says of the model's decoder, with `model_type` one of FAMILIES.
 
     That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
+    `any_family`: of another family, which the engine fsdp may train, the sizes alone.
 
     Raises:
         InvalidInput: the model is of no family that we know (no other field has been read then), or it does not say of
@@ -101,12 +106,14 @@ def decoder_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
     """
     named = values.get("model_type")
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
+    if any_family and isinstance(named, str) and family not in FAMILIES:
+        return generic_settings(values, place)
     if isinstance(named, str) and named in _UNKNOWN:
         needed, nearest = _UNKNOWN[named]
-        rule = f"it needs {needed}; the nearest is {nearest}"
+        rule = f"it needs {needed}; the nearest is {nearest}{_BY_FSDP}"
         raise InvalidInput(f"model_type {named!r} is not a known family: {rule}", place)
     if family not in FAMILIES:
-        raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}", place)
+        raise InvalidInput(f"model_type {named!r} is not a known family: {', '.join(FAMILIES)}{_BY_FSDP}", place)
     ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _PREDICT_MORE else ()}
     if family == "nemotron_h":
         ours |= {"tensor_prefix": "backbone", **_named_blocks(values, place)}
@@ -144,25 +151,39 @@ def prefix_of(config: DenseConfig, names: Iterable[str]) -> str:
     return "model" if is_other else config.tensor_prefix
 
 
-def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
+def read_model_config(values: dict[str, Any], place: str, any_family: bool = False) -> DenseConfig:
     """Parse a `config.json`: a DenseConfig, or one of its classes for families with more settings.
+
+    `any_family`: also of a family that only the engine fsdp may train, a GenericConfig.
 
     Raises:
         InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
     """
-    decoder = decoder_settings(values, place)
+    decoder = decoder_settings(values, place, any_family)
     try:
         config = _of_family(decoder["model_type"])[0].model_validate(decoder)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
+    refuse_unknown_switches(decoder, _read_by(type(config)), config.model_type, place)
     return config
 
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
     """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
-    return (_KINDS | gemma.KINDS).get(family, DenseConfig), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
+    ordinary = DenseConfig if family in FAMILIES else GenericConfig
+    return (_KINDS | gemma.KINDS).get(family, ordinary), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
+
+
+def _read_by(kind: type[BaseModel]) -> set[str]:
+    """Return the names in a file of the settings that a class reads."""
+    names = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        given = field.validation_alias
+        choices = given.choices if isinstance(given, AliasChoices) else (given,)
+        names |= {name for name in choices if isinstance(name, str)}
+    return names
 
 
 def _not_computed(config: DenseConfig) -> str | None:

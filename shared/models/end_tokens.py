@@ -43,12 +43,17 @@ def with_end_ids(model: Path, end_ids: Iterable[int]) -> dict[str, Any] | None:
     return began | {"eos_token_id": list(wanted)}
 
 
-def _end_ids(path: Path) -> list[int]:
+def end_ids_in(values: dict[str, Any], place: str) -> list[int]:
+    """Return the end tokens that a file of this content names. Raises CorruptArtifact for a damaged one."""
     try:
-        found = _ends.validate_python(_object(path)).eos_token_id
+        found = _ends.validate_python(values).eos_token_id
     except ValidationError as error:
-        raise CorruptArtifact(first_rule(error), str(path)) from error
+        raise CorruptArtifact(first_rule(error), place) from error
     return [found] if isinstance(found, int) else found or []
+
+
+def _end_ids(path: Path) -> list[int]:
+    return end_ids_in(_object(path), str(path))
 
 
 def _object(path: Path) -> dict[str, Any]:

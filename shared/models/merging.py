@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.models.peft import PREFIX, module_of
+from shared.models.lora_modules import AdaptedModules
+from shared.models.peft import CONFIG, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -42,10 +43,9 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
+    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
 
-    scale: float
-    factors: dict[str, tuple[Floats, Floats]]
+    factors: dict[str, tuple[float, Floats, Floats]]
     _used: set[str] = field(default_factory=set)
 
     @classmethod
@@ -60,10 +60,14 @@ class Merger:
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
             sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
+        merger, adapted = cls({}), AdaptedModules(lora)
         for name, found in sides.items():
             if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
                 raise InvalidInput(f"the two factors for {name} do not belong together", place)
-        return cls(lora.scale, {name: (found["A"], found["B"]) for name, found in sides.items()})
+            if (size := adapted.of(name)) is None or size.rank != len(found["A"]):
+                raise InvalidInput(f"the factors for {name} are not those that {CONFIG} names", place)
+            merger.factors[name] = size.scale, found["A"], found["B"]
+        return merger
 
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
         """Copy one safetensors file, and change the weights that the adapter has factors for.
@@ -74,12 +78,17 @@ class Merger:
         header, entries = read_header(source, place)
         target.write(header)
         for entry in entries:
-            if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
-                for block in self._merged(entry, source, place):
-                    target.write(block)
-            else:
-                for block in _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place):
-                    target.write(block)
+            for block in self.blocks(entry, source, place):
+                target.write(block)
+
+    def blocks(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
+        """Yield the bytes of the tensor that `source` is at, a few megabytes at a time: merged, or as they are.
+
+        Raises as `merge` does.
+        """
+        if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
+            return self._merged(entry, source, place)
+        return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
     def check_used(self, place: str) -> None:
         """Raise InvalidInput if factors are left whose weight was in none of the files."""
@@ -87,7 +96,7 @@ class Merger:
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        a_RI, b_OR = self.factors[module_of(entry.name)]
+        scale, a_RI, b_OR = self.factors[module_of(entry.name)]
         if entry.dtype not in _WIDTHS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
@@ -98,9 +107,9 @@ class Merger:
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
-            weight_OI = weight_OI + self.scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
+            weight_OI = weight_OI + scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
             row += len(weight_OI)
-            yield _bytes_of(weight_OI, entry.dtype)
+            yield bytes_of(weight_OI, entry.dtype)
 
 
 def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
@@ -148,7 +157,8 @@ def floats_of(data: bytes, dtype: str, place: str) -> Floats:
     raise InvalidInput(f"numbers of the type {dtype} are not merged: F32, F16 and BF16 are", place)
 
 
-def _bytes_of(values: Floats, dtype: str) -> bytes:
+def bytes_of(values: Floats, dtype: str) -> bytes:
+    """Return numbers as a safetensors type, F32, F16 or BF16, little-endian and rounded to the nearest."""
     match dtype:
         case "F32":
             return values.astype("<f4").tobytes()

@@ -2,22 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Container, Iterable
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshore.fields import Sha256
-from longshore.training import LINEARS, Linear, Lora
+from longshore.training import TARGETS, Lora, Target
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
-_PLAIN: frozenset[Linear] = frozenset(
+OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
+_PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
 
@@ -48,15 +49,8 @@ def module_of(tensor: str) -> str:
     return module
 
 
-def _listed(value: object) -> object:
-    if isinstance(value, str):
-        words = "a pattern is not read: list the linears that it means, of {linears}"
-        raise PydanticCustomError("pattern", words, {"linears": ", ".join(LINEARS)})
-    return value
-
-
 class _Config(BaseModel):
-    """Fields of plain LoRA. PEFT 0.21 has some 36 more, which are refused if they are switched on (_switched_on).
+    """Fields of plain LoRA. PEFT 0.21 has some 32 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
     adapter is loaded, and MiCA trains one matrix alone.
@@ -65,9 +59,13 @@ class _Config(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     peft_type: Literal["LORA"]
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(gt=0)
-    target_modules: Annotated[tuple[Linear, ...], BeforeValidator(_listed)] = Field(min_length=1)
+    r: int
+    lora_alpha: float
+    target_modules: str | tuple[str, ...] = Field(min_length=1)
+    layers_to_transform: int | tuple[int, ...] | None = None
+    layers_pattern: Literal["layers", ""] | tuple[Literal["layers"], ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
@@ -82,8 +80,11 @@ def _switched_on(config: _Config) -> list[str]:
     ]
 
 
+_OURS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layers_to_transform": "layers"}
+
+
 def config_of(lora: Lora) -> dict[str, object]:
-    """The content of `adapter_config.json`. Equal adapters have equal contents."""
+    """The content of `adapter_config.json`, but for dropout, which is of training. Equal adapters have equal ones."""
     config: dict[str, object] = {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -93,10 +94,16 @@ def config_of(lora: Lora) -> dict[str, object]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": [name for name in LINEARS if name in lora.targets],
+        "target_modules": lora.target_pattern or [name for name in TARGETS if name in lora.targets],
         "task_type": "CAUSAL_LM",
     }
-    return config | ({"use_rslora": True} if lora.rank_stabilized else {})
+    more = {
+        "layers_to_transform": lora.layers and list(lora.layers),
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "use_rslora": lora.rank_stabilized,
+    }
+    return config | {name: value for name, value in more.items() if value}
 
 
 def lora_of(config: dict[str, Any], place: str) -> Lora:
@@ -113,14 +120,34 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         value = (read.model_extra or {})[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
-    targets = tuple(name for name in LINEARS if name in read.target_modules)
-    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets, rank_stabilized=read.use_rslora)
+    names, listed = read.target_modules, read.layers_to_transform
+    if isinstance(names, tuple):
+        names = (*(name for name in TARGETS if name in names), *(name for name in names if name not in TARGETS))
+        if any("." in name for name in names):
+            names = rf"(.*\.)?({'|'.join(map(re.escape, names))})"  # as PEFT reads the ends of names
+    is_pattern = isinstance(names, str) and names != "all-linear"
+    try:
+        return Lora(
+            rank=read.r,
+            alpha=read.lora_alpha,
+            layers=(listed,) if isinstance(listed, int) else listed or None,
+            rank_pattern=read.rank_pattern or {},
+            alpha_pattern=read.alpha_pattern or {},
+            rank_stabilized=read.use_rslora,
+            **{"target_pattern" if is_pattern else "targets": names},
+        )
+    except ValidationError as error:
+        rule = refused_value(error)
+        for theirs, ours in {**_OURS, "target_modules": "target_pattern" if is_pattern else "targets"}.items():
+            rule = re.sub(rf"^{ours}\b", theirs, rule)
+        raise InvalidInput(rule, place) from error
 
 
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
     """Write `adapter_config.json` beside these tensors."""
-    is_beside_towers = any(".language_model." in name for name in tensors)
-    config = config_of(lora) | ({"exclude_modules": _TOWERS} if is_beside_towers else {})
+    config = config_of(lora) | {"lora_dropout": lora.dropout}
+    if any(".language_model." in name for name in tensors):
+        config["exclude_modules"] = _TOWERS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -153,36 +180,22 @@ def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
 def check_same(found: Lora, expected: Lora, place: str) -> None:
     """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
 
-    Targets that its family of models has not do not count: see `beside`.
+    Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`.
     """
-    for name, theirs, ours in (
-        ("rank", found.rank, expected.rank),
-        ("alpha", found.alpha, expected.alpha),
-        ("rank_stabilized", found.rank_stabilized, expected.rank_stabilized),
-    ):
-        if theirs != ours:
-            raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
+    theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout"}) for lora in (found, expected))
+    for name in theirs:
+        if theirs[name] != ours[name]:
+            raise InvalidInput(f"the adapter's {name} is {theirs[name]}, {ours[name]} is asked for", place)
     if not _are_alike({*found.targets}, {*expected.targets}):
         wanted = f"{sorted(expected.targets)} is asked for"
         raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
 
 
-def _are_alike(one: set[Linear], other: set[Linear]) -> bool:
-    """Return True if there may be a model beside which both targets are the same linears.
+def _are_alike(one: set[Target], other: set[Target]) -> bool:
+    """Return True if there may be a model beside which both targets are the same modules.
 
     So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    Every model has an output layer.
     """
-    smaller, larger = sorted((one, other), key=len)
-    return smaller == larger or smaller < larger > _PLAIN
-
-
-def beside(lora: Lora, linears: Container[str]) -> Lora:
-    """Return an adapter's settings with the targets that a model has, as PEFT takes them.
-
-    Raises:
-        InvalidInput: it has none of them.
-    """
-    targets = tuple(name for name in LINEARS if name in lora.targets and name in linears)
-    if not targets:
-        raise InvalidInput(f"this model has no linear {' or '.join(lora.targets)}", "targets")
-    return lora.model_copy(update={"targets": targets})
+    smaller, larger = sorted((one - {"lm_head"}, other - {"lm_head"}), key=len)
+    return "lm_head" not in one ^ other and (smaller == larger or smaller < larger > _PLAIN)

@@ -6,15 +6,17 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear
+from longshore.training import DELTA_NET, LATENT_EXPERTS, LINEARS, Linear, Target
 from shared.errors import InvalidInput
+from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
 from shared.models.gemma import Gemma4Config, GemmaConfig
+from shared.models.generic import GenericConfig
 
 _MEGATRON_ALONE = (
-    *("qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
+    *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
     *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
 )
 _OF_ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -82,19 +84,23 @@ class ModelShape(Frozen):
     latent_linears: dict[Linear, tuple[int, int]] | None = None  # in the place of attention's: their sizes
     num_dense: int = 0  # layers without experts of a model whose others have them
     blocks: BlocksShape | None = None
+    routes: RouteShape | None = None  # None beside experts: the shape was read before they were known
     max_positions: int | None = None  # of a sequence: rope scaling changes longer ones with their length
+    is_generic: bool = False  # of no family of ours: which linears there are is not known
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The linears that a layer or another has."""
+        if self.is_generic:
+            return LINEARS
         if self.blocks is not None:
             return tuple(name for name, number in self.blocks.numbers(1).items() if number)
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
         unseen = _OF_MLP if self.has_stacked_experts and not self.layers else ()  # else an MLP is beside them
         return tuple(name for name in LINEARS if name in own - {*unseen})
 
-    def num_linears(self, targets: Container[Linear]) -> int:
-        """Count the linears that an adapter is beside. Those of an MLP are there once for each expert."""
+    def num_linears(self, targets: Container[Target]) -> int:
+        """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
         if self.layers:
             own = [name for name in (*_OF_ATTENTION, *_OF_MLP) if name in targets]
             return sum(name not in layer.missing for layer in self.layers for name in own)
@@ -108,8 +114,12 @@ class ModelShape(Frozen):
         of_attention = len(chosen) - of_mlps - of_delta_nets
         return of_mlps * num_mlps + of_delta_nets * recurrent + of_attention * (self.num_layers - recurrent)
 
-    def linear_size(self, linear: Linear, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
+    def linear_size(self, linear: Target, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
+        if linear == "lm_head":
+            return self.hidden_size, self.vocab_size
+        if self.is_generic:
+            return 0, 0
         if self.layers:
             own = self.layers[layer].model_dump(exclude={"missing"})
             return self.model_copy(update={**own, "layers": ()}).linear_size(linear)
@@ -172,7 +182,9 @@ def shape_of(config: DenseConfig) -> ModelShape:
         num_dense=latent.is_dense.count(True) if latent else 0,
         layers=() if gemma is None else _layers(gemma),
         max_positions=config.max_positions,
+        is_generic=isinstance(config, GenericConfig),
         needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
+        routes=_routes(config),
     )
     return _with_blocks(shape, config) if isinstance(config, NemotronHConfig) else shape
 
@@ -186,6 +198,25 @@ def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
         layers=config.blocks, num_groups=config.n_groups, has_latents=config.moe_latent_size is not None
     )
     return shape.model_copy(update={**without, "shared_ffn_size": shared_ffn_size, "blocks": blocks})
+
+
+def _routes(config: DenseConfig) -> RouteShape | None:
+    """Return the experts of a token; None: there are none."""
+    if not isinstance(config, MixtureConfig | GptOssConfig):
+        return None
+    has_experts = (True,) * config.num_hidden_layers
+    if isinstance(config, NemotronHConfig):
+        has_experts = tuple(block == "moe" for block in config.blocks)
+    elif isinstance(config, LatentConfig):
+        has_experts = tuple(not is_dense for is_dense in config.is_dense)
+    if not any(has_experts):
+        return None
+    return RouteShape(
+        num_layers=has_experts.count(True),
+        num_experts=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        has_experts=() if all(has_experts) else has_experts,
+    )
 
 
 def _latent_linears(config: LatentConfig) -> dict[Linear, tuple[int, int]]:
@@ -251,7 +282,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     if layout.pp > 1 and shape.needs_one_stage:
         what = "keys and values that layers share, and embeddings of each layer"
         raise InvalidInput(f"pp={layout.pp}: stages do not pass on {what}", "layout.pp")
-    _check_experts(layout, shape)
+    _check_experts(layout, shape, engine)
 
 
 def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
@@ -261,12 +292,14 @@ def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
         raise InvalidInput(f"max_tokens={max_tokens}: {rule}", "max_tokens")
 
 
-def _check_experts(layout: Layout, shape: ModelShape) -> None:
+def _check_experts(layout: Layout, shape: ModelShape, engine: EngineName) -> None:
     if not shape.num_experts:
         for name, degree in (("ep", layout.ep), ("etp", layout.etp)):
             if degree > 1:
                 raise InvalidInput(f"{name}={degree}: the model has no experts to split", f"layout.{name}")
         return
+    if engine == "fsdp" and layout.tp > 1:
+        raise InvalidInput("tp: the engine fsdp splits no experts: use dp, or the engine megatron", "layout.tp")
     if layout.tp > 1 and not layout.sp:
         raise InvalidInput("a model with experts needs sp with tp: each rank routes tokens of its own", "layout.sp")
     if shape.num_experts % layout.ep:
@@ -283,7 +316,10 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES."""
+    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES.
+
+    That of another family the engine fsdp finds out when it loads the model.
+    """
     known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
-    if engine == "fsdp" and family not in known:
+    if engine == "fsdp" and family in _MEGATRON_ALONE:
         raise InvalidInput(f"the engine fsdp trains {', '.join(known)}, not {family}: use megatron", "engine")

@@ -59,7 +59,7 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return "vllm is started by a sampler host: drop it, or sampler_url"
     if settings.sampling.url is not None:
         return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
-    if isinstance(run.trainable, Lora) and run.trainable.rank > _VLLM_MAX_RANK:
+    if isinstance(run.trainable, Lora) and run.trainable.max_rank > _VLLM_MAX_RANK:
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
     if rollouts.colocate:
         return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"

@@ -2,6 +2,7 @@
 
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
+from longshore.training import Trainable
 from shared.models.shape import ModelShape
 from shared.runs.requests import RunId, Tenant
 
@@ -9,7 +10,8 @@ from shared.runs.requests import RunId, Tenant
 class ModelRequest(Frozen):
     """A model as a tenant's user names it, the layout and engine that are to hold it, and the longest sequence.
 
-    `run_id`: the run that uses the model. Its later executions must find the same files as its first one.
+    `run_id`: the run that uses the model. Its later executions must find the same files as its first one. `trainable`:
+    what it trains.
     """
 
     uri: str
@@ -17,6 +19,7 @@ class ModelRequest(Frozen):
     run_id: RunId | None = None
     layout: Layout = Layout()
     engine: EngineName = "megatron"
+    trainable: Trainable | None = None
     max_tokens: int | None = None
 
 

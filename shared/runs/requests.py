@@ -7,7 +7,20 @@ from pydantic import Field, JsonValue, model_validator
 from longshore.fields import Frozen, Name, pattern
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import PPO, PolicyLoss
-from longshore.training import DTYPE_DESCRIPTION, Dtype, DtypeChoice, Lora, ModelUri, SessionRun, Trainable
+from longshore.training import (
+    DTYPE_DESCRIPTION,
+    QUANTIZE_DESCRIPTION,
+    STATES_DESCRIPTION,
+    Dtype,
+    DtypeChoice,
+    Lora,
+    ModelUri,
+    OptimizerStates,
+    Quantization,
+    SessionRun,
+    Trainable,
+    fields_fit_engine,
+)
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import PRESETS, AdvantageKind, Preset, with_algorithm
@@ -57,9 +70,11 @@ class _DatasetRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
+    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
@@ -79,6 +94,7 @@ class _DatasetRun(Frozen):
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
@@ -198,9 +214,11 @@ class RLRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
+    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
+    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
@@ -232,6 +250,7 @@ class RLRun(Frozen):
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
@@ -243,6 +262,11 @@ class RLRun(Frozen):
             raise ValueError("rollouts.colocate: the trainer leaves the device after a step: between_steps is offload")
         if rollouts.max_completion_tokens >= self.max_tokens:
             raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
+        if self.quantize_base is not None and rollouts.probe_bound is None:
+            raise ValueError(
+                "quantize_base: samplers hold the base as it is in its files, so that their log-probabilities differ: "
+                "say by rollouts.probe_bound how far, in nats, or drop quantize_base"
+            )
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
         if self.advantages == "given":

@@ -1,6 +1,6 @@
 """How an RL run makes trajectory groups of its own: prompts, grader, samplers, and prompts held out."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -64,6 +64,10 @@ class Rollouts(Frozen):
         default=False, description="trainer and sampler share one device: each leaves it before the other works"
     )
     weight_sync: WeightSync = WeightSync()
+    routing_replay: Literal["on", "off"] = Field(
+        default="on",
+        description="of a mixture: the trainer computes each token with the experts that the sampler chose",
+    )
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
         default=None,

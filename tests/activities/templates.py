@@ -38,6 +38,49 @@ LLAMA = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
+# As gpt-oss': an answer has channels; the last one ends with <|return|>, earlier ones with <|end|>, which also stands
+# between an answer's thoughts and its text, and a call with <|call|>. Only a message's first call is written.
+HARMONY = """{%- if messages[0].role in ('developer', 'system') %}
+    {%- set told, rest = messages[0].content, messages[1:] %}
+{%- else %}
+    {%- set told, rest = '', messages %}
+{%- endif %}
+{%- if told or tools %}
+    {{- '<|start|>developer<|message|>' + told }}
+    {%- for tool in tools or [] %}{{- '\\ntype ' + tool.function | tojson }}{% endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in rest %}
+    {%- if message.tool_calls %}
+        {%- set later = namespace(answers=false) %}
+        {%- for other in rest[loop.index:] %}
+            {%- if other.role == 'assistant' and not other.tool_calls %}{% set later.answers = true %}{% endif %}
+        {%- endfor %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set called.name = call.name %}
+        {%- if (message.content or message.thinking) and not later.answers %}
+            {%- set thought = message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set is_last = loop.last and not add_generation_prompt %}
+        {%- if is_last and 'thinking' in message %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if is_last else '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
+
 # Cuts thinking out of turns before the last question, wraps the rest in <think>, and hides tool answers in user turns.
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -61,6 +61,16 @@ class Stack:
         assert not check or answer.code == 0, answer
         return answer
 
+    @contextmanager
+    def with_environment(self, **more: str) -> Iterator[None]:
+        """Commands of the block have more variables, and are processes of their own: libraries read some at import."""
+        before, forked = self._environment, self._forked
+        self._environment, self._forked = before | more, self._started  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self._environment, self._forked = before, forked  # type: ignore[method-assign]
+
     def _started(self, arguments: Sequence[str], timeout_s: float) -> Answer:
         done = subprocess.run(
             [LONGSHORE, *arguments],

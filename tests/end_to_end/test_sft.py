@@ -1,12 +1,16 @@
 """The spine: a dataset in, a published adapter out, through every process of the real system."""
 
+import secrets
 from pathlib import Path
 
 import httpx
 import pytest
 
 from service.dev.connection import Connection
+from shared.storage.store import open_store
+from tests import hub_server
 from tests.activities.test_end_tokens import make_base
+from tests.conftest import S3Server
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
 
@@ -71,6 +75,8 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     for asked, folder in ((run_id, "run"), (f"{run_id}:v1", "adapter")):
         assert stack.cli("download", asked, "--into", str(tmp_path / folder)).code == 0
     assert stack.cli("export", f"{run_id}:v1", "--merged", "--into", str(tmp_path / "merged")).code == 0
+    into = str(tmp_path / "gguf")
+    gguf = stack.cli("export", f"{run_id}:v1", "--gguf", "--type", "f16", "--into", into, "--json").json["files"]
     assert stack.cli("download", run_id, "--checkpoint", "60", "--into", str(tmp_path / "checkpoint")).code == 0
     assert (tmp_path / "checkpoint" / "weights" / "adapter_config.json").exists()
     missing = stack.cli("download", run_id, "--checkpoint", "7", check=False)
@@ -80,6 +86,10 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     with torch.no_grad():
         before, ours = base(ids).logits, merged(ids).logits
         theirs = [PeftModel.from_pretrained(base, tmp_path / name)(ids).logits for name in ("run", "adapter")]
+    options_of_gguf = {"gguf_file": gguf[0], "config": base.config, "dtype": torch.float32}
+    read_back = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", **options_of_gguf)
+    with torch.no_grad():
+        assert (read_back(ids).logits - ours).abs().max() < 5e-3
     assert torch.allclose(ours, theirs[0], atol=1e-4) and torch.equal(*theirs) and not torch.allclose(ours, before)
     said = stack.cli("chat", run_id, "How many crates are on quay 3?", "--temperature", "0", "--max-tokens", "8")
     assert said.code == 0 and said.stdout.strip(), said
@@ -87,6 +97,34 @@ def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
     named = [*options[:place], f"{run_id}:v1", *options[place + 1 :], "--steps", "1"]
     again = stack.cli(*named, "--wait").json
     assert stack.cli("get", again["run_id"], "--json").json["run"]["initial_adapter"] == undisturbed.json["adapter"]
+
+
+def test_an_export_goes_to_a_hub_and_to_s3_by_credentials_that_stay_with_the_user(
+    stack: Stack, undisturbed: Answer, s3_server: S3Server, tmp_path: Path
+) -> None:
+    name, token = f"{undisturbed.json['run_id']}:v1", f"hf_{secrets.token_hex(17)}"
+    options = ["export", name, "--gguf", "--type", "f16"]
+    [file] = stack.cli(*options, "--into", str(tmp_path / "gguf"), "--json").json["files"]
+    expected = (tmp_path / "gguf" / file).read_bytes()
+    for bad, rule in ((("--push", "name"), "ORG/NAME"), (("--to", "file:///x"), "no s3:// URI")):
+        assert rule in stack.cli(*options, *bad, check=False).stderr
+    online = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "", "HF_HOME": str(tmp_path / "hf")}
+    with hub_server.serving(token) as hub, stack.with_environment(HF_ENDPOINT=hub.url, **online):
+        none = stack.cli(*options, "--push", "org/name", check=False)
+        assert none.code == 2 and "no token for the hub" in none.stderr and "hf auth login" in none.stderr
+        with stack.with_environment(HF_TOKEN="hf_another"):
+            refused = stack.cli(*options, "--push", "org/name", check=False)
+        assert "the hub answers 401 to /api/repos/create" in refused.stderr, refused
+        with stack.with_environment(HF_TOKEN=token):
+            pushed = stack.cli(*options, "--push", "org/name")
+    assert hub.files == {file: expected} and "private" in hub.made[-1].values()
+    assert token not in pushed.stdout + pushed.stderr + refused.stdout + refused.stderr
+    s3 = {"LONGSHORE_S3__ENDPOINT_URL": s3_server.endpoint_url, "AWS_ACCESS_KEY_ID": "test"}
+    with stack.with_environment(**s3, AWS_SECRET_ACCESS_KEY="test-secret", AWS_DEFAULT_REGION="us-east-1"):
+        stack.cli(*options, "--to", f"{s3_server.uri}/out")
+    assert open_store(f"{s3_server.uri}/out", s3_server.settings).get_bytes(file) == expected
+    left = [path for path in stack.root.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert left == [], "the store, Temporal's database and every log are below the root"
 
 
 def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(

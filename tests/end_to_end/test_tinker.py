@@ -19,6 +19,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from longshore.training import TARGETS
 from service.apis.tinker.addresses import TINKER
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
@@ -99,6 +100,7 @@ def test_ten_steps_are_a_job_s_to_the_byte(stack: Stack, tiny_model: Path, tmp_p
         ),
         *("--format", "tokenized", "--steps", "10", "--batch-size", str(BATCH), "--max-tokens", "4096"),
         *("--lora-rank", "4", "--learning-rate", "0.01", "--schedule", "constant", "--seed", "7"),
+        *("--lora-targets", ",".join(TARGETS)),  # as Tinker's client, unless told otherwise
         "--wait",
     )
     steps = [[rows[index] for index in step] for step in steps_by_count(epoch_order(len(rows), 7, 0), BATCH)]
@@ -196,7 +198,7 @@ def test_the_rest_client_finds_runs_and_checkpoints(told: dict[str, Any]) -> Non
     assert rest["checkpoints"] == [["weights/first", True, True], ["sampler_weights/policy", False, True]]
     assert rest["left"] == 1 and rest["runs"] >= 2 and rest["all"] >= 2
     assert len(rest["session"]["training_run_ids"]) == 5, "that of a model that could not be opened, too"
-    assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is False
+    assert rest["weights"]["lora_rank"] == 4 and rest["weights"]["train_unembed"] is True
 
 
 @pytest.mark.deep

@@ -33,6 +33,7 @@ from tests.megatron_worker.parallel_ranks import (
     start,
     start_rounded,
     step,
+    with_routes,
 )
 from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.trees import as_batch
@@ -113,7 +114,8 @@ def measure_rounded(model: Path, layout: Layout, single: Path, out: Path, dtype:
     for kind in KINDS:
         engine = start_rounded(model, layout, kind, single / ROUNDED, dtype)
         for objective, loss in SMOOTH.items():
-            note_step(engine, data[objective][0], loss_function(loss), out / kind / objective)
+            bins = with_routes(engine, data[objective][0])
+            note_step(engine, bins, loss_function(loss), out / kind / objective)
 
 
 def main() -> None:

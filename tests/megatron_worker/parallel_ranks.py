@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Dtype, Full, Lora
+from longshore.training import TARGETS, Adam, Dtype, Full, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.tensor_slices import TensorSlice, join_parts
 from megatron_worker.losses import loss_function
@@ -30,12 +30,13 @@ from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
 from tests.megatron_worker.differences import GRADIENTS
-from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
+from tests.megatron_worker.rows import bin_of, empty_bin, random_rows, routed
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.trials import given_trials
 
-LORA = Lora(rank=3, alpha=6)
+LORA = Lora(rank=3, alpha=6, targets=TARGETS, rank_pattern={"q(_b)?_proj": 5}, alpha_pattern={"(kv_b|v)_proj": 2})
+DROPPING = Lora(rank=3, dropout=0.3, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"))
 # Where a gradient is as small as float32 rounds, Adam's first step has the size of the rate and the rounding's sign.
 # An epsilon above the rounding keeps a comparison of weights one of layouts.
 ADAM = Adam(weight_decay=0.01, clip_norm=1.0, eps=1e-5)
@@ -181,6 +182,14 @@ def note(engine: MegatronEngine, path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
+def drop(model: Path, layout: Layout, out: Path) -> None:
+    """Two steps with dropout beside linears whose outputs tensor-parallel ranks share: all of them drop the same."""
+    engine = MegatronEngine(model, layout, "float32")
+    engine.add_adapter("run", DROPPING, seed=5)
+    history = [step(engine, *STEPS[number], LEARNING_RATES["lora"]) for number in range(2)]
+    note(engine, out / "dropping.json", [value for pair in history for value in pair])
+
+
 def round_weights(path: Path) -> None:
     """To what bfloat16 can say, so that both dtypes compute the same function."""
     save_file({n: t.bfloat16().float() for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
@@ -203,7 +212,13 @@ def start_rounded(model: Path, layout: Layout, kind: str, adapter: Path, dtype: 
 
 def run_rounded(model: Path, layout: Layout, adapter: Path, out: Path, dtype: Dtype = "bfloat16") -> None:
     for kind in KINDS:
-        note_step(start_rounded(model, layout, kind, adapter, dtype), STEPS[0][0], SFT_LOSS, out / kind)
+        engine = start_rounded(model, layout, kind, adapter, dtype)
+        note_step(engine, with_routes(engine, STEPS[0][0]), SFT_LOSS, out / kind)
+
+
+def with_routes(engine: MegatronEngine, bins: Bins) -> Bins:
+    """The bins with experts for their tokens: rounding would turn some choices, and each of those is no rounding."""
+    return [routed(engine.facts.routes, batch, number) for number, batch in enumerate(bins)]
 
 
 def refuse(model: Path, layout: Layout, out: Path, adapter: Path, damaged: Path) -> None:
@@ -340,6 +355,7 @@ def main() -> None:
         if number == 0:
             refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)
+            drop(trial.model, trial.layout, out)
 
 
 if __name__ == "__main__":

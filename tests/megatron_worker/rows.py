@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
+from shared.jobs.packed import RouteShape
 
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
@@ -163,7 +164,8 @@ def bin_of(rows: Sequence[Row]) -> Batch:
 def empty_bin() -> Batch:
     """What a rank gives whose bins are used up."""
     whole = bin_of(random_rows([4]))
-    return Batch(**{field.name: getattr(whole, field.name)[:0] for field in dataclasses.fields(Batch)})
+    columns = {name: values[:0] for name, values in vars(whole).items() if values is not None}
+    return Batch(**columns)
 
 
 def total_weight(rows: Sequence[Row]) -> float:
@@ -195,3 +197,12 @@ def reference_steps(
         optimizer.zero_grad()
         history.append((float(loss.detach()), float(norm)))
     return history
+
+
+def routed(routes: RouteShape | None, batch: Batch, seed: int) -> Batch:
+    """The bin with a random route of each token, if the model has experts."""
+    if routes is None:
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    scores_TLE = torch.rand(len(batch.token_id_T), routes.num_layers, routes.num_experts, generator=generator)
+    return dataclasses.replace(batch, route_TLK=scores_TLE.topk(routes.per_token).indices.to(torch.uint8))

@@ -47,7 +47,7 @@ def logprobs_by_steps(
     cache.fill(1, read)
     hidden, found = read.hidden_H, []
     for position in steps:
-        found.append(decoder.logits(hidden[None])[0].log_softmax(-1)[ids[position]])
+        found.append(decoder.logits(hidden[None], lora_weights)[0].log_softmax(-1)[ids[position]])
         token_B, position_B = torch.tensor([0, ids[position]]), torch.tensor([0, position])
         hidden = forward(decoder, token_B, position_B, cache, lora_weights)[1]
     return torch.stack(found)

@@ -122,12 +122,12 @@ def test_a_fault_shows(results, world, fault):
         assert [value for step in history for value in step] != pytest.approx(expected, rel=1e-4)
 
 
-def test_a_layout_that_splits_more_than_data_is_refused(results):
-    with pytest.raises(InvalidInput, match=r"dp alone.*tp2"):
-        start("fsdp", results / "model", layout=Layout(tp=2))
+def test_a_layout_of_pipeline_stages_is_refused(results):
+    with pytest.raises(InvalidInput, match=r"by tp alone.*pp2"):
+        start("fsdp", results / "model", layout=Layout(pp=2))
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path):
-    folder = make_tiny_model(tmp_path, ["hello there"], family="qwen3_moe")
-    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, .*, olmo3, not qwen3_moe"):
+def test_a_family_of_recurrent_layers_is_refused(tmp_path):
+    folder = make_tiny_model(tmp_path, ["hello there"], family="qwen3_5")
+    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, qwen3_moe, .*, olmo3, not qwen3_5: use megatron"):
         start("fsdp", folder)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Outputs
 from megatron_worker.forwards.heads import logits_of, ranked
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.head.torch_tiles import TileSize
@@ -68,6 +69,27 @@ def test_the_entropy_has_its_gradient_where_it_is_asked_for(
     ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
     torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("tile", [(5, 16), (256, 2048)])
+def test_an_adapter_beside_the_head_is_more_of_its_weight(tile: tuple[int, int]):
+    """Its values and gradients, the entropy's and a temperature's too, are those of W + B A."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs(torch.float64)
+    a_RH, b_VR = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, HIDDEN_SIZE), (VOCAB_SIZE, 3)))
+    given = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
+    whole = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
+    outputs, shard = Outputs(entropy=True, entropy_gradient=True, temperature=1.7), whole_vocabulary(VOCAB_SIZE)
+    beside = BesideHead(given[0] @ given[1].t() * 0.5, given[2])
+    found = score_targets(given[0], weight_VH.detach(), label_N, outputs, shard, TileSize(*tile), beside=beside)
+    merged_VH = weight_VH.detach() + 0.5 * whole[2] @ whole[1]
+    logprob_NV = (whole[0] @ merged_VH.t() / 1.7).log_softmax(dim=-1)
+    logprob_N = logprob_NV.gather(1, label_N[:, None])[:, 0]
+    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
+    for scored in ((found.logprob_N, found.entropy_N), (logprob_N, entropy_N)):
+        ((scored[0] + 0.7 * scored[1]) * grad_N).sum().backward()
+    torch.testing.assert_close(found.logprob_N, logprob_N, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(given, whole, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.25, 3.0])

@@ -133,6 +133,14 @@ def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_en
     parts_NV = p_NV * (1 + (logit_NV - mean_N[:, None]).abs()) + torch.nn.functional.one_hot(label_N, size[1])
     scale = (parts_NV * divided_N[:, None].abs()).t() @ hidden.abs()
     close(grad_VH, weight.grad, 1e-5 if dtype == torch.float32 else FOUR_ROUNDINGS, scale)
+    last_VR = torch.zeros_like(grad_VH[:, :1])
+    add_weight_gradient(
+        *(last_VR, hidden_NH.detach(), weight_VH.detach(), label_N, lse_N.detach().float(), divided_N),
+        *((mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None, temperature),
+        blocks=SMALL,
+        workspace_bytes=1 if chunks else 1 << 20,
+    )
+    torch.testing.assert_close(last_VR, grad_VH[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

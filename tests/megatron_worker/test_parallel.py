@@ -127,6 +127,8 @@ def make_single(out: Path, name: str, **model: object) -> Path:
     parallel_ranks.run(folder, Layout(), single)
     for kind in KINDS:
         parallel_ranks.go_on(folder, Layout(), single / kind / "middle", kind, single / kind / "from-single")
+    if name == FIRST[2][0]:
+        parallel_ranks.drop(folder, Layout(), single)
     parallel_ranks.round_adapter(single / "lora" / "end" / "weights", single / "rounded")
     for folder_name, dtype in (("bfloat16", "bfloat16"), ("exact", "float32")):
         parallel_ranks.run_rounded(folder, Layout(), single / "rounded", single / folder_name, dtype)
@@ -249,6 +251,13 @@ def test_every_rank_refuses_what_one_cannot_read(results, world):
     everyone = notes(results / model / layout.label, "refused")
     assert len(everyone) == world
     assert all("damaged or truncated" in said for said in everyone)
+
+
+def test_tensor_parallel_ranks_drop_the_same_of_an_input_that_they_share(results):
+    model, layout = FIRST[2]
+    (expected,) = notes(single_of(results, model), "dropping")
+    for found in notes(results / model / layout.label, "dropping"):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("world", FIRST)

@@ -56,6 +56,12 @@ def ours(model, folder):
         {"init_lora_weights": "orthogonal"},
         {"init_lora_weights": False, "inference_mode": False},
         {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1.*": 2}},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"target_modules": ["self_attn.q_proj", "layers.1.mlp.down_proj"]},
+        {"target_modules": r"(?:.*?(?:language|text|model).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bx)"},
+        {"target_modules": "all-linear"},
     ],
     ids=str,
 )
@@ -77,12 +83,9 @@ def variants():
         "monteclora": ("monteclora_config", {"monteclora_config": MontecloraConfig()}),
         "velora": ("velora_config", {"velora_config": VeloraConfig()}),
         "dora": ("use_dora", {"use_dora": True}),
-        "ranks": ("rank_pattern", {"rank_pattern": {"q_proj": 2}}),
-        "alphas": ("alpha_pattern", {"alpha_pattern": {"q_proj": 2}}),
         "modules": ("modules_to_save", {"modules_to_save": ["lm_head"]}),
         "tokens": ("trainable_token_indices", {"trainable_token_indices": [5, 6]}),
         "biases": ("bias", {"bias": "all"}),
-        "layers": ("layers_to_transform", {"layers_to_transform": [0]}),
         "left out": ("exclude_modules", {"exclude_modules": ["model.layers.0.self_attn.q_proj"]}),
     }
 
@@ -119,7 +122,8 @@ HARMLESS = {
     "lora_ga_config": {"x": 1},
     "init_lora_weights": "eva",
 }
-READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora"}
+READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
+READ |= {"layers_to_transform", "layers_pattern"}
 LOADING_CHANGES_THE_BASE = ["pissa", "olora", "corda", "loftq", "lora_ga", "mica", "something_new"]
 
 

@@ -82,7 +82,7 @@ def scored(engine: MegatronEngine, rows: list[Row], temperature: float = 1.0) ->
 
 def joined(batches: list[Batch]) -> Batch:
     """Several bins as one."""
-    parts: dict[str, list[torch.Tensor]] = {f.name: [] for f in dataclasses.fields(Batch)}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name, values in vars(batches[0]).items() if values is not None}
     at = 0
     for batch in batches:
         for name, values in parts.items():

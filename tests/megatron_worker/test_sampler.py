@@ -166,7 +166,7 @@ def test_ranks_of_prompt_tokens_are_those_of_the_whole_vocabulary(place, ours):
     tokenizer = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
     for number in range(1, 90, 8):
         token = prompt[number]
-        logit_V = decoder.logits(decoder.prefill(prompt[:number], {}).hidden_H[None])[0]
+        logit_V = decoder.logits(decoder.prefill(prompt[:number], {}).hidden_H[None], {})[0]
         by_id = choice.prompt_logprobs[number]
         told = by_id[token]
         likeliest = logit_V.topk(3).indices.tolist()
@@ -197,7 +197,7 @@ def test_bfloat16_logprobs_are_near_float32s(place, tmp_path):
 def test_processed_logprobs_are_of_the_tempered_distribution(place, tmp_path):
     prompt, sampling = prompt_of(5), changed(FREE, temperature=0.5, top_p=0.9, max_tokens=1)
     engine = Decoder(place / "model", torch.float32, torch.device("cpu"))
-    logit_V = engine.logits(engine.prefill(prompt, {}).hidden_H[None])[0].double()
+    logit_V = engine.logits(engine.prefill(prompt, {}).hidden_H[None], {})[0].double()
     ranked, order = (logit_V / 0.5).softmax(-1).sort(descending=True)
     kept = order[: int((ranked.cumsum(-1) < 0.9).sum()) + 1]
     expected = (logit_V / 0.5)[kept].log_softmax(-1)

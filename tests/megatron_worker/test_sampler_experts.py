@@ -69,7 +69,7 @@ def logprobs_of(decoder, ids, lora_weights):
         token_B, position_B = torch.arange(5) + position, torch.zeros(5, dtype=torch.int64)
         token_B[3], position_B[3] = token, position
         hidden.append(decoder.step(token_B, position_B, 1, cache, lora_weights)[3:4])
-    return torch.cat([decoder.logits(hidden_TH) for hidden_TH in hidden]).log_softmax(-1)
+    return torch.cat([decoder.logits(hidden_TH, lora_weights) for hidden_TH in hidden]).log_softmax(-1)
 
 
 # Against others.
@@ -148,7 +148,7 @@ def test_a_slot_has_the_same_bits_whatever_experts_the_others_choose(decoder, ad
             token_B[2] = token
             position_B = torch.full((4,), position)
             hidden_BH = decoder.step(token_B, position_B, 1, cache, adapters[name].lora_weights)
-        found.append(decoder.logits(hidden_BH)[2])
+        found.append(decoder.logits(hidden_BH, adapters[name].lora_weights)[2])
     assert all(torch.equal(logit_V, found[0]) for logit_V in found)
 
 

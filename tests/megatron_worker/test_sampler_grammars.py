@@ -89,7 +89,7 @@ def test_logprobs_are_of_what_was_allowed(model, sampler):
     place = grammars(model).compiled(schema(CRATES)).begin()
     for number in range(40):
         before = (5, 6, 7, *choice.token_ids[:number])
-        logit_V = decoder.logits(decoder.prefill(before, {}).hidden_H[None])[0]
+        logit_V = decoder.logits(decoder.prefill(before, {}).hidden_H[None], {})[0]
         logprob_V = logit_V.masked_fill(~place.allowed(), -torch.inf).log_softmax(-1)
         assert abs(choice.logprobs.token_logprobs[number] - float(logprob_V[choice.token_ids[number]])) < 1e-5
         for value in choice.logprobs.top_logprobs[number].values():

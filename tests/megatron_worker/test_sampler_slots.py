@@ -27,8 +27,8 @@ def test_unequal_slots_make_the_lane_narrower(model):
     class Uneven(Decoder):
         """Rounds the last of eight or more rows otherwise, as a kernel with a tail might."""
 
-        def logits(self, hidden_BH):
-            logit_BV = super().logits(hidden_BH).clone()
+        def logits(self, hidden_BH, lora_weights):
+            logit_BV = super().logits(hidden_BH, lora_weights).clone()
             if len(logit_BV) >= 8:
                 logit_BV[-1] *= 1 + 2**-20
             return logit_BV

@@ -46,7 +46,10 @@ AGREEMENT = 1e-5  # as in test_sampler.py
 CPU = torch.device("cpu")
 LORAS = {
     "all": Lora(rank=4, alpha=8, targets=(*LINEARS, *DELTA_NET)),
-    "some": Lora(rank=2, alpha=8, targets=("q_proj", "down_proj")),
+    "some": Lora(
+        **{"rank": 2, "alpha": 8, "targets": ("q_proj", "v_proj", "down_proj", "lm_head")},
+        **{"rank_pattern": {"lm_head": 3, r"layers\.1\..*": 5}, "alpha_pattern": {"v_proj": 3}},
+    ),
 }
 
 
@@ -145,12 +148,12 @@ def test_slots_are_caches_of_their_own_and_empty_ones_cost_nothing(both):
     for slot in (0, 2):
         cache.fill(slot, prompt)
     one_slot = cache.num_bytes / 2
-    assert one_slot == prompt.num_bytes - prompt.hidden_TH.nbytes > 0
+    assert one_slot == prompt.num_bytes - sum(tensor.nbytes for tensor in (prompt.hidden_TH, *prompt.experts)) > 0
     kept = [tensor.clone() for layer in prompt.cache.layers for tensor in tensors_of(layer)]
     hidden_BH = decoder.step(torch.tensor([7, 0, 8]), torch.tensor([30, 0, 30]), 1, cache, {})
     assert all(map(torch.equal, kept, [tensor for layer in prompt.cache.layers for tensor in tensors_of(layer)]))
     assert not hidden_BH[1].any() and not torch.equal(hidden_BH[0], hidden_BH[2])
-    assert not decoder.logits(hidden_BH)[1].any()
+    assert not decoder.logits(hidden_BH, {})[1].any()
     decoder.step(torch.tensor([7, 0, 0]), torch.tensor([31, 0, 0]), 1, cache, {})
     assert one_slot < cache.num_bytes < 1.2 * one_slot
     with pytest.raises(AssertionError):

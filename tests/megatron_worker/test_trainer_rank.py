@@ -352,5 +352,5 @@ def test_it_starts_around_either_engine(model, folders, engine, tmp_path, is_ses
     rank.drop_adapter("one")
     assert rank.adapters == {"two": True, "frozen": False}
     if engine == "fsdp" and not is_session:
-        with pytest.raises(InvalidInput, match="dp alone"):
-            start(model, Layout(tp=2), engine=engine)
+        with pytest.raises(InvalidInput, match="no cp2"):
+            start(model, Layout(cp=2), engine=engine)

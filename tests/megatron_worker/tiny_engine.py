@@ -69,7 +69,7 @@ class TinyEngine:
         a_RH = torch.empty(lora.rank, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
         self._train(name, lora, {"lora_A": a_RH, "lora_B": torch.zeros(VOCAB_SIZE, lora.rank)})
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
         if trainable:
             assert lora is not None
             self.add_adapter(name, lora, 0)
@@ -122,7 +122,7 @@ class TinyEngine:
             return self._base["out"]
         slot = self._slots[self._active]
         assert slot.lora is not None
-        return self._base["out"] + slot.lora.scale * slot.tensors["lora_B"] @ slot.tensors["lora_A"]
+        return self._base["out"] + slot.lora.alpha / slot.lora.rank * slot.tensors["lora_B"] @ slot.tensors["lora_A"]
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         sums = loss.sums(self.forward(batch, loss.outputs), batch)

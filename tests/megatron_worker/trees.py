@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, Engine, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.training.batches import to_batch
-from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, RouteShape, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 from tests.megatron_worker.engines import furthest, gradient
 from tests.megatron_worker.rows import VOCAB_SIZE
@@ -42,20 +42,20 @@ def _row(ids: list[int], start: int, generator: np.random.Generator) -> Sequence
     return SequenceRow(np.array(ids), mask_L, weight_L, advantage_L, *scores_2L)
 
 
-def as_tree(rows: Sequence[SequenceRow]) -> Batch:
-    """All rows in one bin; what they share stands once."""
-    return as_batch([build_tree(rows)])
+def as_tree(rows: Sequence[SequenceRow], routes: RouteShape | None = None) -> Batch:
+    """All rows in one bin; what they share stands once. `routes`: of the rows' own, if they have any."""
+    return as_batch([build_tree(rows)], routes)
 
 
-def as_chain(row: SequenceRow) -> Batch:
+def as_chain(row: SequenceRow, routes: RouteShape | None = None) -> Batch:
     """One row in a bin of its own."""
-    return as_batch([build_tree([row])])
+    return as_batch([build_tree([row])], routes)
 
 
-def as_batch(units: Sequence[TreeUnit]) -> Batch:
+def as_batch(units: Sequence[TreeUnit], routes: RouteShape | None = None) -> Batch:
     """Units in one bin, by way of the disk as everything that is trained."""
     with tempfile.TemporaryDirectory() as folder:
-        writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+        writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS), routes)
         for unit in units:
             writer.append(**unit.columns())
         writer.close()

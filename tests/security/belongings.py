@@ -30,6 +30,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/validate": {"source": {"uri": DATA}, "model_uri": "org/tiny"},
     "/api/v1/preview": {"source": {"uri": DATA}, "model_uri": "org/tiny"},
     "/api/v1/estimate": sft(kind="sft", dataset={"uri": DATA}),
+    "/api/v1/models/{model_id}/exports": {"format": "merged"},
     "/api/v1/keys": {},
     "/api/v1/tenants": {"tenant": "more"},
     "/api/v1/tenants/{tenant}/quotas": {},
@@ -67,6 +68,7 @@ NOBODYS = {
 }
 # The rest of a path: a place within what an id names.
 PLACES = {"step": "1", "path": "README.md", "job_id": "000001", "fence": "e000001-a00", "tenant": TENANT, "number": "1"}
+PLACES["export"] = "fp8"
 ART_JOB = "/v1/preview/training-jobs/{job_id}"
 
 

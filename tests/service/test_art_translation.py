@@ -104,7 +104,7 @@ def test_an_objective_that_is_no_loss_is_refused(config: dict[str, Any], field: 
 
 
 def test_settings_hold_for_both_kinds() -> None:
-    ours = model(rank=4, max_tokens=512, dtype="bfloat16", temperature=0.7, broken="refuse")
+    ours = model(rank=4, rank_pattern={"q": 2}, max_tokens=512, dtype="bfloat16", temperature=0.7, broken="refuse")
     rl = rl_run(ours, ExperimentalConfig(scale_rewards=False, learning_rate=1e-4), "file:///a")
     assert (rl.trainable.rank, rl.max_tokens, rl.dtype, rl.temperature, rl.broken) == (
         4,
@@ -113,6 +113,7 @@ def test_settings_hold_for_both_kinds() -> None:
         0.7,
         "refuse",
     )
+    assert rl.trainable.rank_pattern == (("q", 2),)
     assert (rl.advantages, rl.learning_rate, rl.initial_adapter) == ("group_mean", 1e-4, "file:///a")
     sft = sft_run(ours, "https://example.com/a.jsonl", SftConfig(learning_rate=0.01), None)
     assert (sft.trainable.kind, sft.max_tokens, sft.batch_size, sft.epochs) == ("lora", 512, 2, 1)

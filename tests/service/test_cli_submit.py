@@ -16,6 +16,8 @@ from tests.service.conftest import Service
         (["--samples", "20"], "--samples: "),
         (["--lora-targets", "q_proj,x_proj"], "--lora-targets: "),
         (["--epochs", "1"], "exactly one of epochs and steps"),
+        (["--lora-target-pattern", "(q_proj"], "--lora-target-pattern: no regular expression"),
+        (["--lora-rank-pattern", '{"q_proj": 0}'], "--lora-rank-pattern: "),
         (["--full", "--lora-rank", "4"], "--full excludes --lora-rank"),
         (["--prompt-field", "q"], "go together"),
         (["--model", "./nowhere"], "--model: there is no folder ./nowhere"),
@@ -84,14 +86,20 @@ def test_options_of_preference_runs(service: Service, options) -> None:
 def test_every_option_reaches_the_run(service: Service, options) -> None:
     given = [
         *("--name", "harbour", "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"),
+        *("--lora-layers", "0", "--lora-layers", "1", "--lora-rank-pattern", '{"q_proj": 2}', "--lora-rank-stabilized"),
+        *("--lora-dropout", "0.25"),
+        *("--lora-alpha-pattern", '{"layers.1.*": 3}'),
         *("--learning-rate", "0.5", "--schedule", "cosine", "--warmup", "2", "--max-tokens", "64", "--seed", "5"),
         *("--tp", "2", "--dp", "2", "--dtype", "bfloat16", "--prompt-field", "q", "--completion-field", "a"),
         *("--eval-dataset", "s3://bucket/eval.jsonl", "--eval-every", "2", "--samples", "3"),
     ]
     run = service.cli("get", service.cli(*options, *given).stdout.strip(), "--json").json["run"]
     assert run["name"] == "harbour"
-    expected = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "rank_stabilized": False}
-    assert run["trainable"] == expected
+    assert run["trainable"] == {
+        **{"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "target_pattern": None},
+        **{"layers": [0, 1], "rank_pattern": [["q_proj", 2]], "alpha_pattern": [["layers.1.*", 3]]},
+        **{"rank_stabilized": True, "dropout": 0.25},
+    }
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)
     assert (run["engine"], run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == ("megatron", 2, 2, "bfloat16")
@@ -103,8 +111,8 @@ def test_an_engine_is_chosen(service: Service, options) -> None:
     for command in (options, ["submit", "rl", "--model", "org/tiny"]):
         run = service.cli("get", service.cli(*command, "--engine", "fsdp", "--dp", "2").stdout.strip(), "--json").json
         assert (run["run"]["engine"], run["run"]["layout"]["dp"]) == ("fsdp", 2)
-        refused = service.cli(*command, "--engine", "fsdp", "--tp", "2")
-        assert refused.code == 2 and "shards weights by dp alone" in refused.stderr, refused
+        refused = service.cli(*command, "--engine", "fsdp", "--pp", "2")
+        assert refused.code == 2 and "linears by tp alone" in refused.stderr, refused
 
 
 def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(service: Service) -> None:

@@ -27,6 +27,7 @@ from service.apis.openai.forms import FileForm
 from service.database import migrate
 from service.database.engine import Database
 from service.inference.named_models import StartingPoint
+from service.runs.own_settings import LORA_FIELDS, OwnSettings
 from shared.errors import InvalidInput
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.settings import QuotaSettings, S3Settings
@@ -104,6 +105,17 @@ def test_a_supervised_job_in_full() -> None:
     assert run.eval_every == 25, "a tenth of 1000 * 4 / 16 steps"
 
 
+def test_every_setting_of_an_adapter_is_a_setting_of_a_job() -> None:
+    given = {
+        **{"rank": 8, "alpha": 16.0, "target_pattern": ".*q_proj", "rank_pattern": {"layers.0.*": 2}},
+        **{"alpha_pattern": {"layers.1.*": 3.0}, "rank_stabilized": True, "dropout": 0.1},
+    }
+    assert made(longshore=given)[0].trainable == Lora.model_validate(given)
+    others = {"targets": "all-linear", "layers": [0, 3]}
+    assert made(longshore=others)[0].trainable == Lora.model_validate(others)
+    assert set(given) | set(others) == set(LORA_FIELDS) <= set(OwnSettings.model_fields)
+
+
 def test_full_training_moves_slower() -> None:
     run, _ = made(longshore={"full": True})
     assert run.trainable.kind == "full"
@@ -156,7 +168,7 @@ def test_a_job_goes_on_from_what_was_published() -> None:
             "greater",
         ),
         ({"longshore": {"rank": 0}}, "longshore.rank", "greater"),
-        ({"longshore": {"layout": {"tp": 2, "dp": 2}, "engine": "fsdp"}}, "longshore", "fsdp"),
+        ({"longshore": {"layout": {"pp": 2, "dp": 2}, "engine": "fsdp"}}, "longshore", "fsdp"),
         ({"longshore": {"group_size": 3}}, "longshore.group_size", "no such field"),
         ({"longshore": {"full": True, "rank": 3}}, "longshore", "no adapter"),
         ({"longshore": {"prompt_field": "q", "format": "auto"}}, "training_file", "go together"),

@@ -31,7 +31,6 @@ REFUSED = {
     "get_console_url": "the SDK names Tinker's own console; ours is the page",
 }
 NOTES = {
-    "create_lora_training_client": "`train_unembed` counts as false",
     "forward_backward": "losses: above",
     "forward_backward_custom": "computed in the client",
     "create_custom_loss": "kept by the client",

@@ -163,15 +163,18 @@ def test_each_rule_of_layouts_is_named(shape: ModelShape, layout: Layout, rule: 
 def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
     for shape, layout, rule in (
         (
-            EXPERTS,
+            EXPERTS.model_copy(update={"family": "gpt_oss"}),
             Layout(dp=2),
-            "^engine: the engine fsdp trains qwen3, qwen2, .*, olmo3, not qwen3_moe: use megatron$",
+            "^engine: the engine fsdp trains qwen3, qwen3_moe, .*, olmo3, not gpt_oss: use megatron$",
         ),
-        (SHAPE, Layout(tp=2), "^layout: the engine fsdp splits data .* by dp alone: use dp, and no tp2$"),
+        (SHAPE, Layout(pp=2), "^layout: the engine fsdp splits data by dp and .* by tp alone: use these, and no pp2$"),
+        (EXPERTS, Layout(tp=2), "^layout.tp: tp: the engine fsdp splits no experts: use dp, or the engine megatron$"),
     ):
         with pytest.raises(InvalidInput, match=rule):
             check_layout(layout, shape, "fsdp")
-    check_layout(Layout(dp=4), SHAPE, "fsdp")
+    for shape in (SHAPE, EXPERTS):
+        check_layout(Layout(dp=4), shape, "fsdp")
+    check_layout(Layout(tp=2, dp=2), SHAPE, "fsdp")
 
 
 def test_layouts_that_hold_a_model() -> None:

@@ -36,7 +36,8 @@ from service.dev.connection import Connection
 from service.host import serve_host
 from service.temporal import connect_temporal
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.runs.models import ModelRequest
+from shared.runs.exports import Export, ExportRequest
+from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
@@ -149,7 +150,7 @@ async def record_serving(address: str) -> None:
 
 
 async def record_short(address: str) -> None:
-    """A grader tried, a dataset looked at, a model found for somebody who asks it, a run followed for W&B."""
+    """A grader tried, a dataset looked at, a model found for somebody who asks it and exported, a run followed."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = make_tiny_model(root / "model", CORPUS)
@@ -179,6 +180,13 @@ async def record_short(address: str) -> None:
         for name, (workflow, request) in requests.items():
             await client.execute_workflow(workflow, request, id=name, task_queue=settings.control_queue)
             await _write(client, name, name)
+        resolved = await client.get_workflow_handle("untrained_model", result_type=ResolvedModel).result()
+        key = "tenants/default/models/tiny/v000001/exports/gguf-q8_0"
+        export = ExportRequest(
+            key=key, name="tiny:v1", tenant="default", model=resolved.model, adapter=None, export=Export(format="gguf")
+        )
+        await client.execute_workflow("ExportWorkflow", export, id="export", task_queue=settings.control_queue)
+        await _write(client, "export", "export")
         stopped.set()
         await host
 

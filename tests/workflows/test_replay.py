@@ -13,6 +13,7 @@ from workflows.leases.serving import ServingWorkflow
 from workflows.rl import RLWorkflow
 from workflows.services.scheduled import ScheduledRunWorkflow
 from workflows.services.single_activity import (
+    ExportWorkflow,
     GraderWorkflow,
     PreviewWorkflow,
     TrackWorkflow,
@@ -33,6 +34,7 @@ WORKFLOWS = [
     PreviewWorkflow,
     TrackWorkflow,
     UntrainedModelWorkflow,
+    ExportWorkflow,
 ]
 HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 
@@ -40,6 +42,7 @@ HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 def test_there_are_histories() -> None:
     assert [path.stem for path in HISTORIES] == [
         "cancelled",
+        "export",
         "failed",
         "grader",
         "joined",

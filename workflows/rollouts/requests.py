@@ -13,6 +13,7 @@ from longshore.fields import Artifact
 from longshore.training import Dtype, Full, Lora
 from shared.chat.completions import Sampling
 from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun, dtype_of
@@ -66,7 +67,7 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
 def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
     """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker."""
     run, rollouts = start.run, rollouts_of(start.run)
-    rank = run.trainable.rank if isinstance(run.trainable, Lora) else 0
+    rank = run.trainable.max_rank if isinstance(run.trainable, Lora) else 0
     return SamplerKey(
         model=model,
         sampler=rollouts.sampler,
@@ -75,6 +76,7 @@ def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
         threads=start.threads_per_rank * run.layout.world_size,
         slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
         max_model_len=run.max_tokens,
+        tells_routes=rollouts.sampler == "vllm" and rollouts.routing_replay == "on",
     )
 
 
@@ -88,13 +90,23 @@ def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
 
 
 def step_samples(
-    start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], step: int, place: SamplerPlace
+    start: RLStart,
+    model: Artifact,
+    prompts: Artifact,
+    policies: Sequence[Policy],
+    step: int,
+    place: SamplerPlace,
+    routes: RouteShape | None = None,
 ) -> PolicySampleRequest:
-    """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from."""
+    """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from.
+
+    `routes`: those that the trainer takes.
+    """
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
     policy, size = policy_of_step(run, policies, step), rollouts.group_size
-    return _samples(start, model, prompts, rows, policies, policy, size, run.temperature, step, place)
+    asked = _samples(start, model, prompts, rows, policies, policy, size, run.temperature, step, place)
+    return asked.model_copy(update={"routes": routes})
 
 
 def held_out_samples(

@@ -24,6 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.trajectories.group_samples import GroupSamples
     from longshore.fields import Artifact
     from shared.jobs.leases import LeaseGrant
+    from shared.jobs.packed import RouteShape
     from shared.jobs.weight_sync import SyncTarget
     from shared.models.shape import ModelShape
     from shared.runs.sources import DatasetSource
@@ -78,7 +79,7 @@ class RolloutSource:
     Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which steps to come may be
     sampled from; `end_step` adds one. `_proof` is the last policy to prove, with the trainer's log-probabilities of
     the probe; `_proved` are the samplers that were asked to prove it, by their leases' epochs: one that fails is given
-    up. `_proving` are those of them that come late, and have not answered yet.
+    up. `_proving` are those of them that come late, and have not answered yet. `routes`: those that the trainer takes.
     """
 
     start: RLStart
@@ -86,6 +87,7 @@ class RolloutSource:
     data: RolloutData
     policies: list[Policy]
     sampling: LeasedSamplers
+    routes: RouteShape | None
     _tasks: dict[int, asyncio.Task[Rolled]] = field(default_factory=dict)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _grading: set[int] = field(default_factory=set)
@@ -140,7 +142,7 @@ class RolloutSource:
             began = workflow.time()
             sampled, metrics = await self._sample(
                 lambda place: rollout_requests.step_samples(
-                    self.start, self.model, self.data.prompts, self.policies, step, place
+                    self.start, self.model, self.data.prompts, self.policies, step, place, self.routes
                 )
             )
             sampling_s = workflow.time() - began

@@ -5,9 +5,12 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
+    from activities.publishing.export import Exports
     from activities.tokenizing.preview import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
+    from longshore.fields import Artifact
     from shared.grading.graders import GradeOneRequest, OneGrade
+    from shared.runs.exports import ExportRequest
     from shared.runs.models import ModelRequest, ResolvedModel
     from shared.runs.previews import Preview, PreviewStart
     from shared.runs.start import AnyStart
@@ -39,6 +42,15 @@ class UntrainedModelWorkflow:
     @workflow.run
     async def run(self, request: ModelRequest) -> ResolvedModel:
         return await control.do(Resolve.resolve_model, request)
+
+
+@workflow.defn
+class ExportWorkflow:
+    """Exports a published adapter or model: on a control host, for as long as its weights take."""
+
+    @workflow.run
+    async def run(self, request: ExportRequest) -> Artifact:
+        return await control.do(Exports.export, request)
 
 
 @workflow.defn

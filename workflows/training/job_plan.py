@@ -7,8 +7,10 @@ from longshore.losses import CrossEntropy, Reference
 from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
 from shared.jobs.losses import DPO, Loss, with_reference
+from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
-from shared.runs.requests import DPORun, SFTRun, dtype_of
+from shared.models.shape import ModelShape
+from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -36,6 +38,8 @@ def dataset_job(
         engine=run.engine,
         layout=run.layout,
         dtype=dtype_of(run),
+        quantize_base=run.quantize_base,
+        optimizer_states=run.optimizer_states,
         threads_per_rank=start.threads_per_rank,
         trainable=run.trainable,
         initial_adapter=adapter,
@@ -69,6 +73,11 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
             return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
 
 
+def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
+    """Return the experts of a token that the trainer takes as the sampler chose them; None where it chooses itself."""
+    return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
+
+
 def rl_job(
     start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int, sync: SyncTarget | None = None
 ) -> JobPlan:
@@ -86,6 +95,8 @@ def rl_job(
         engine=run.engine,
         layout=run.layout,
         dtype=dtype_of(run),
+        quantize_base=run.quantize_base,
+        optimizer_states=run.optimizer_states,
         threads_per_rank=start.threads_per_rank,
         trainable=run.trainable,
         initial_adapter=state.adapter if state.checkpoint is None else None,

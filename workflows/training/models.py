@@ -23,6 +23,7 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
         uri=run.model,
         layout=run.layout,
         engine=run.engine,
+        trainable=run.trainable,
         max_tokens=run.max_tokens,
     )
     return await control.do(Resolve.resolve_model, request)

@@ -14,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import Policy, RLState, StepStatus
     from workflows import control
     from workflows.training import models
-    from workflows.training.job_plan import rl_job
+    from workflows.training.job_plan import replayed_routes, rl_job
     from workflows.training.run import ActiveRun
 
 # The order of a step's end: today the next step is sampled as soon as samplers have proven this one's policy.
@@ -53,6 +53,7 @@ async def train_and_publish(
         model=state.model,
         name=run.status.name,
         version=run.status.version,
+        routes=replayed_routes(start.run, state.shape),
     )
     packed = await control.do(PackTrajectories.pack_trajectories, request)
     if (before := packed.trained_before) is not None:

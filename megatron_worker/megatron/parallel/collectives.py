@@ -25,7 +25,8 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.transpose(grad, *ctx.saved_tensors), None, None, *(None for _ in ctx.saved_tensors)
+        constants = ctx.saved_tensors  # asked for once: where it is computed again, a checkpoint gives them once
+        return ctx.transpose(grad, *constants), None, None, *(None for _ in constants)
 
 
 def linear_map(

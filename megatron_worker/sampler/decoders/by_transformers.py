@@ -9,6 +9,7 @@ V vocabulary, O outputs and I inputs of a linear.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
-from megatron_worker.families import read_architecture
+from megatron_worker.families import is_generic, read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.model_slices import constants_of, slices_of
+from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
@@ -33,10 +35,13 @@ _READ = 256  # tokens of a prompt that are read at a time: attention may hold a 
 
 @dataclass(frozen=True)
 class TransformersPrompt:
-    """A prompt that was read: its tokens' final hidden states, and the cache behind it."""
+    """A prompt that was read: with which adapter, its tokens' final hidden states, the cache behind it, and the experts
+    that each layer which has any chose, [T, K]."""
 
+    lora_weights: Mapping[str, LoraFactors]
     hidden_TH: Tensor
     cache: DynamicCache
+    experts: list[Tensor]
 
     @property
     def hidden_H(self) -> Tensor:
@@ -44,7 +49,7 @@ class TransformersPrompt:
 
     @property
     def num_bytes(self) -> int:
-        return self.hidden_TH.nbytes + _bytes_of(self.cache)
+        return sum(tensor.nbytes for tensor in (self.hidden_TH, *self.experts)) + _bytes_of(self.cache)
 
 
 class TransformersCache:
@@ -76,14 +81,21 @@ class TransformersDecoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        self.dtype, self.device = dtype, device
-        self._slices = slices_of(self.architecture, 1)
+        self.folder, self.dtype, self.device = folder, dtype, device
         self._model = _empty_model(folder, self.architecture, dtype, device)
+        self._slices = _slices(self._model, self.architecture)
         # What no trainer sends: it is read with the weights.
         self._constants = constants_of(self.architecture)
-        self._views = find_views(self._model, self.architecture, [*self._slices, *self._constants])
-        self._lora_weights: Mapping[str, LoraFactors] = {}  # of the slot that is being computed
-        for name, linear in self._views.linears.items():
+        tied = dataclasses.replace(self.architecture, tied=self._model.config.tie_word_embeddings)
+        self._views = find_views(self._model, tied, [*self._slices, *self._constants])
+        # Of the slot that is being computed: its adapter, and the experts of its layers.
+        self._lora_weights: Mapping[str, LoraFactors] = {}
+        self._chosen: list[Tensor] = []
+        for name, module in self._model.named_modules():
+            if name.endswith(".experts"):
+                module.register_forward_pre_hook(lambda _, given: self._chosen.append(given[1]))
+        self._output = FusedLinear("lm_head", (output_slice(tied, 1),), self._model.lm_head.weight, None)
+        for name, linear in {**self._views.linears, "lm_head": self._output}.items():
             self._model.get_submodule(name).forward = partial(self._linear, linear)
         for name, stacks in self._views.experts.items():
             module = self._model.get_submodule(name)
@@ -102,8 +114,8 @@ class TransformersDecoder:
         read_into(self._views.named_weights(), folder, self.architecture, slices)
 
     @property
-    def linears(self) -> list[FusedLinear]:
-        return self._views.all_linears
+    def adaptable(self) -> list[FusedLinear]:
+        return [*self._views.all_linears, self._output]
 
     def new_cache(self, num_slots: int) -> TransformersCache:
         return TransformersCache(num_slots)
@@ -112,12 +124,17 @@ class TransformersDecoder:
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> TransformersPrompt:
         """Read one prompt, some tokens at a time."""
         cache = DynamicCache(config=self._model.config)
-        parts = torch.tensor(token_ids, device=self.device).split(_READ)
-        return TransformersPrompt(torch.cat([self._read(part_T, cache, lora_weights) for part_T in parts]), cache)
+        hidden, experts = [], []
+        for part_T in torch.tensor(token_ids, device=self.device).split(_READ):
+            hidden.append(self._read(part_T, cache, lora_weights))
+            experts.append(self._chosen)
+        chosen = [torch.cat(parts) for parts in zip(*experts, strict=True)]
+        return TransformersPrompt(lora_weights, torch.cat(hidden), cache, chosen)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: TransformersPrompt, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, as `Decoder.score` does."""
+        self._lora_weights = prompt.lora_weights
         return score_prompt(token_ids, prompt.hidden_TH, self._head, num_top)
 
     @torch.inference_mode()
@@ -128,11 +145,14 @@ class TransformersDecoder:
         num_blocks: int,
         cache: TransformersCache,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot behind those that its cache has. Returns final hidden states, [B, H].
 
-        A slot at position 0 is empty: its cache is dropped, and its row is zeros. `num_blocks`: of no use here.
+        A slot at position 0 is empty: its cache is dropped, and its rows are zeros. `num_blocks`: of no use here.
+        `chosen`: see `Decoder.step`.
         """
+        chosen = [] if chosen is None else chosen
         hidden_BH = torch.zeros(len(token_B), self.architecture.hidden_size, dtype=self.dtype, device=self.device)
         for slot, position in enumerate(position_B.tolist()):
             if not position:
@@ -141,11 +161,16 @@ class TransformersDecoder:
             held = cache.slots[slot]
             assert held is not None and held.get_seq_length() == position, (slot, position)
             hidden_BH[slot] = self._read(token_B[slot : slot + 1], held, lora_weights)[0]
+            if not chosen:
+                chosen += [expert_1K.new_zeros(len(token_B), expert_1K.shape[1]) for expert_1K in self._chosen]
+            for expert_BK, expert_1K in zip(chosen, self._chosen, strict=True):
+                expert_BK[slot] = expert_1K[0]
         return hidden_BH
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]; of a row of zeros, an empty slot's, zeros."""
+        self._lora_weights = lora_weights
         logit_BV = torch.zeros(len(hidden_BH), self.architecture.vocab_size, device=self.device)
         for slot in hidden_BH.any(dim=-1).nonzero()[:, 0].tolist():
             logit_BV[slot] = self._head(hidden_BH[slot : slot + 1])[0]
@@ -153,7 +178,7 @@ class TransformersDecoder:
 
     def _read(self, token_T: Tensor, cache: DynamicCache, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Read tokens behind those that the cache has. Returns their final hidden states, [T, H]."""
-        self._lora_weights = lora_weights
+        self._lora_weights, self._chosen = lora_weights, []
         found = self._model.base_model(input_ids=token_T[None], past_key_values=cache, use_cache=True)
         hidden_1TH: Tensor = found.last_hidden_state
         return hidden_1TH[0]
@@ -181,7 +206,8 @@ def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torc
     """Make transformers' model of a folder, its weights undefined; of one with towers, the text model alone."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     config = config.get_text_config(decoder=True)
-    config.tie_word_embeddings = a.tied
+    if not is_generic(a):
+        config.tie_word_embeddings = a.tied
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(
             config,
@@ -196,6 +222,12 @@ def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torc
             tensor.data = tensor.float()
     bound_steps(model)
     return model.requires_grad_(False).eval()
+
+
+def _slices(model: Any, a: Architecture) -> list[TensorSlice]:
+    if not is_generic(a):
+        return slices_of(a, 1)
+    return [TensorSlice(name, name, tuple(p.shape), None, 0, len(p)) for name, p in model.named_parameters()]
 
 
 def bound_steps(model: Any) -> None:

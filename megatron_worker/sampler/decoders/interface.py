@@ -18,10 +18,12 @@ from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 
 
 class AnyPrompt(Protocol):
-    """A prompt that was read: its last token's final hidden state, and what its cache needs of it."""
+    """A prompt that was read: its last token's final hidden state, its experts, and what its cache needs of it."""
 
     @property
     def hidden_H(self) -> Tensor: ...
+    @property
+    def experts(self) -> list[Tensor]: ...
     @property
     def num_bytes(self) -> int: ...
 
@@ -41,6 +43,7 @@ class AnyDecoder(Protocol):
     `computes_slots_alone`: no slot is computed together with others. Then slot 0 of a step at position 0 is empty.
     """
 
+    folder: Path
     architecture: Architecture
     dtype: torch.dtype
     device: torch.device
@@ -48,7 +51,7 @@ class AnyDecoder(Protocol):
     @property
     def computes_slots_alone(self) -> bool: ...
     @property
-    def linears(self) -> Sequence[FusedLinear]: ...
+    def adaptable(self) -> Sequence[FusedLinear]: ...
     def named_weights(self) -> dict[str, Tensor]: ...
     def read_weights(self, folder: Path) -> None: ...
     def new_cache(self, num_slots: int) -> AnyCache: ...
@@ -61,8 +64,9 @@ class AnyDecoder(Protocol):
         num_blocks: int,
         cache: Any,
         lora_weights: Mapping[str, LoraFactors],
+        chosen: list[Tensor] | None = None,
     ) -> Tensor: ...
-    def logits(self, hidden_BH: Tensor) -> Tensor: ...
+    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor: ...
 
 
 def open_decoder(folder: Path, dtype: torch.dtype, device: torch.device, by_transformers: bool = False) -> AnyDecoder:

@@ -60,13 +60,16 @@ class SamplerExperts:
         mlps = [mlp for mlp in (*self.mlps, *(self.shared or ())) if isinstance(mlp, Mlp)]
         return [linear for mlp in mlps for linear in mlp.linears]
 
-    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], *, fixed_shapes: bool) -> Tensor:
-        """Return each token's weighted sum of its experts' outputs.
+    def __call__(
+        self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], chosen: list[Tensor], *, fixed_shapes: bool
+    ) -> Tensor:
+        """Return each token's weighted sum of its experts' outputs. Appends the experts, [T, K], to `chosen`.
 
         Args:
             fixed_shapes: the shape of no product depends on what is chosen, as a step needs it.
         """
         weight_TK, expert_TK = self._route(x_TH)
+        chosen.append(expert_TK)
         total_TH = torch.zeros_like(x_TH)
         for number in expert_TK.unique().tolist():
             token_M, choice_M = (expert_TK == number).nonzero(as_tuple=True)

@@ -15,11 +15,14 @@ from megatron_worker.families.tensor_slices import TensorSlice
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
+    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks.
+
+    `scale`: of the ranks, [R] where parts have different ones.
+    """
 
     a_RI: Tensor
     b_OR: Tensor
-    scale: float
+    scale: float | Tensor
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,18 @@ def _import_error(load: Callable[[], object]) -> str | None:
     return None
 
 
-TRANSPORTS: dict[Transport, Ends] = {
-    "shared_memory": Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda")),
-    "cuda_ipc": Ends(CudaOutbound, CudaInbound, ("cuda",)),
-    "collective": Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda")),
-    "nixl": _pulled(nixl.NixlEngine, nixl.api_module),
-    "mooncake": _pulled(mooncake.MooncakeEngine, mooncake.api_module),
-}
+def ends_of(name: Transport) -> Ends:
+    match name:
+        case "shared_memory":
+            return Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda"))
+        case "cuda_ipc":
+            return Ends(CudaOutbound, CudaInbound, ("cuda",))
+        case "collective":
+            return Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda"))
+        case "nixl":
+            return _pulled(nixl.NixlEngine, nixl.api_module)
+        case "mooncake":
+            return _pulled(mooncake.MooncakeEngine, mooncake.api_module)
 
 
 def choose(target: SyncTarget) -> Transport:
@@ -69,11 +74,12 @@ def choose(target: SyncTarget) -> Transport:
 
 def why_not(name: Transport, device: torch.device) -> str | None:
     """Return why a transport does not work on a device."""
-    if device.type not in TRANSPORTS[name].devices:
-        return f"{name} needs {' or '.join(TRANSPORTS[name].devices)}, and this is {device.type}{_without_cuda()}"
+    ends = ends_of(name)
+    if device.type not in ends.devices:
+        return f"{name} needs {' or '.join(ends.devices)}, and this is {device.type}{_without_cuda()}"
     if name == "collective" and not (dist.is_nccl_available() if device.type == "cuda" else dist.is_gloo_available()):
         return f"this torch was built without {'NCCL' if device.type == 'cuda' else 'gloo'}"
-    return TRANSPORTS[name].is_missing()
+    return ends.is_missing()
 
 
 def _without_cuda() -> str:

@@ -8,6 +8,7 @@ from service.apis.art.job_config import ExperimentalConfig, SentModel, SftConfig
 from service.apis.errors import validation_problem
 from service.inference.art_models import ArtModel, ModelId
 from service.inference.named_models import one_form
+from service.runs.own_settings import LORA_FIELDS
 from shared.errors import InvalidInput
 from shared.runs.requests import RLRun, SFTRun, Source
 
@@ -17,7 +18,6 @@ _MAX_TOKENS = 8192
 _BROKEN = "drop"
 # The client's own defaults.
 _RL_RATE, _SFT_RATE, _SFT_BATCH = 5e-6, 5e-5, 2
-_LORA = {"rank", "alpha", "targets", "rank_stabilized"}
 _RL_ALONE = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
 _RL_NAMES = {
     "learning_rate": "experimental_config.learning_rate",
@@ -124,11 +124,11 @@ def art_source(model: ArtModel, request: dict[str, Any]) -> Source:
 
 def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"max_tokens": _MAX_TOKENS, "dtype": model.dtype}
-    fields |= model.settings.model_dump(exclude=_LORA | _RL_ALONE, exclude_none=True)
+    fields |= model.settings.model_dump(exclude={*LORA_FIELDS, *_RL_ALONE}, exclude_none=True)
     return fields | {
         "name": model.published_as,
         "model": one_form(model.base_model),
-        "trainable": model.settings.model_dump(include=_LORA, exclude_none=True) | {"kind": "lora"},
+        "trainable": model.settings.model_dump(include=set(LORA_FIELDS), exclude_none=True) | {"kind": "lora"},
         "initial_adapter": adapter,
     }
 

@@ -90,22 +90,31 @@ async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> De
 
 
 @router.get("/models/{model_id}/files")
-async def model_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
-    """The files of an adapter, in PEFT's format, or of a model: paths, sizes, hashes."""
-    return (await asyncio.to_thread(_files, backend, asking.tenant, model_id)).entries
+@router.get("/models/{model_id}/exports/{export}/files")
+async def model_files(
+    model_id: ModelId, backend: Backed, asking: Asking, export: str | None = None
+) -> tuple[FileEntry, ...]:
+    """The files of an adapter, in PEFT's format, or of a model, or of an export: paths, sizes, hashes."""
+    return (await asyncio.to_thread(_files, backend, asking.tenant, model_id, export)).entries
 
 
 @router.get("/models/{model_id}/files/{path:path}", response_class=Response)
-async def model_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
-    """One file of an adapter or a model."""
-    return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id), path)
+@router.get("/models/{model_id}/exports/{export}/files/{path:path}", response_class=Response)
+async def model_file(
+    model_id: ModelId, path: str, backend: Backed, asking: Asking, export: str | None = None
+) -> StreamingResponse:
+    """One file of an adapter, of a model or of an export."""
+    return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id, export), path)
 
 
 @router.get("/models/{model_id}/download", response_class=Response)
-async def download_model(model_id: ModelId, backend: Backed, asking: Asking) -> StreamingResponse:
-    """All files of an adapter or a model, as a tar."""
-    files = await asyncio.to_thread(_files, backend, asking.tenant, model_id)
-    return tar_answer(files, model_id.replace(":", "-"))
+@router.get("/models/{model_id}/exports/{export}/download", response_class=Response)
+async def download_model(
+    model_id: ModelId, backend: Backed, asking: Asking, export: str | None = None
+) -> StreamingResponse:
+    """All files of an adapter, of a model or of an export, as a tar."""
+    files = await asyncio.to_thread(_files, backend, asking.tenant, model_id, export)
+    return tar_answer(files, "-".join(filter(None, (model_id.replace(":", "-"), export))))
 
 
 @router.get("/models/{model_id}/base")
@@ -120,8 +129,11 @@ async def base_file(model_id: ModelId, path: str, backend: Backed, asking: Askin
     return file_answer(await asyncio.to_thread(_base, backend, asking.tenant, model_id), path)
 
 
-def _files(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
-    artifact = backend.published.artifact(tenant, backend.published.find(tenant, model_id))
+def _files(backend: Backend, tenant: str, model_id: str, export: str | None) -> PublishedFiles:
+    if export is not None:
+        artifact = backend.exports.artifact(tenant, model_id, export)
+    else:
+        artifact = backend.published.artifact(tenant, backend.published.find(tenant, model_id))
     return PublishedFiles.of_artifact(artifact, backend.settings.s3)
 
 

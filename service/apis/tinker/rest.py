@@ -183,7 +183,7 @@ async def weights_info(body: JsonBody[TinkerPath], gateway: AtGateway) -> dict[s
         "base_model": model.base_model,
         "is_lora": True,
         "lora_rank": model.rank,
-        "train_unembed": False,
+        "train_unembed": model.train_unembed,
         "train_mlp": model.train_mlp,
         "train_attn": model.train_attn,
     }

@@ -20,10 +20,6 @@ from shared.settings import TinkerSettings
 router = APIRouter(route_class=JsonRoute, prefix=TINKER, include_in_schema=False)
 TRAINS_OR_SAMPLES = [Depends(require("write", "inference"))]
 
-_NO_UNEMBED = (
-    "the unembedding layer is not trained here yet: train_unembed, true unless given, counts as false until adapters "
-    "of lm_head are supported"
-)
 # A chunk of a call's data is one command of a session, which is stored as JSON.
 _CHUNK_BYTES, _CHUNK_DATA = 2_000_000, 1024
 
@@ -89,11 +85,11 @@ async def create_session(body: JsonBody[CreateSession], gateway: AtGateway) -> d
     return {"type": "create_session", "session_id": session.session_id, "info_message": about_session(gateway.settings)}
 
 
-def about_session(settings: TinkerSettings) -> str:
-    """What a client is told as its session begins."""
+def about_session(settings: TinkerSettings) -> str | None:
+    """What a client is told as its session begins, if anything."""
     if settings.stable_reinforce is None:
-        return _NO_UNEMBED
-    return f"{_NO_UNEMBED}; stable_reinforce is not computed here: {settings.stable_reinforce} is, in its place"
+        return None
+    return f"stable_reinforce is not computed here: {settings.stable_reinforce} is, in its place"
 
 
 @router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import ValidationError
 
-from longshore.training import DELTA_NET, LATENT, LINEARS, MAMBA, Adam, Linear, Lora, SessionRun
+from longshore import commands
+from longshore.training import DELTA_NET, LATENT, MAMBA, TARGETS, Adam, Lora, SessionRun, Target
 from service.accounts import audit
 from service.accounts.principals import require
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -30,13 +31,12 @@ from service.apis.tinker.requests import (
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
-from shared.jobs import commands
 from shared.runs.requests import Source
 
 router = APIRouter(
     route_class=JsonRoute, prefix=TINKER, include_in_schema=False, dependencies=[Depends(require("write"))]
 )
-ATTENTION: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT, *MAMBA)
+ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", *DELTA_NET, *LATENT, *MAMBA)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ALPHA = 32.0  # Tinker's adapters are scaled by 32 / rank
 Future = dict[str, Any]
@@ -57,9 +57,10 @@ async def opened(
     """Open a session for a model. The same request again gives the same model."""
     assert body.session_id is not None and body.model_seq_id is not None
     await gateway.read(gateway.records.session, body.session_id)
-    targets = tuple(name for name in LINEARS if (lora.train_attn if name in ATTENTION else lora.train_mlp))
+    chosen = {"lm_head": lora.train_unembed} | dict.fromkeys(ATTENTION, lora.train_attn)
+    targets = tuple(name for name in TARGETS if chosen.get(name, lora.train_mlp))
     if not targets:
-        raise InvalidInput("train_attn or train_mlp: the unembedding layer is not trained here", "lora_config")
+        raise InvalidInput("nothing is left to train: one of train_attn, train_mlp and train_unembed", "lora_config")
     name = f"{body.session_id}-{body.model_seq_id}"
     run = SessionRun(
         name=name,
@@ -82,6 +83,7 @@ async def opened(
             "rank": lora.rank,
             "train_mlp": lora.train_mlp,
             "train_attn": lora.train_attn,
+            "train_unembed": lora.train_unembed,
             "before": before,
             "user_metadata": body.user_metadata,
         }
@@ -252,7 +254,7 @@ async def load_weights(body: JsonBody[LoadWeights], gateway: AtGateway) -> Futur
         raise InvalidInput("give model_id and seq_id, or session_id and model_seq_id", "model_id")
     source, state = await gateway.state_of(body.path)
     gateway.check_same(body.base_model, source.base_model)
-    lora = LoraConfig(rank=source.rank, train_mlp=source.train_mlp, train_attn=source.train_attn)
+    lora = LoraConfig.model_validate(source.model_dump(include=set(LoraConfig.model_fields)))
     model = await opened(gateway, body, source.base_model, lora, before=1)
     load = commands.LoadState(state=state, optimizer=body.optimizer)
     return await gateway.command(model, 0, load, "load", body.path)

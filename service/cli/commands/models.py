@@ -1,29 +1,31 @@
 """`models`, `chat`, `download` and `export`: what runs published, asked and fetched."""
 
-import hashlib
-import shutil
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.exits import NOT_FOUND, USAGE, Stop
-from service.cli.output.fetching import Body, fetch_files, fetch_tar, fetched
+from service.cli.exits import DONE, FAILED, NOT_FOUND, USAGE, Stop
+from service.cli.output.delivering import deliver, destination
+from service.cli.output.fetching import fetch_files, fetch_tar
 from service.cli.output.render import ago, plain, print_table, say, size
 
 if TYPE_CHECKING:
+    from activities.model_look import ModelLook
     from service.cli.client import CliClient
+    from service.inference.exports import ExportView
     from service.inference.published_models import ModelView
-    from shared.models.merging import Merger
+    from shared.models.memory import LayoutBytes
     from shared.storage.artifacts import FileEntry
 
-_SAFETENSORS = ".safetensors"
+_LOOK_EVERY_S = 1.0
 app = typer.Typer(rich_markup_mode=None)
-models = group(help="What runs published: adapters and models, by name.")
+models = group(help="What runs published: adapters and models, by name; and a look at a folder before any run.")
 app.add_typer(models, name="models")
 ModelName = Annotated[str, typer.Argument(metavar="NAME", help="`name`: its newest version; `name:v3`; `run:step-30`.")]
 Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if absent.")]
@@ -73,6 +75,54 @@ def rm(client: "CliClient", name: ModelName) -> CommandAnswer:
     """Delete one version (`name:v3`), or all of a name. Their numbers are not given again."""
     deleted = client.ask("DELETE", f"/models/{name}")
     return CommandAnswer(deleted, partial(say, f"{name} is deleted"))
+
+
+@command(models)
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder on this machine.")],
+    read_all: Annotated[
+        bool, typer.Option("--read-all", help="Read all weights, and look for numbers that are not finite.")
+    ] = False,
+    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Of the adapter whose memory is estimated.")] = 16,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+) -> CommandAnswer:
+    """Say what a run would compute of a model, how much memory it wants, and what is refused. Nothing is started.
+
+    Exit code 100 if a run would refuse it.
+    """
+    from activities.model_look import look_at
+    from longshore.training import Lora
+    from shared.errors import InvalidInput
+
+    try:
+        found = look_at(folder, Lora(rank=lora_rank), dtype, read_all)
+    except InvalidInput as error:
+        raise Stop(str(error), NOT_FOUND) from None
+    return CommandAnswer(found, partial(_show_look, found, lora_rank, dtype), FAILED if found.problems else DONE)
+
+
+def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
+    if (shape := found.shape) is not None:
+        experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+        rows = [
+            ("family", f"{shape.family}: {shape.num_layers} layers of {shape.hidden_size}{experts}"),
+            *([("parameters", f"{found.num_parameters:,}")] if found.num_parameters else ()),
+            ("LoRA targets", ", ".join(f"{num} {name}" for name, num in found.targets.items())),
+            *([("answers end with", plain(" ".join(found.stops)))] if found.stops else ()),
+            *((name, plain(rule or "shown")) for name, rule in found.conversations.items()),
+        ]
+        print_table(("", ""), rows)
+    if found.layouts:
+        print_table(("engine", "layout", "frozen", f"LoRA {lora_rank}", "all weights"), map(_layout_row, found.layouts))
+        print(f"bytes of a rank in {dtype}, about, and beside them what a micro-batch holds, which a worker measures")
+    for problem in found.problems:
+        print(f"refused: {plain(problem)}")
+
+
+def _layout_row(row: "LayoutBytes") -> tuple[str, ...]:
+    if row.refused is not None:
+        return row.engine, row.layout, f"refused: {row.refused}", "", ""
+    return row.engine, row.layout, size(row.base_bytes), size(row.lora_bytes), size(row.full_bytes)
 
 
 @command(app)
@@ -178,77 +228,62 @@ def _fetch_checkpoint(client: "CliClient", run_id: str, step: int, target: Path)
 def export(
     client: "CliClient",
     name: ModelName,
-    merged: Annotated[bool, typer.Option("--merged", help="An adapter merged into its base: a whole model.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Safetensors as the base model's, the adapter in them.")
+    ] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="One file for llama.cpp: Llama, Qwen2, Qwen3.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Safetensors in FP8 by blocks, for vLLM.")] = False,
+    mlx: Annotated[bool, typer.Option("--mlx", help="Safetensors in groups of 64, for mlx-lm.")] = False,
+    stored_as: Annotated[
+        str | None, typer.Option("--type", help="Of --gguf: q8_0 (unless given), f16, bf16. Of --mlx: q4, q8.")
+    ] = None,
     into: Into = None,
+    to: Annotated[str | None, typer.Option(help="s3://BUCKET/PREFIX, written with this machine's credentials.")] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME", help="A repository of the Hugging Face hub; the token is HF_TOKEN or `hf auth login`'s."
+        ),
+    ] = None,
 ) -> CommandAnswer:
-    """Write a model for other programs: with --merged a whole one, in safetensors, merged as it is downloaded.
+    """Write a model for other programs: a whole one in a format of theirs; without a format what was published.
 
-    Weights pass through in blocks of a few megabytes: only the adapter is held in memory.
+    The service writes the export, and keeps it beside the version until one of both is deleted.
     """
-    target = _free(into or Path(name.replace(":", "-") + ("-merged" if merged else "")))
+    formats = [word for word, wanted in (("merged", merged), ("gguf", gguf), ("fp8", fp8), ("mlx", mlx)) if wanted]
+    if len(formats) > 1 or sum(place is not None for place in (into, to, push)) > 1:
+        raise Stop("name one of --merged, --gguf, --fp8, --mlx, and one of --into, --to, --push", USAGE)
+    if stored_as and not formats:
+        raise Stop("--type is of --gguf or --mlx", USAGE)
+    put = destination(to, push)
+    path, label = f"/models/{name}", ""
     if merged and _view(client, name).kind == "model":
         say(f"{name} is a whole model already: there is nothing to merge")
-        merged = False
-    files = _merge(client, name, target) if merged else fetch_files(client, f"/models/{name}", "files", target)
-    document = {"name": name, "folder": str(target.resolve()), "files": [each.path for each in files]}
-    return CommandAnswer(document, partial(print, target))
+    elif formats:
+        view = _exported(client, name, {"format": formats[0], "type": stored_as})
+        path, label = f"/models/{view.model}/exports/{view.label}", view.label
+    if put is not None:
+        files, place = deliver(client, path, put), str(to or push)
+    else:
+        target = _free(into or Path("-".join(filter(None, (name.replace(":", "-"), label)))))
+        files, place = fetch_files(client, path, "files", target), str(target.resolve())
+    document = {"name": name, "folder": place, "files": [each.path for each in files]}
+    return CommandAnswer(document, partial(print, to or push or target))
 
 
-def _merge(client: "CliClient", name: str, target: Path) -> "tuple[FileEntry, ...]":
-    """Write the base model's files with the adapter in them.
+def _exported(client: "CliClient", name: str, body: dict[str, str | None]) -> "ExportView":
+    """Have the service write an export, and wait for it. Raises Stop with the reason if it failed."""
+    from service.inference.exports import ExportView
 
-    Raises:
-        Stop: a file has another hash than the service says, or the adapter does not fit. Nothing is left behind.
-    """
-    from shared.errors import InvalidInput
-    from shared.storage.artifacts import FileEntry
-
-    entries = client.get(f"/models/{name}/base", tuple[FileEntry, ...])
-    try:
-        with fetched(target) as folder:
-            merger = _merger(client, name, folder.with_name("adapter"))
-            folder.mkdir()
-            for entry in entries:
-                path = f"/models/{name}/base/{entry.path}"
-                if entry.path.endswith(_SAFETENSORS):
-                    _merge_file(client, path, entry, merger, folder / entry.path)
-                else:
-                    client.save(path, folder / entry.path)
-                    _check(hashlib.sha256((folder / entry.path).read_bytes()).hexdigest(), entry)
-            merger.check_used(name)
-            _keep_end_tokens(folder.with_name("adapter"), folder)
-    except InvalidInput as error:
-        raise Stop(str(error)) from None
-    return entries
-
-
-def _keep_end_tokens(adapter: Path, folder: Path) -> None:
-    """Give the merged model the adapter's generation config, where it has one: it names what ends trained answers."""
-    from shared.models.end_tokens import GENERATION
-
-    if (adapter / GENERATION).exists():
-        shutil.copyfile(adapter / GENERATION, folder / GENERATION)
-
-
-def _merger(client: "CliClient", name: str, folder: Path) -> "Merger":
-    from shared.models.merging import Merger
-    from shared.models.peft import WEIGHTS, read_config
-
-    fetch_files(client, f"/models/{name}", "files", folder)
-    with (folder / WEIGHTS).open("rb") as weights:
-        return Merger.of(read_config(folder), weights, WEIGHTS)
-
-
-def _merge_file(client: "CliClient", path: str, entry: "FileEntry", merger: "Merger", target: Path) -> None:
-    with client.body(path) as chunks, target.open("wb") as file:
-        body = Body(chunks)
-        merger.merge(body, file, entry.path)
-        _check(body.sha256(), entry)
-
-
-def _check(sha256: str, entry: "FileEntry") -> None:
-    if sha256 != entry.sha256:
-        raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try it again")
+    view = client.post(f"/models/{name}/exports", ExportView, is_repeatable=True, json=body)
+    if view.state == "running":
+        say(f"the service writes {view.label} of {view.model}; interrupted, the same command goes on with it")
+    while view.state == "running":
+        time.sleep(_LOOK_EVERY_S)
+        view = client.get(f"/models/{view.model}/exports/{view.label}", ExportView)
+    if view.error is not None:
+        raise Stop(view.error)
+    return view
 
 
 def _view(client: "CliClient", name: str) -> "ModelView":

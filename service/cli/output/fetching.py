@@ -1,6 +1,5 @@
 """Folders that are downloaded: whole and checked, or not there at all."""
 
-import hashlib
 import shutil
 import tarfile
 import tempfile
@@ -14,32 +13,6 @@ from service.cli.exits import Stop
 if TYPE_CHECKING:
     from service.cli.client import CliClient
     from shared.storage.artifacts import FileEntry
-
-
-class Body:
-    """Reads bytes as they arrive, and hashes them."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._left = b""
-        self._hash = hashlib.sha256()
-
-    def read(self, size: int, /) -> bytes:
-        """Return so many bytes; fewer at the end."""
-        parts, num_bytes = [self._left], len(self._left)
-        while num_bytes < size and (chunk := next(self._chunks, b"")):
-            self._hash.update(chunk)
-            parts.append(chunk)
-            num_bytes += len(chunk)
-        data = b"".join(parts)
-        self._left = data[size:]
-        return data[:size]
-
-    def sha256(self) -> str:
-        """Return the hash of everything, what was not read included."""
-        for chunk in self._chunks:
-            self._hash.update(chunk)
-        return self._hash.hexdigest()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow
@@ -12,6 +12,7 @@ from pyarrow import parquet
 from activities.formats import rows
 from activities.formats.dataset import open_dataset
 from activities.formats.examples import Chat, Example, PromptCompletion, Text, TokenIds
+from activities.formats.specs import FORMATS
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource, Format
 
@@ -31,6 +32,10 @@ def refusal(folder: Path, format: Format = "auto", **fields: str) -> str:
     with pytest.raises(InvalidInput) as refused:
         read(folder, format, **fields)
     return str(refused.value)
+
+
+def test_every_format_that_a_run_may_name_has_its_spec() -> None:
+    assert {spec.name for spec in FORMATS} == set(get_args(Format)) - {"auto"}
 
 
 def test_chat_with_tools_parts_and_weights(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from activities.tokenizing.chat_template import ChatTemplate, Rendered
 from activities.tokenizing.template_environment import Unrendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
-from tests.activities.templates import CHATML, SPECIAL, TEMPLATES, open_model, write_model
+from tests.activities.templates import CHATML, HARMONY, SPECIAL, TEMPLATES, open_model, write_model
 
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "<nørth> & 'co'"}}}
@@ -339,3 +339,38 @@ def test_the_message_of_raise_exception_reaches_the_user() -> None:
         pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*roles must alternate"),
     ):
         process.spans([chat(user("q"), user("q"), assistant("a"))])
+
+
+HARMONY_TOKENS = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"]
+
+
+def test_what_stands_in_a_stops_place_within_a_conversation_is_neither_trained_nor_a_stop() -> None:
+    """A sampler that stopped at gpt-oss' <|end|> would stop behind its thoughts."""
+    compiled = ChatTemplate(HARMONY, {}, HARMONY_TOKENS, end_tokens=("<|return|>", "<|call|>"))
+    messages = [user("2+2?"), assistant("4"), user("3+3?"), assistant("6", reasoning_content="hm")]
+    assert trained(compiled.spans(messages, None, ones(messages))) == [
+        "<|channel|>final<|message|>4",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>",
+    ]
+    with TemplateProcess(TemplateSource(HARMONY, {}, HARMONY_TOKENS), "model") as process:
+        assert process.stops == ("<|return|>",)
+
+
+def test_a_turn_that_calls_tools_may_end_with_an_end_token_of_the_models_files() -> None:
+    messages, call = MORE["tools"], json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
+    compiled = ChatTemplate(HARMONY, {}, HARMONY_TOKENS, end_tokens=("<|return|>", "<|call|>"))
+    assert trained(compiled.spans(messages, TOOLS, ones(messages))) == [
+        f" to=functions.tide<|channel|>commentary json<|message|>{call}<|call|>",
+        "<|channel|>final<|message|>At half past six.<|return|>",
+    ]
+    with pytest.raises(Unrendered, match=r"messages\[1\]: no end-of-turn token"):
+        ChatTemplate(HARMONY, {}, HARMONY_TOKENS).spans(messages, TOOLS, ones(messages))
+
+
+def test_a_refusal_names_the_file_of_the_template_the_key_and_the_rule(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "chatml")
+    tokenizer = open_model(model)
+    assert tokenizer.template is not None
+    rule = r"rows.jsonl:7: messages\[1\]\.tool_calls: the chat template shows no tool calls \(chat_template.jinja\)$"
+    with TemplateProcess(tokenizer.template, "model") as process, pytest.raises(InvalidInput, match=rule):
+        process.spans([chat(*MORE["tools"])])

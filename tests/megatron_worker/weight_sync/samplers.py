@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from megatron_worker.sampler.decoders.interface import AnyDecoder, open_decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models
 from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
-from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget, secret_of_run
+from megatron_worker.weight_sync.transports.table import ends_of, why_not
+from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget, Transport, secret_of_run
 
 PACKAGES = Path(__file__).parents[3] / ".venv" / "clients" / "transports"
 """NIXL and Mooncake, as requirements/clients.txt pins them."""
 TRANSPORTS = [pytest.param(name, marks=pytest.mark.transports) for name in EXPERIMENTAL]
-WAYS = ["shared_memory", "collective", *TRANSPORTS]
+WAYS = [
+    *(name for name in get_args(Transport) if name not in EXPERIMENTAL and "cpu" in ends_of(name).devices),
+    *TRANSPORTS,
+]
 sys.path.append(str(PACKAGES))
 NAME = "tiny"
 KEY = b"k" * 32

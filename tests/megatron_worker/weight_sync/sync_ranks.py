@@ -42,9 +42,10 @@ from tests.megatron_worker.weight_sync.test_sync import At, Killed, die
 
 # By model: what has two ranks. Ranks draw as the test does, by the same seed.
 _MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
+_FSDP = [Layout(dp=2), Layout(tp=2)]
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
-    "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 1)), ("fsdp", Layout(dp=2))],
-    "experts": [("megatron", Layout(dp=2, ep=2))],
+    "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 1)), *(("fsdp", one) for one in drawn(_FSDP, 1))],
+    "experts": drawn([("megatron", Layout(dp=2, ep=2)), ("fsdp", Layout(dp=2))], 1),
     "hybrid": [("megatron", Layout(tp=2))],
 }
 BUCKET = 1 << 14

@@ -50,8 +50,8 @@ from workflows.policies import queue_of
 CONTROL = "control"
 COMPLETED = UpdateWorkflowExecutionLifecycleStage.UPDATE_WORKFLOW_EXECUTION_LIFECYCLE_STAGE_COMPLETED
 WORKFLOWS = [
-    *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "TrackWorkflow"),
-    *("ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow"),
+    *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "ExportWorkflow"),
+    *("TrackWorkflow", "ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow"),
 ]
 
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.numpy import load, save
 
-from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.client import Session
+from longshore.commands import EFFECTS, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.losses import PPO
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.commands import (
@@ -31,6 +32,10 @@ COMMANDS: tuple[Command, ...] = (
     OptimStep(learning_rate=0.1),
     SaveState(publish=True),
 )
+
+
+def test_a_client_has_a_method_for_every_command() -> None:
+    assert EFFECTS and all(hasattr(Session, kind) for kind in EFFECTS)
 
 
 def units(data: bytes) -> Units:

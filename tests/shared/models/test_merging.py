@@ -58,7 +58,7 @@ def test_bfloat16_is_rounded_as_torch_rounds() -> None:
     values = torch.cat(
         [torch.randn(5000) * 10.0 ** torch.randint(-30, 30, (5000,)), torch.tensor([1e39, float("nan"), 0])]
     )
-    bits = merging._bytes_of(values.float().numpy(), "BF16")
+    bits = merging.bytes_of(values.float().numpy(), "BF16")
     ours = torch.frombuffer(bytearray(bits), dtype=torch.bfloat16)
     assert torch.equal(ours.nan_to_num(7), values.float().to(torch.bfloat16).nan_to_num(7))
     assert np.array_equal(merging.floats_of(bits, "BF16", ""), ours.float().numpy(), equal_nan=True)

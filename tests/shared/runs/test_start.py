@@ -111,7 +111,7 @@ def test_a_weight_sync_that_cannot_be_is_refused(sync, place):
 
 @pytest.mark.parametrize("backend", ["hccl", "pigeon"])
 def test_a_backend_that_there_is_not_is_refused_with_those_that_there_are(backend):
-    possible = "possible are auto, store, shared_memory, collective, cuda_ipc, delta, nixl, mooncake"
+    possible = "possible are auto, store, delta, shared_memory, collective, cuda_ipc, nixl, mooncake"
     with pytest.raises(ValidationError, match=possible):
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": {"backend": backend}}})
 

@@ -135,6 +135,7 @@ class LongshoreSettings(OwnSettings):
     off_policy_steps: int | None = None
     sampler_url: str | None = None
     probe_bound: float | None = None
+    routing_replay: Literal["on", "off"] | None = None
     max_ungraded_fraction: float | None = None
     target: float | None = Field(default=None, description="mean grade of validation prompts that ends the job")
 

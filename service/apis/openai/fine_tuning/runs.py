@@ -18,6 +18,7 @@ from service.apis.openai.fine_tuning.request import (
     Supervised,
 )
 from service.inference.named_models import StartingPoint
+from service.runs.own_settings import LORA_FIELDS
 from shared.errors import InvalidInput
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun, Source
 from shared.runs.rollouts import Rollouts
@@ -25,7 +26,6 @@ from shared.runs.rollouts import Rollouts
 _KEPT_CHECKPOINTS = 3
 _GROUP_SIZE = Rollouts.model_fields["group_size"].default
 _DATASET_FIELDS = ("format", "prompt_field", "completion_field")
-_LORA_FIELDS = ("rank", "alpha", "targets", "rank_stabilized")
 _ROLLOUT_FIELDS = (
     "steps",
     "group_size",
@@ -34,6 +34,7 @@ _ROLLOUT_FIELDS = (
     "off_policy_steps",
     "sampler_url",
     "probe_bound",
+    "routing_replay",
     "max_ungraded_fraction",
     "max_lost_fraction",
 )
@@ -130,12 +131,12 @@ def _common(request: JobRequest, start: StartingPoint, extra: dict[str, Any]) ->
 
 
 def _trainable(start: StartingPoint, extra: dict[str, Any]) -> dict[str, Any]:
-    lora = {name: extra.pop(name) for name in _LORA_FIELDS if name in extra}
+    lora = {name: extra.pop(name) for name in LORA_FIELDS if name in extra}
     if extra.pop("full", False):
         if lora:
-            raise InvalidInput("full training has no adapter, whose rank, alpha or targets this would be", "longshore")
+            raise InvalidInput("full training has no adapter, whose settings these would be", "longshore")
         return {"kind": "full"}
-    before = start.lora.model_dump(include=set(_LORA_FIELDS)) if start.lora else {}
+    before = start.lora.model_dump(include=set(LORA_FIELDS)) if start.lora else {}
     return {"kind": "lora", **before, **lora}
 
 

@@ -1,6 +1,6 @@
 // Published models: a conversation with one, or with two side by side, whose answers come as they are drawn; and the list.
 
-import { act, ago, byId, clock, events, get, isSure, make, number, Problem, remove, show, table, toast } from "./page.js";
+import { act, ago, byId, bytes, clock, events, get, isSure, make, number, post, Problem, remove, show, table, toast } from "./page.js";
 import { modelName } from "./status.js";
 
 const form = byId("ask"), { elements } = form, stop = byId("stop");
@@ -30,11 +30,32 @@ function modelTable(data) {
     make("td.number", {}, make("div.actions", {},
       make("a.button", { href: `/new?model=${encodeURIComponent(one.name)}`, "aria-label": `Train on from ${one.name}` }, "Train on"),
       make("a.button", { href: downloadOf(one.id), download: true, "aria-label": `Download ${one.id}` }, "Download"),
+      exportsOf(one),
       make("button.danger", { type: "button", "aria-label": `Delete ${one.name}`, click: (event) => act(event.target, () => forgetModel(one.name)) }, "Delete")))));
   return table(["Model", "Version", "Trained from", "By the run", "Submitted", ""], rows);
 }
 
 const downloadOf = (id) => `/api/v1/models/${encodeURIComponent(id)}/download`;
+
+const FORMATS = { merged: "Merged safetensors", gguf: "GGUF for llama.cpp", fp8: "FP8 for vLLM", mlx: "MLX" };
+
+/** Buttons by which the service writes a whole model for another program; then a link to it takes the button's place. */
+function exportsOf({ id, kind }) {
+  const formats = Object.entries(FORMATS).filter(([format]) => kind === "adapter" || format !== "merged");
+  const items = formats.map(([format, name]) => {
+    const button = make("button", { type: "button", "aria-label": `Export ${id}: ${name}`, click: () => act(button, () => exported(button, id, format, name)) }, name);
+    return make("li", {}, button);
+  });
+  return make("details", {}, make("summary", { "aria-label": `Export ${id}` }, "Export"), make("ul.plain", {}, items));
+}
+
+async function exported(button, id, format, name) {
+  const path = `/models/${encodeURIComponent(id)}/exports`;
+  let view = await post(path, { format });
+  for (; view.state === "running"; view = await get(`${path}/${view.label}`)) await new Promise((done) => setTimeout(done, 1000));
+  if (view.error) throw new Problem(400, view.error);
+  button.replaceWith(make("a.button", { href: `/api/v1${path}/${view.label}/download`, download: true }, `${name}: ${bytes(view.num_bytes)}`));
+}
 
 /** The newest version, and those before it, each to be downloaded. */
 function versions({ name, version, versions: all }) {

@@ -1,0 +1,148 @@
+"""A look at a model's folder, for people: what would be computed, what each layout wants, what is refused.
+
+It trains nothing, and needs no host, worker or store.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import Field
+
+from activities.formats.examples import Chat
+from activities.host_context import HostContext
+from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
+from activities.models.gguf_file import convert_gguf
+from activities.models.resolve import check_contents
+from activities.sources.models import locate, located
+from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
+from longshore.fields import Frozen
+from longshore.layout import Layout
+from longshore.training import Linear, Lora
+from shared.errors import InvalidInput
+from shared.models.dense import DenseConfig
+from shared.models.memory import Laid, LayoutBytes, layout_bytes
+from shared.models.shape import ModelShape, shape_of
+from shared.settings import DownloadSettings, Settings
+from shared.storage.artifacts import manifest_of
+from shared.storage.store import LocalStore
+
+_RANKS = (2, 4, 8)
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of weights in MXFP4
+_TOOL = {"type": "function", "function": {"name": "tide", "description": "Tells tides.", "parameters": {}}}
+_CALL = {"id": "callnr001", "type": "function", "function": {"name": "tide", "arguments": {"port": "Kiel"}}}
+_ASK, _ANSWER = {"role": "user", "content": "When is it?"}, {"role": "assistant", "content": "At six."}
+_PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    "tools": ([_ASK, _ANSWER], [_TOOL]),
+    "tool calls": ([_ASK, {"role": "assistant", "tool_calls": [_CALL]}], None),
+    "thoughts": ([_ASK, _ANSWER | {"reasoning_content": "The moon."}], None),
+}
+
+
+class ModelLook(Frozen):
+    """What is known of a folder.
+
+    `targets`: how many linears of each name an adapter can be beside. `conversations`: for what rows may hold, None, or
+    why the chat template refuses it. `problems`: why a run would be refused, each with its file and rule.
+    """
+
+    folder: str
+    shape: ModelShape | None = None
+    num_parameters: int = 0
+    targets: dict[Linear, int] = Field(default_factory=dict)
+    stops: tuple[str, ...] = ()
+    conversations: dict[str, str | None] = Field(default_factory=dict)
+    layouts: tuple[LayoutBytes, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = False) -> ModelLook:
+    """Look at a folder of this machine.
+
+    Args:
+        lora: the adapter whose memory is estimated.
+        dtype: of the weights: bfloat16 or float32.
+        read_all: read all weights, and look for numbers that are not finite.
+
+    Raises:
+        InvalidInput: there is no such folder.
+    """
+    with TemporaryDirectory() as root:
+        host = HostContext(Settings(root=Path(root), download=DownloadSettings(file_roots=(Path("/"),))))
+        location = locate(str(folder.resolve()), "default", host.settings, HUB_PATTERNS, lambda _: None)
+        problems = list[str]()
+        found: dict[str, Any] = {"folder": str(folder)}
+        with _noted(problems):
+            if (name := gguf_file(location)) is not None:
+                made = Path(root) / "model"
+                made.mkdir()
+                host.confined(convert_gguf, str(folder / name), location.place(name), str(made), kind="dataset")
+                folder, location = made, located(LocalStore(made), manifest_of(made))
+            config = read_config(location)
+            shape = shape_of(config)
+            counts = {linear: shape.num_linears((linear,)) for linear in shape.linears}
+            found |= {"shape": shape, "targets": {linear: num for linear, num in counts.items() if num}}
+            with _noted(problems):
+                check_tokenizer(location, config.vocab_size, host)
+                check_chat_template(location)
+                found |= _chats(TokenizerFiles(folder=folder, place=location.store.uri).load())
+            with _noted(problems):
+                found |= _sizes(check_contents(location, read_all), config, lora, _ITEM_BYTES[dtype])
+        return ModelLook(**found, problems=tuple(problems))
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Note an InvalidInput instead of raising it."""
+    try:
+        yield
+    except InvalidInput as error:
+        problems.append(str(error))
+
+
+def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """Try what the chat template shows."""
+    assert tokenizer.template is not None
+    refused: dict[str, str | None] = {}
+    with TemplateProcess(tokenizer.template, tokenizer.place) as process:
+        for name, (messages, tools) in _PROBES.items():
+            problems: list[str] = []
+            with _noted(problems):
+                process.spans([Chat("", messages, tools, [0.0, 1.0])])
+            refused[name] = next(iter(problems), None)
+        return {"stops": process.stops, "conversations": refused}
+
+
+def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
+    own = {
+        name: _read_as(name, tensor.shape)
+        for name, tensor in weights.tensors.items()
+        if not name.startswith(config.carried)
+        and not (config.tie_word_embeddings and name == "lm_head.weight")
+        and not name.endswith(_SCALES)
+    }
+    shape = shape_of(config)
+    rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
+    return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
+
+
+def _read_as(name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what is read of a tensor: a byte of MXFP4 has two numbers."""
+    return (*dims[:2], 2 * math.prod(dims[2:])) if name.endswith(_BLOCKS) else dims
+
+
+def _layouts(shape: ModelShape) -> Iterator[Laid]:
+    """Yield one rank, and each dimension alone over 2, 4 and 8."""
+    yield "megatron", Layout()
+    for num in _RANKS:
+        yield "megatron", Layout(tp=num, sp=shape.num_experts > 0)
+        yield "megatron", Layout(pp=num)
+        if shape.num_experts:
+            yield "megatron", Layout(ep=num, dp=num)
+        yield "megatron", Layout(dp=num)
+    yield from (("fsdp", Layout(dp=num)) for num in _RANKS)

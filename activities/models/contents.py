@@ -1,0 +1,75 @@
+"""What a model's weights hold: tensors of the sizes that its configuration says, of finite numbers."""
+
+import re
+from typing import Literal, cast
+
+import numpy as np
+
+from activities.models.files import Weights, tensor_bytes
+from activities.sources.models import Location
+from longshore.training import LINEARS, Linear
+from shared.errors import InvalidInput
+from shared.models.config import prefix_of
+from shared.models.dense import DenseConfig
+from shared.models.merging import floats_of
+from shared.models.shape import ModelShape, shape_of
+
+_OF_LAYER = re.compile(
+    r"layers\.(?P<layer>\d+)\.(?:(?P<norm>\w*norm)|\w+\.(?P<head_norm>[qk]_norm)"
+    r"|\w+(?:\.(?P<of>experts)\.\d+|\.(?P<shared>shared_experts?))?\.(?P<linear>\w+))\.(?P<part>weight|bias)"
+)
+_ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
+_NORM_ALL_HEADS = ("olmo3",)  # together, not each by itself
+_FLOATS = ("F32", "BF16", "F16")
+
+
+def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> None:
+    """Raises InvalidInput for a tensor of another size than the configuration says; names both.
+
+    Looked at are embeddings, norms, and the linears whose sizes ModelShape knows; workers check all as they load them.
+    """
+    prefix, shape = prefix_of(config, weights.tensors), shape_of(config)
+    whole: dict[str, tuple[int, ...]] = {"lm_head": (config.vocab_size, config.hidden_size)}
+    whole |= {f"{prefix}.{config.names.embedding}": (config.vocab_size, config.hidden_size)}
+    whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
+    for name, tensor in weights.tensors.items():
+        own = name.removeprefix(f"{prefix}.")
+        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape)
+        if expected is not None and tensor.shape != expected:
+            rule = f"tensor {name} is {tensor.shape}, config.json says {expected}"
+            raise InvalidInput(rule, location.place(weights.file_of[name]))
+
+
+def _of_layer(name: str, shape: ModelShape) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of a layer; None where it is not known."""
+    match = _OF_LAYER.fullmatch(name)
+    if match is None or (layer := int(match["layer"])) >= shape.num_layers:
+        return None
+    if match["norm"]:
+        return (shape.hidden_size,)
+    if match["head_norm"]:
+        num_heads = shape.num_heads if match["head_norm"] == "q_norm" else shape.num_kv_heads
+        head_dim = shape.layers[layer].head_dim if shape.layers else shape.head_dim
+        return (head_dim * (num_heads if shape.family in _NORM_ALL_HEADS else 1),)
+    if match["linear"] not in LINEARS:
+        return None
+    of: Literal["", "experts", "shared"] = "experts" if match["of"] else "shared" if match["shared"] else ""
+    in_size, out_size = shape.linear_size(cast(Linear, match["linear"]), of, layer)
+    if not in_size or not out_size:
+        return None
+    return (out_size, in_size) if match["part"] == "weight" else (out_size,)
+
+
+def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> None:
+    """Read all tensors, a few megabytes at a time, or those of a mixture's routers alone.
+
+    Raises:
+        InvalidInput: one holds a number that is not finite; names it.
+    """
+    for name, tensor in weights.tensors.items():
+        if tensor.dtype not in _FLOATS or not (all_of_them or _ROUTER.search(name)):
+            continue
+        file = weights.file_of[name]
+        for block in tensor_bytes(location, file, tensor):
+            if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
+                raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(file))

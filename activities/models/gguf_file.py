@@ -1,0 +1,229 @@
+"""Makes a model folder of a GGUF file: config, tokenizer, and weights in safetensors. A confined call.
+
+The file is a stranger's, so everything that it says is bounded by the bytes that it has. Numbers that are quantized
+become float32, exactly as transformers' reader makes them of the same file, by the same function of the `gguf` package;
+others keep their type. (That reader needs torch, which control hosts have not.)
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from activities.confined.fork_server import sign
+from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
+from shared.errors import InvalidInput
+from shared.models.dense import RopeConfig
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from gguf.gguf_reader import ReaderTensor
+
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BLOCK_BYTES = 8 << 20
+_TRAINED = range(8, 21)  # powers of two: how many positions a Llama was trained on before its rotation was scaled
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_TOKENS = "tokenizer.ggml.tokens"
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_UNUSED_OF_ROPE = {"default": {"low_freq_factor", "high_freq_factor", "truncate"}, "llama3": {"truncate"}}
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
+
+
+def convert_gguf(path: str, place: str, target: str) -> None:
+    """Write a model's files into the folder `target`.
+
+    Raises:
+        InvalidInput: names the file, and the key or tensor that is missing, cut, or cannot be used.
+    """
+    folder = Path(target)
+    with _as_damaged(place):
+        reader = _open(path, place)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        family = fields.get("general.architecture")
+        if family not in GGUF_FAMILIES:
+            rule = f"general.architecture {family!r:.40} is not read: {', '.join(GGUF_FAMILIES)} are"
+            raise InvalidInput(rule, place)
+        config = _config(family, _Fields(fields, place), {tensor.name: tensor for tensor in reader.tensors})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _write_tokenizer(_Fields(fields, place), folder)
+        _write_weights(reader, config, place, folder / "model.safetensors")
+
+
+@contextmanager
+def _as_damaged(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidInput(f"this is no GGUF file that can be read: {error}", place) from error
+
+
+def _open(path: str, place: str) -> "GGUFReader":
+    """Open a file. The package's own reader takes a cut one for one with empty arrays."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+
+    class Bounded(GGUFReader):
+        """Refuses whatever reaches beyond the file's end."""
+
+        key = "the head"
+
+        def _push_field(self, field: Any, skip_sum: bool = False) -> int:
+            self.key = f"what follows the key {field.name}"
+            sign()
+            return super()._push_field(field, skip_sum)
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise InvalidInput(f"cut: {self.key} reaches to byte {end:,} of {len(self.data):,}", place)
+            return super()._get(offset, dtype, count, override_order)
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            for field in fields:
+                _, name, _, dims, kind, offset = field.parts
+                self.key = f"tensor {bytes(name).decode()}"
+                items, item_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(int(kind[0]))]
+                end = int(start_offs) + int(offset[0]) + prod(map(int, dims)) // items * item_bytes
+                if end > len(self.data):
+                    raise InvalidInput(f"cut: {self.key} reaches to byte {end:,} of {len(self.data):,}", place)
+            super()._build_tensors(start_offs, fields)
+
+    return Bounded(path)
+
+
+class _Fields:
+    """The keys and values of a file. One that is missing or of another kind is refused by its name."""
+
+    def __init__(self, fields: dict[str, Any], place: str) -> None:
+        self._fields = fields
+        self._place = place
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        found = self._fields.get(key, default)
+        if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
+            problem = "is missing" if found is None else f"has a value of the type {type(found).__name__}"
+            raise InvalidInput(f"the key {key} {problem}", self._place)
+        return found
+
+    def refuse(self, problem: str) -> NoReturn:
+        raise InvalidInput(problem, self._place)
+
+
+def _config(family: str, fields: _Fields, tensors: Mapping[str, "ReaderTensor"]) -> dict[str, Any]:
+    for key in (f"{family}.rope.scaling.type", f"{family}.expert_count"):
+        if fields.get(key, object, "") != "":
+            fields.refuse(f"the key {key} asks for what is not read from a GGUF file")
+    config = {ours: fields.get(f"{family}.{theirs}", (int, float)) for theirs, ours in _SIZES.items()}
+    heads, bos = config["num_attention_heads"], fields.get("tokenizer.ggml.bos_token_id", int, -1)
+    head_size = fields.get(f"{family}.attention.key_length", int, int(config["hidden_size"] // max(1, heads)))
+    rope = RopeConfig(rope_theta=fields.get(f"{family}.rope.freq_base", (int, float), 10_000.0))
+    if "rope_freqs.weight" in tensors:
+        found = np.asarray(tensors["rope_freqs.weight"].data)
+        update = {"rope_type": "llama3", "factor": float(found.max())}
+        known = (rope.model_copy(update=update | {"original_max_position_embeddings": 2**n}) for n in _TRAINED)
+        matching = [one for one in known if np.allclose(rope_factors(one, head_size), found, rtol=1e-4)]
+        rope = matching[0] if matching else fields.refuse("tensor rope_freqs.weight is not that of a Llama 3")
+    return config | {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": len(fields.get(_TOKENS, list)),
+        "num_key_value_heads": fields.get(f"{family}.attention.head_count_kv", int, heads),
+        "head_dim": head_size,
+        "rope_parameters": rope.model_dump(exclude_none=True, exclude=_UNUSED_OF_ROPE[rope.rope_type]),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "hidden_act": "silu",
+        "bos_token_id": bos if bos >= 0 else None,
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id", int),
+    }
+
+
+def _write_tokenizer(fields: _Fields, folder: Path) -> None:
+    """Write a vocabulary of bytes with merges. Others, such as SentencePiece's, are refused."""
+    tokens, kind = fields.get(_TOKENS, list), fields.get("tokenizer.ggml.model", str)
+    pre = fields.get("tokenizer.ggml.pre", str, "default")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        fields.refuse(
+            f"tokenizer.ggml.model {kind!r:.40} with tokenizer.ggml.pre {pre!r:.40}: of gpt2, {known} are read"
+        )
+    types = fields.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
+        fields.refuse(f"the key {_TOKENS} holds a token twice, or tokenizer.ggml.token_type is of another length")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": number, "content": token, **flags, "special": kind == _CONTROL}
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    vocab = {token: number for number, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
+    merges = [merge.split(" ") for merge in fields.get("tokenizer.ggml.merges", list)]
+    special = {which: fields.get(f"tokenizer.ggml.{key}_token_id", int, -1) for which, key in _SPECIAL.items()}
+    settings = {f"{which}_token": tokens[number] for which, number in special.items() if 0 <= number < len(tokens)}
+    begins = "bos_token" in settings and fields.get("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe")
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "post_processor": _begun_by(settings["bos_token"], special["bos"]) if begins else None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": pre == "llama-bpe", "vocab": vocab, "merges": merges},
+    }
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if template := fields.get("tokenizer.chat_template", str, ""):
+        settings["chat_template"] = template
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _begun_by(token: str, number: int) -> dict[str, Any]:
+    first, rest = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {token: {"id": token, "ids": [number], "tokens": [token]}}
+    pair = [first, rest, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": [first, rest], "pair": pair, "special_tokens": known}
+
+
+def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path) -> None:
+    """Write the tensors in the order of the file, a few megabytes at a time."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    tensors = [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
+    at = 0
+    for tensor in tensors:
+        if (name := hugging_face_name(tensor.name)) is None:
+            raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
+        kind = tensor.tensor_type.name if tensor.tensor_type.name in _ITEM_BYTES else "F32"
+        num_bytes, shape = tensor.n_elements * _ITEM_BYTES[kind], [int(size) for size in reversed(tensor.shape)]
+        content[name] = {"dtype": kind, "shape": shape, "data_offsets": (at, at + num_bytes)}
+        at += num_bytes
+    text = json.dumps(content).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            with _as_damaged(f"{place}: tensor {tensor.name}"):
+                file.writelines(_numbers(tensor, config))
+
+
+def _numbers(tensor: "ReaderTensor", config: dict[str, Any]) -> Iterator[bytes]:
+    """Yield a tensor's numbers, of rotated pairs in Hugging Face's order."""
+    from gguf import dequantize
+
+    head_size = (
+        config["head_dim"] if config["model_type"] == "llama" and f"{tensor.name.split('.')[-2]}" in PAIRED else 0
+    )
+    data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
+    heads = max(1, _BLOCK_BYTES // (data[0].nbytes * max(1, head_size)))
+    step = heads * max(1, head_size)
+    for start in range(0, len(data), step):
+        sign(tensor.name)
+        rows = swapped(data[start : start + step], head_size // 2, head_size)
+        yield (rows if tensor.tensor_type.name in _ITEM_BYTES else dequantize(rows, tensor.tensor_type)).tobytes()

@@ -1,0 +1,110 @@
+"""About how much memory a rank's weights and training state take under a layout, from sizes alone.
+
+What passes hold (activations, logits) is not in it: a worker measures that for itself (megatron_worker/memory).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+from longshore.fields import Frozen
+from longshore.layout import EngineName, Layout
+from longshore.training import Lora
+from shared.errors import InvalidInput
+from shared.models.shape import ModelShape, check_layout
+
+Shapes = Mapping[str, tuple[int, ...]]
+Laid = tuple[EngineName, Layout]
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_SPLIT_INPUTS = ("o_proj", "down_proj", "out_proj")  # tensor parallelism splits these by input, others by output
+_MASTER_BYTES, _ADAM_BYTES, _GRADIENT_BYTES = 4, 8, 4
+
+
+class LayoutBytes(Frozen):
+    """A layout, and about the bytes of the rank that holds the most; or why it cannot hold the model.
+
+    `base_bytes`: of the frozen weights; `lora_bytes` and `full_bytes`: with all that training an adapter, or every
+    weight, adds to them.
+    """
+
+    engine: EngineName
+    layout: str
+    base_bytes: int = 0
+    lora_bytes: int = 0
+    full_bytes: int = 0
+    refused: str | None = None
+
+
+def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora, laid: Laid) -> LayoutBytes:
+    """Estimate what a rank holds of a model.
+
+    Args:
+        tensors: the shapes of its weights, by Hugging Face's names, without those that are not computed.
+        item_bytes: of a number of its weights: 2 in bfloat16, 4 in float32.
+    """
+    engine, layout = laid
+    try:
+        check_layout(layout, shape, engine)
+    except InvalidInput as error:
+        return LayoutBytes(engine=engine, layout=layout.label, refused=str(error))
+    if engine == "fsdp":  # the base and its state are split over all ranks
+        base, adapter = (
+            sum(map(math.prod, tensors.values())) // layout.dp,
+            _adapter_size(tensors, shape, Layout(), lora),
+        )
+    else:
+        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(tensors, shape, layout, lora)
+    state = _ADAM_BYTES + (_MASTER_BYTES if item_bytes < _MASTER_BYTES else 0)
+    copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # over which AdamW's state is split
+    held = base * item_bytes
+    return LayoutBytes(
+        engine=engine,
+        layout=layout.label,
+        base_bytes=held,
+        lora_bytes=held + adapter * (item_bytes + _GRADIENT_BYTES) + adapter * state // copies,
+        full_bytes=held + base * _GRADIENT_BYTES + base * state // copies,
+    )
+
+
+def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
+    """Count the parameters of the rank of a pipeline that has the most."""
+    stages = [0] * layout.pp
+    is_tied = "lm_head.weight" not in tensors
+    for name, dims in tensors.items():
+        size = -(-math.prod(dims) // _ways(name, dims, layout))
+        if match := _LAYER.search(name):
+            stages[int(match[1]) * layout.pp // shape.num_layers] += size
+        elif "embed" in name:  # of each layer, too
+            stages[0] += size
+            stages[-1] += size if is_tied and layout.pp > 1 else 0
+        else:
+            stages[-1] += size
+    return max(stages)
+
+
+def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
+    """Return over how many ranks a tensor is split."""
+    if ".experts." in name:
+        return layout.ep * layout.etp
+    return layout.tp if len(dims) > 1 and not name.endswith((".gate.weight", "_gate.weight")) else 1
+
+
+def _adapter_size(tensors: Shapes, shape: ModelShape, layout: Layout, lora: Lora) -> int:
+    """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
+    total, beside = 0, set(lora.targets) & set(shape.linears)
+    for name, dims in tensors.items():
+        if len(dims) < 2:
+            continue
+        is_expert = ".experts." in name
+        num, ways = math.prod(dims[:-2]), layout.etp if is_expert else layout.tp
+        in_size, out_size = dims[-1], dims[-2] // len(_linears_of(name))
+        for linear in beside.intersection(_linears_of(name)):
+            split = in_size // ways + out_size if linear in _SPLIT_INPUTS else in_size + out_size // ways
+            total += num * lora.rank * split // (layout.ep if is_expert else 1)
+    return total // layout.pp
+
+
+def _linears_of(name: str) -> tuple[str, ...]:
+    """Return the linears whose weight a tensor is; stacked experts have two of theirs in one."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    return ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)

@@ -1,0 +1,86 @@
+"""What an adapter is asked to be beside is refused before a run as the worker refuses it, in every family."""
+
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from temporalio.testing import ActivityEnvironment
+
+from activities.host_context import HostContext
+from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decoder_modules, read_config
+from activities.models.resolve import Resolve
+from activities.sources.models import locate
+from examples.tiny_model import Family
+from longshore.training import Lora
+from megatron_worker.families import read_architecture
+from megatron_worker.families.model_slices import slices_of
+from megatron_worker.families.tensor_slices import modules_of
+from shared.errors import InvalidInput
+from shared.models.lora_modules import OUTPUT
+from shared.models.shape import shape_of
+from shared.runs.models import ModelRequest
+from tests.activities.models.resolving import edit
+from tests.megatron_worker.rows import distinct_model, model_with_tower
+
+WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4")
+
+
+def modules_before_a_run(config, model) -> dict[str, bool]:
+    location = locate(str(model), "default", config, HUB_PATTERNS, lambda _: None)
+    config = read_config(location)
+    linears = shape_of(config).linears
+    return {name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location), config)}
+
+
+def modules_in_the_worker(model) -> dict[str, bool]:
+    found = modules_of(slices_of(read_architecture(model), 1))
+    return {name: can_adapt for name, can_adapt in found.items() if name != OUTPUT}
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_the_modules_of_a_model_are_those_that_its_worker_adapts(config, tmp_path, family) -> None:
+    model = distinct_model(tmp_path / "model", family, tied=family.startswith("gemma"), num_layers=4)
+    found = modules_before_a_run(config, model)
+    assert found == modules_in_the_worker(model)
+    assert True in found.values() and False in found.values()
+
+
+@pytest.mark.parametrize("family", WITH_TOWERS)
+def test_linears_of_a_tower_are_not_the_decoder_s(config, tmp_path, family) -> None:
+    _, whole = model_with_tower(tmp_path, family)
+    assert modules_before_a_run(config, whole) == modules_in_the_worker(whole)
+
+
+def test_layers_that_predict_more_tokens_are_not_adapted(config, tmp_path) -> None:
+    model = distinct_model(tmp_path / "model", "deepseek_v3", tied=False, num_layers=4)
+    before, tensors = modules_in_the_worker(model), load_file(model / WEIGHTS)
+    behind = {f"model.layers.4.{name}.weight": torch.ones(8, 8) for name in ("eh_proj", "self_attn.o_proj")}
+    save_file(tensors | behind, model / WEIGHTS, {"format": "pt"})
+    edit(model / "config.json", num_nextn_predict_layers=1)
+    assert modules_before_a_run(config, model) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "words"),
+    [
+        ("qwen3", Lora(target_pattern=r".*\.mlp"), "model.layers.0.mlp, too, which takes no adapter"),
+        ("nemotron_h", Lora(target_pattern=r".*\.(in|out)_proj"), "mixer.out_proj, too, which takes no adapter"),
+        ("nemotron_h", Lora(targets=("out_proj",)), "no linear out_proj"),
+        ("gpt_oss", Lora(targets=("up_proj",)), "no linear up_proj"),
+        ("deepseek_v3", Lora(targets=("k_proj",)), "no linear k_proj"),
+        ("deepseek_v3", Lora(rank_pattern={"k_proj": 2}), "like that: k_proj"),
+        ("gemma4", Lora(layers=(0, 4)), "nothing to adapt in layer 4"),
+        ("gemma4", Lora(targets=("lm_head",)), None),
+    ],
+    ids=str,
+)
+def test_a_run_is_refused_before_a_worker_is_leased(config, tmp_path, family, lora, words) -> None:
+    model = distinct_model(tmp_path / "model", family, tied=family.startswith("gemma"), num_layers=4)
+    request = ModelRequest(uri=str(model), tenant="default", trainable=lora)
+    resolve = Resolve(HostContext(config)).resolve_model
+    if words is None:
+        ActivityEnvironment().run(resolve, request)
+        return
+    with pytest.raises(InvalidInput, match=words):
+        ActivityEnvironment().run(resolve, request)
