@@ -93,7 +93,6 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
     ("family", "fields"),
     [
         ("deepseek_v2", {"intermediate_size": None}),
-        ("ministral3", {"attention_bias": True}),
         ("gemma2", {"hidden_act": None}),
         (None, {}),
     ],
