@@ -199,6 +199,8 @@ class Mixture:
         latent_size: experts work in so many dimensions, between two linears; 0: in the model's.
         stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
             they are not.
+        is_beside: the shared expert is an MLP beside the others. It, they and the router norm what they take of the
+            residual stream, it and they what they put out. Their tensors are stored together (Gemma 4).
     """
 
     num_experts: int
@@ -215,6 +217,7 @@ class Mixture:
     scale: float = 1.0
     latent_size: int = 0
     stacked: ClampedGate | None = None
+    is_beside: bool = False
 
     @property
     def shared_mlp(self) -> Mlp:

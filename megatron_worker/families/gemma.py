@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_worker.families.architecture import Architecture, Attention, Mlp, NormedBlock
+from megatron_worker.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
 from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.gemma import Gemma3Config, Gemma4Config, GemmaConfig
@@ -44,7 +44,7 @@ def architecture(alike: Architecture, config: GemmaConfig, ropes: Sequence[Rope]
     windows = config.windows
     both = dataclasses.replace(
         alike,
-        mlps=tuple(Mlp(config.ffn_size_of(layer), "gelu_tanh") for layer in layers),
+        mlps=tuple(_mlp(config, layer) for layer in layers),
         embedding_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping,
     )
@@ -67,6 +67,21 @@ def architecture(alike: Architecture, config: GemmaConfig, ropes: Sequence[Rope]
         if config.source_of(layer) != layer
     ]
     return dataclasses.replace(both, mixers=tuple(mixers), block=block, carried=(*alike.carried, *kept))
+
+
+def _mlp(config: GemmaConfig, layer: int) -> Mlp | Mixture:
+    mlp = Mlp(config.ffn_size_of(layer), "gelu_tanh")
+    if not (isinstance(config, Gemma4Config) and config.enable_moe_block):
+        return mlp
+    return Mixture(
+        num_experts=config.num_experts,
+        ffn_size=config.moe_intermediate_size,
+        experts_per_token=config.top_k_experts,
+        shared_ffn_size=mlp.ffn_size,
+        shared_is_gated=False,
+        activation=mlp.activation,
+        is_beside=True,
+    )
 
 
 def _shared_attention(config: Gemma4Config, layer: int, rope: Rope, window: int | None) -> SharedAttention:
@@ -108,6 +123,13 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
         "post_feedforward_layernorm": "post_mlp_layernorm",
         **({"post_per_layer_input_norm": "per_layer.norm"} if size else {}),
     }
+    if a.num_experts:  # what the router takes is before all norms
+        names |= {
+            "pre_feedforward_layernorm": "mlp.shared_expert.input_norm",
+            "post_feedforward_layernorm_1": "mlp.shared_expert.output_norm",
+            "pre_feedforward_layernorm_2": "mlp.latent_in",
+            "post_feedforward_layernorm_2": "mlp.latent_out",
+        }
     if not a.block.norms_inputs:
         names = {name: own for name, own in names.items() if name.startswith("post")}
     slices = [_whole(f"{theirs}.{name}", f"{ours}.{own}", (hidden,)) for name, own in names.items()]
@@ -115,6 +137,21 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
         slices.append(_whole(f"{theirs}.per_layer_input_gate", f"{ours}.per_layer.gate", (size, hidden)))
         slices.append(_whole(f"{theirs}.per_layer_projection", f"{ours}.per_layer.projection", (hidden, size)))
     return slices
+
+
+def expert_slices(m: Mixture, hidden_size: int, theirs: str, ours: str) -> list[TensorSlice]:
+    """Return the tensors of experts beside an MLP and of their router, but for norms: [experts, outputs, inputs]."""
+    experts = m.num_experts
+    stacks = {"gate_up_proj": (experts, 2 * m.ffn_size, hidden_size), "down_proj": (experts, hidden_size, m.ffn_size)}
+    return [
+        _whole(f"{theirs}.router.proj", f"{ours}.router", (experts, hidden_size)),
+        TensorSlice(f"{theirs}.router.scale", f"{ours}.router.scale", (hidden_size,), None, 0, hidden_size),
+        TensorSlice(f"{theirs}.router.per_expert_scale", f"{ours}.router.expert_scale", (experts,), None, 0, experts),
+        *(
+            TensorSlice(f"{theirs}.experts.{name}", f"{ours}.experts.{name}", shape, 0, 0, experts, is_stack=True)
+            for name, shape in stacks.items()
+        ),
+    ]
 
 
 def per_layer_slices(a: Architecture, tp: int) -> list[TensorSlice]:

@@ -112,6 +112,9 @@ def _mixture(m: Mixture, hidden_size: int, tp: int, etp: int, theirs: str, ours:
     router = (m.num_experts, hidden_size)
     if m.stacked is not None:
         return stacked_expert_slices(m, hidden_size, etp, theirs, ours)
+    if m.is_beside:
+        experts = gemma.expert_slices(m, hidden_size, theirs.rpartition(".")[0], ours)
+        return experts + _mlp(m.shared_mlp, theirs, f"{ours}.shared_expert", hidden_size, tp)
     slices = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, m.num_experts)]
     for number in range(m.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"

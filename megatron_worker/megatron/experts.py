@@ -68,6 +68,36 @@ class Expert(torch.nn.Module):
         return output_MH
 
 
+class NormedRouter(Router):
+    """Chooses by what it has normed and scaled itself, and scales the weights of each expert's outputs (Gemma 4)."""
+
+    def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype, eps: float) -> None:
+        super().__init__(mixture, hidden_size, dtype)
+        self.scale = Parameter(torch.empty(hidden_size, dtype=dtype))
+        self.expert_scale = Parameter(torch.empty(mixture.num_experts, dtype=dtype))
+        self._eps = eps
+
+    def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        size = hidden_sH.shape[-1]
+        normed_sH = F.rms_norm(hidden_sH, (size,), eps=self._eps) * self.scale * size**-0.5
+        weight_sK, expert_sK = super().forward(normed_sH, route_sK)
+        return weight_sK * self.expert_scale[expert_sK], expert_sK
+
+
+class PlainStack(torch.nn.Module):
+    """This rank's experts, each an MLP, as they are stored: [experts, outputs, inputs]."""
+
+    def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._activation = mixture.activation
+        self.gate_up_proj = Parameter(torch.empty(num_experts, 2 * mixture.ffn_size, hidden_size, dtype=dtype))
+        self.down_proj = Parameter(torch.empty(num_experts, hidden_size, mixture.ffn_size, dtype=dtype))
+
+    def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
+        made_MF = F.linear(hidden_MH, self.gate_up_proj[number])
+        return F.linear(activate(made_MF, self._activation, True), self.down_proj[number])
+
+
 class StackedExperts(torch.nn.Module):
     """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate."""
 
@@ -98,9 +128,12 @@ class SharedGate(torch.nn.Module):
 
 
 class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec. `shared`: the MLP of the expert that all tokens go to, if any.
+    """Takes the place of an MLP in megatron's spec.
 
-    `place`: its number among the model's layers with experts.
+    Args:
+        shared: the MLP of the expert that all tokens go to, if any.
+        norm: makes the norms of what experts take and put out, if they have any.
+        place: its number among the model's layers with experts.
     """
 
     def __init__(
@@ -109,6 +142,7 @@ class MegatronExperts(torch.nn.Module):
         mixture: Mixture,
         mesh: Mesh,
         shared: Callable[[TransformerConfig], torch.nn.Module],
+        norm: Callable[..., torch.nn.Module] | None = None,
         **_: object,
     ) -> None:
         super().__init__()
@@ -116,16 +150,21 @@ class MegatronExperts(torch.nn.Module):
         self._per_rank = mixture.num_experts // mesh.ep.size
         self._first = mesh.ep.rank * self._per_rank
         own = range(self._first, self._first + self._per_rank)
-        self.router = Router(mixture, hidden_size, dtype)
-        self.experts: torch.nn.ModuleDict | StackedExperts
+        eps = config.layernorm_epsilon
+        self.router = NormedRouter(mixture, hidden_size, dtype, eps) if norm else Router(mixture, hidden_size, dtype)
+        self.experts: torch.nn.ModuleDict | StackedExperts | PlainStack
         if mixture.stacked is not None:
             self.experts = StackedExperts(mixture, self._per_rank, hidden_size, dtype)
+        elif mixture.is_beside:
+            self.experts = PlainStack(mixture, self._per_rank, hidden_size, dtype)
         else:
             sizes = mixture.latent_size or hidden_size, mixture.ffn_size // mesh.etp.size
             self.experts = torch.nn.ModuleDict({str(number): Expert(mixture, *sizes, dtype) for number in own})
         latent = mixture.latent_size
-        self.latent_in = ExpertLinear(hidden_size, latent, dtype) if latent else None
-        self.latent_out = ExpertLinear(latent, hidden_size, dtype) if latent else None
+        self.latent_in: torch.nn.Module | None = ExpertLinear(hidden_size, latent, dtype) if latent else None
+        self.latent_out: torch.nn.Module | None = ExpertLinear(latent, hidden_size, dtype) if latent else None
+        if norm is not None:
+            self.latent_in, self.latent_out = (norm(config, hidden_size, eps) for _ in range(2))
         self.shared_expert = shared(config) if mixture.shared_ffn_size else None
         is_gated = mixture.shared_ffn_size > 0 and mixture.shared_is_gated
         self.shared_gate = SharedGate(hidden_size, dtype) if is_gated else None
@@ -168,7 +207,7 @@ class MegatronExperts(torch.nn.Module):
         choice_B = local.argsort(stable=True)[: sum(counts)]
         token_B = choice_B // expert_RK.shape[1]
         blocks = copied(hidden_RH, token_B, counts).split(counts)
-        if isinstance(self.experts, StackedExperts):
+        if isinstance(self.experts, StackedExperts | PlainStack):
             made = [self.experts(number, hidden_MH) for number, hidden_MH in enumerate(blocks)]
         else:
             made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]

@@ -59,6 +59,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _OF_EACH_TOKEN = (
     *(".router.weight", ".router.bias", ".shared_gate.weight", ".linear_proj.bias"),
+    *(".router.scale", ".router.expert_scale"),
     *(".query_down.weight", ".latent_down.weight", ".latent_in.weight", ".latent_out.weight"),
     *(".per_layer.gate.weight", ".per_layer.projection.weight"),
 )
@@ -125,6 +126,20 @@ class DenseMLP(MLP):
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
         made, _bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(activate(made, self._mlp.activation, self._mlp.is_gated))
+
+
+class NormedMLP(DenseMLP):
+    """The MLP beside experts, between norms of its own."""
+
+    def __init__(self, config: TransformerConfig, mlp: Mlp, norm: type[RMSNorm]) -> None:
+        super().__init__(config, mlp)
+        self.input_norm, self.output_norm = (
+            norm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(2)
+        )
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
+        made, bias = super().forward(self.input_norm(hidden_states))
+        return self.output_norm(made), bias
 
 
 class MegatronModel:
@@ -337,7 +352,10 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
             layer.submodules.self_attn_bda = IdentityFuncOp
     match mlp:
         case Mixture() as mixture:
-            params = {"mixture": mixture, "mesh": mesh, "shared": partial(DenseMLP, mlp=mixture.shared_mlp)}
+            shared, own = partial(DenseMLP, mlp=mixture.shared_mlp), None
+            if mixture.is_beside:
+                shared, own = partial(NormedMLP, mlp=mixture.shared_mlp, norm=norm), norm
+            params = {"mixture": mixture, "mesh": mesh, "shared": shared, "norm": own}
             layer.submodules.mlp = ModuleSpec(module=MegatronExperts, params=params)
         case Mlp():
             layer.submodules.mlp = ModuleSpec(module=DenseMLP, params={"mlp": mlp})

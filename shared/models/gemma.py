@@ -1,8 +1,8 @@
 """The settings of Gemma 3 and 4, and what of them is not computed."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from longshore.training import Linear
 from shared.models.dense import SCALINGS, DenseConfig, RopeConfig
@@ -68,6 +68,9 @@ class Gemma3Config(GemmaConfig):
         return rope.model_copy(update={"rope_theta": rope.rope_theta or self.rope_local_base_freq})
 
 
+_Number = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]  # transformers writes null
+
+
 class LayerHeads(BaseModel):
     """What a layer of Gemma 4 has of its own, of attention. None: as the model."""
 
@@ -88,7 +91,10 @@ class Gemma4Config(GemmaConfig):
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = Field(default=256, ge=0)
     vocab_size_per_layer_input: int = Field(default=262_144, ge=1)
-    enable_moe_block: bool = False
+    enable_moe_block: bool = False  # experts beside the MLP of each layer
+    num_experts: _Number = 0
+    top_k_experts: _Number = 0
+    moe_intermediate_size: _Number = 0
     use_bidirectional_attention: Literal["vision"] | None = None  # of the tokens of images alone
 
     @model_validator(mode="before")
@@ -117,10 +123,10 @@ class Gemma4Config(GemmaConfig):
         return self.intermediate_size * (2 if is_wide else 1)
 
     def own_problem(self) -> str | None:
-        if self.enable_moe_block:
-            return "enable_moe_block=true is not supported: experts beside an MLP are not computed"
         if problem := super().own_problem():
             return problem
+        if self.enable_moe_block and not (self.moe_intermediate_size and 0 < self.top_k_experts <= self.num_experts):
+            return "enable_moe_block=true needs moe_intermediate_size, num_experts, and top_k_experts of no more"
         if not set(self.windows) <= set(self.windows[: self.num_hidden_layers - self.num_kv_shared_layers]):
             return f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer that makes what they share"
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:

@@ -12,7 +12,7 @@ from shared.jobs.packed import RouteShape
 from shared.models.config import FAMILIES
 from shared.models.dense import DenseConfig
 from shared.models.families import Block, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
-from shared.models.gemma import GemmaConfig
+from shared.models.gemma import Gemma4Config, GemmaConfig
 from shared.models.generic import GenericConfig
 
 _MEGATRON_ALONE = (
@@ -96,7 +96,8 @@ class ModelShape(Frozen):
         if self.blocks is not None:
             return tuple(name for name, number in self.blocks.numbers(1).items() if number)
         own = {*(self.latent_linears or _OF_ATTENTION), *_OF_MLP, *(DELTA_NET if self.delta_net else ())}
-        return tuple(name for name in LINEARS if name in own - {*(_OF_MLP if self.has_stacked_experts else ())})
+        unseen = _OF_MLP if self.has_stacked_experts and not self.layers else ()  # else an MLP is beside them
+        return tuple(name for name in LINEARS if name in own - {*unseen})
 
     def num_linears(self, targets: Container[Target]) -> int:
         """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
@@ -156,7 +157,9 @@ class ModelShape(Frozen):
 def shape_of(config: DenseConfig) -> ModelShape:
     mixture = config if isinstance(config, MixtureConfig) else None
     stacked = config if isinstance(config, GptOssConfig) else None
-    experts = mixture or stacked
+    beside = config if isinstance(config, Gemma4Config) and config.enable_moe_block else None
+    routed = mixture or beside
+    experts = routed or stacked
     hybrid = config if isinstance(config, HybridConfig) else None
     latent = config if isinstance(config, LatentConfig) else None
     gemma = config if isinstance(config, GemmaConfig) else None
@@ -169,11 +172,11 @@ def shape_of(config: DenseConfig) -> ModelShape:
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         num_experts=experts.num_experts if experts else 0,
-        expert_ffn_size=stacked.intermediate_size if stacked else mixture.moe_intermediate_size if mixture else 0,
+        expert_ffn_size=stacked.intermediate_size if stacked else routed.moe_intermediate_size if routed else 0,
         shared_ffn_size=mixture.shared_ffn_size if mixture else 0,
         head_dim=config.size_of_heads,
         is_gated=hybrid is not None,
-        has_stacked_experts=stacked is not None,
+        has_stacked_experts=bool(stacked or beside),
         delta_net=hybrid and _delta_net(hybrid),
         latent_linears=latent and _latent_linears(latent),
         num_dense=latent.is_dense.count(True) if latent else 0,
@@ -257,10 +260,11 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     if rule := broken_rule(engine, layout):
         raise InvalidInput(rule, "layout")
     check_family(engine, shape.family)
+    has_mlps = not shape.num_experts or shape.num_dense or shape.blocks or shape.layers
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", math.gcd(shape.num_kv_heads, *(layer.num_kv_heads for layer in shape.layers))),
-        ("feed-forward size", 0 if shape.num_experts and not shape.num_dense and not shape.blocks else shape.ffn_size),
+        ("feed-forward size", shape.ffn_size if has_mlps else 0),
         ("channels of its shared expert", shape.shared_ffn_size),
         ("key heads of its delta nets", shape.delta_net.num_key_heads if shape.delta_net else 0),
         ("groups of its Mamba layers", shape.blocks.num_groups if shape.blocks else 0),

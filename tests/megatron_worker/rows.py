@@ -44,7 +44,7 @@ def distinct_model(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):  # of routers and experts
                 is_zero_centred = family == "gemma3" or (family.startswith("qwen3_5") and "linear_attn" not in name)
                 weight.copy_((0 if is_zero_centred else 1) + 0.2 * noise)
                 if family == "gemma4" and "q_norm" in name:  # has what others' scale of scores does

@@ -209,7 +209,7 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
         ({"model_type": "olmo3", "sliding_window_pattern": 6, "rope_parameters": None}, "sliding_window_pattern"),
         (
-            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"truncate": False}}},
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": {"truncate": False}}},
             "truncate=false: transformers does not read it",
         ),
         ({"model_type": "olmo3"}, "rope_parameters has neither full_attention nor sliding_attention"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.families import sampled
 from longshore.layout import Layout
 from longshore.training import LINEARS, Lora
 from megatron_worker.families import read_architecture, read_config
@@ -23,9 +24,14 @@ from tests.megatron_worker.trees import trees_beside_chains
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gemma4", "gemma4 with experts"])
 def model(request, tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("gemma"), request.param, tied=False, num_layers=4)
+    family, *experts = request.param.split(maxsplit=1)
+    folder, config = tmp_path_factory.mktemp("gemma"), EXPERTS if experts else None
+    return distinct_model(folder, family, tied=False, num_layers=4, config=config)
 
 
 def changed(folder, to, **settings):
@@ -66,6 +72,7 @@ SIZES = {
 VARIANTS = {
     "as 31B": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "as E2B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "as 26B": EXPERTS | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "embeddings alone": {"hidden_size_per_layer_input": 8},
     "one shared": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "attention_k_eq_v": True},
     "scaled": {
@@ -92,6 +99,10 @@ def test_variants_of_gemma4_score_as_in_transformers(tmp_path, variant):
     model.save_pretrained(tmp_path)
     found = logprobs(MegatronEngine(tmp_path, Layout(), "float32"), bin_of(rows))
     assert (found - logprobs_in_transformers(model.eval(), rows)).abs().max() <= 1e-5
+
+
+def test_the_sampler_draws_by_the_trainer_s_logprobs(model):
+    assert sampled(model, MegatronEngine(model, Layout(), "float32")) <= 1e-5
 
 
 def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
@@ -192,7 +203,7 @@ def test_a_decoder_is_trained_beside_its_tower(tmp_path, family):
         ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "neither full_attention nor"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, "'proportional'"),
         ("gemma3", {"tie_word_embeddings": True}, "differ"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=true needs"),
         ("gemma4", {"num_kv_shared_layers": 3}, "leaves no layer that makes"),
         ("gemma4", {"num_kv_shared_layers": 1}, "'model.layers.2.self_attn.k_proj.weight' is missing"),
         ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: Input should be None"),

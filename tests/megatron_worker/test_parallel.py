@@ -47,8 +47,10 @@ MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2)]}
 MAMBA_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2)], 4: [Layout(pp=2, ep=2, dp=2)]}
 GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
 GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
+GEMMA4_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2)]}
 GRANITE = {2: [Layout(tp=2), Layout(pp=2)]}
 OLMO = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
+EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},
@@ -60,6 +62,7 @@ MODELS: dict[str, dict] = {
     "mamba-experts": {"family": "nemotron_h"},
     "gemma3": {"family": "gemma3"},
     "gemma4": {"family": "gemma4", "num_layers": 4},
+    "gemma4-experts": {"family": "gemma4", "config": EXPERTS_BESIDE},
     "granite": {"family": "granite"},
     "olmo": {"family": "olmo3", "tied": False},
 }
@@ -78,7 +81,21 @@ ALL_TRIALS = [
     (name, layout)
     for name, worlds in zip(
         MODELS,
-        (DENSE, EXPERTS, HYBRID, HYBRID_EXPERTS, WINDOWS, LATENT, MAMBA, MAMBA_EXPERTS, GEMMA3, GEMMA4, GRANITE, OLMO),
+        (
+            DENSE,
+            EXPERTS,
+            HYBRID,
+            HYBRID_EXPERTS,
+            WINDOWS,
+            LATENT,
+            MAMBA,
+            MAMBA_EXPERTS,
+            GEMMA3,
+            GEMMA4,
+            GEMMA4_EXPERTS,
+            GRANITE,
+            OLMO,
+        ),
         strict=True,
     )
     for own in worlds.values()

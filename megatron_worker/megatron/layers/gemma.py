@@ -18,6 +18,7 @@ from torch.nn.utils import skip_init
 from megatron_worker.families.architecture import Architecture, NormedBlock
 from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.megatron.attention import BinPlan, attend, rotate, whole_context
+from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.megatron.parallel.collectives import own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -101,15 +102,19 @@ class NormedLayer(torch.nn.Module):
         self.pre_mlp_layernorm, self.post_mlp_layernorm = before(), norm(config, size, eps)
         self.self_attention = build_module(self_attention, config=config, layer_number=layer_number)
         self.mlp = build_module(mlp, config=config)
+        if isinstance(self.mlp, MegatronExperts):  # which norm what they take themselves
+            self.pre_mlp_layernorm = torch.nn.Identity()
         self.per_layer = PerLayerBlock(block, config, norm) if block.per_layer_size else None
 
-    def forward(self, hidden_states: Tensor, attention_mask: LayerInputs, **_: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: LayerInputs, padding_mask: Tensor | None = None, **_: object
+    ) -> tuple[Tensor, None]:
         hidden_s1H, inputs = hidden_states, attention_mask
         mixed, _bias = self.self_attention(
             self.input_layernorm(hidden_s1H), attention_mask=inputs.plan, number=self._number, kept=inputs.kept
         )
         hidden_s1H = hidden_s1H + self.post_attention_layernorm(mixed)
-        put_out, _bias = self.mlp(self.pre_mlp_layernorm(hidden_s1H))
+        put_out, _bias = self.mlp(self.pre_mlp_layernorm(hidden_s1H), padding_mask=padding_mask)
         hidden_s1H = hidden_s1H + self.post_mlp_layernorm(put_out)
         if self.per_layer is not None:
             assert inputs.per_layer_sLP is not None
