@@ -202,6 +202,9 @@ def _with_blocks(shape: ModelShape, config: NemotronHConfig) -> ModelShape:
 
 def _routes(config: DenseConfig) -> RouteShape | None:
     """Return the experts of a token; None: there are none."""
+    if isinstance(config, Gemma4Config) and config.enable_moe_block:
+        sizes = config.num_experts, config.top_k_experts
+        return RouteShape(num_layers=config.num_hidden_layers, num_experts=sizes[0], per_token=sizes[1])
     if not isinstance(config, MixtureConfig | GptOssConfig):
         return None
     has_experts = (True,) * config.num_hidden_layers

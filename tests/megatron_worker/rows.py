@@ -18,6 +18,8 @@ from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
 from shared.jobs.packed import RouteShape
 
+EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+"""Settings of Gemma 4 with experts beside its MLPs."""
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 

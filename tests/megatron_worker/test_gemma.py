@@ -17,20 +17,24 @@ from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import start
-from tests.megatron_worker.rows import bin_of, distinct_model, model_with_tower, random_rows, reference_steps
+from tests.megatron_worker.rows import (
+    EXPERTS_BESIDE,
+    bin_of,
+    distinct_model,
+    model_with_tower,
+    random_rows,
+    reference_steps,
+)
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, transformers_model
 from tests.megatron_worker.trees import trees_beside_chains
 
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 
 
-EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-
-
 @pytest.fixture(scope="module", params=["gemma3", "gemma4", "gemma4 with experts"])
 def model(request, tmp_path_factory):
     family, *experts = request.param.split(maxsplit=1)
-    folder, config = tmp_path_factory.mktemp("gemma"), EXPERTS if experts else None
+    folder, config = tmp_path_factory.mktemp("gemma"), EXPERTS_BESIDE if experts else None
     return distinct_model(folder, family, tied=False, num_layers=4, config=config)
 
 
@@ -72,7 +76,8 @@ SIZES = {
 VARIANTS = {
     "as 31B": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "as E2B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-    "as 26B": EXPERTS | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "as 26B": EXPERTS_BESIDE
+    | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "embeddings alone": {"hidden_size_per_layer_input": 8},
     "one shared": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "attention_k_eq_v": True},
     "scaled": {

@@ -15,7 +15,7 @@ from tests.depth import drawn
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
 from tests.megatron_worker.parallel_ranks import KINDS, Trial
-from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.rows import EXPERTS_BESIDE, distinct_model
 from tests.megatron_worker.trials import run_trials
 
 DENSE = {
@@ -50,7 +50,6 @@ GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=
 GEMMA4_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2)]}
 GRANITE = {2: [Layout(tp=2), Layout(pp=2)]}
 OLMO = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
-EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
     "experts": {"family": "qwen3_moe", "tied": False},

@@ -26,7 +26,7 @@ from shared.errors import InvalidInput
 from shared.models.shape import shape_of
 from tests.megatron_worker.parallel_ranks import STEPS, step
 from tests.megatron_worker.replayed import routers_of, with_own_routes
-from tests.megatron_worker.rows import Row, bin_of, distinct_model
+from tests.megatron_worker.rows import EXPERTS_BESIDE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, running
 from tests.megatron_worker.scores import logprobs
 from tests.megatron_worker.test_sampler_experts import ids_of
@@ -41,6 +41,7 @@ FAMILIES: dict[Family, tuple[int, int]] = {
     "deepseek_v3": (3, 2),
     "glm4_moe_lite": (3, 2),
     "nemotron_h": (7, 2),
+    "gemma4": (4, 4),
 }
 LENGTH = 9
 
@@ -58,7 +59,8 @@ class Drawn:
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """Two prompts, of which transformers' model reads one in two parts, and three samples of each."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = distinct_model(folder / "model", request.param, tied=False, num_layers=FAMILIES[request.param][0])
+    own = {"tied": True, "config": EXPERTS_BESIDE} if request.param == "gemma4" else {"tied": False}
+    model = distinct_model(folder / "model", request.param, num_layers=FAMILIES[request.param][0], **own)
     shape = shape_of(read_config(model)).routes
     assert shape is not None
     how = Drawing(
