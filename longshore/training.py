@@ -32,6 +32,10 @@ Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["nf4", "int8", "fp8"]
 QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
+Recompute = Literal["auto", "on", "off"]
+RECOMPUTE_DESCRIPTION = (
+    "compute layers again in the backward, in less memory; auto: where the longest example fits the budget only so"
+)
 OptimizerStates = Literal["float32", "8bit"]
 STATES_DESCRIPTION = "how AdamW's two moments are held; 8bit: megatron alone"
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
@@ -174,6 +178,7 @@ class SessionRun(Frozen):
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
+    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"

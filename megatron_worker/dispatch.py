@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.training import Adam, Full, Lora
+from longshore.training import Adam, Full, Lora, Recompute
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
@@ -86,6 +86,7 @@ class Dispatcher:
         self.engine = engine
         self.planner = Planner(engine.facts)
         self.slots: set[SlotName] = set()
+        self.recomputing: set[SlotName] = set()  # whose passes compute their layers again
         self._sent: dict[SlotName, LastSent] = {}
 
     @property
@@ -125,6 +126,7 @@ class Dispatcher:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
+        self.recomputing.discard(slot)
         self._sent.pop(slot, None)
         self.engine.drop_slot(slot)
         if slot is None:
@@ -169,8 +171,13 @@ class Dispatcher:
     def resident(self, slot: SlotName) -> Iterator[None]:
         """Have a slot and all that trains it on the device over several commands."""
         self.engine.set_adapter(slot)
+        self.engine.recompute = slot in self.recomputing
         with self.engine.training():
             yield
+
+    def set_recompute(self, slot: SlotName, recompute: bool) -> None:
+        """Let the slot's passes compute their layers again in the backward, or not."""
+        (self.recomputing.add if recompute else self.recomputing.discard)(slot)
 
     def form_micro_batches(
         self,
@@ -179,7 +186,8 @@ class Dispatcher:
         loss: LossFunction,
         budget_bytes: int,
         most_tokens: int | None = None,
-        recorded_tokens: int | None = None,
+        recompute: Recompute = "auto",
+        recorded: tuple[int, bool] | None = None,
     ) -> None:
         """Cut the data's steps into bins whose passes stay within a memory budget.
 
@@ -188,16 +196,25 @@ class Dispatcher:
 
         Args:
             most_tokens: of a bin, whatever the budget has room for.
-            recorded_tokens: the number that a checkpoint records. It is taken if it holds the longest example.
+            recompute: layers compute again in the backward; "auto": where the longest example fits in no other way.
+            recorded: the number, and whether they do, that a checkpoint records. It is taken if it holds the longest
+                example and `recompute` allows it.
 
         Raises:
             InvalidInput: an example does not fit.
         """
-        tokens = recorded_tokens
-        if tokens is None or tokens < data.longest_unit:
-            drawn = random_state()
-            with self.resident(slot):
-                tokens = self.planner.step_tokens(self.engine, loss, data.units, budget_bytes, data.most_step_tokens)
+        ways = {"off": (False,), "on": (True,), "auto": (False, True)}[recompute]
+        if recorded is not None and recorded[0] >= data.longest_unit and recorded[1] in ways:
+            tokens, recomputes = recorded
+            self.set_recompute(slot, recomputes)
+        else:
+            drawn, limits = random_state(), (budget_bytes, data.most_step_tokens)
+            for recomputes in ways:
+                self.set_recompute(slot, recomputes)
+                with self.resident(slot):
+                    tokens = self.planner.step_tokens(self.engine, loss, data.units, *limits)
+                if tokens >= data.longest_unit:
+                    break
             set_random_state(drawn)
         data.cut_to(min(tokens, most_tokens or tokens), self.facts.layout.dp)
 

@@ -275,6 +275,9 @@ class Engine(Protocol):
     """See the module's docstring. An engine holds one base model and any number of named adapter slots beside it."""
 
     facts: Facts
+    recompute: bool
+    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
+    Gradients are the same bits. The adapter that is active must be that of the forward."""
 
     # What to train: one of these is called before the first step of a job.
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:

@@ -92,8 +92,10 @@ class PlannedSteps(Program):
         plan = self.plan
         if plan.memory_budget_bytes is not None:
             tokens = None if before is None else before.micro_batch_tokens
+            recorded = None if before is None or tokens is None else (tokens, before.recompute)
             limits = plan.memory_budget_bytes, plan.max_micro_batch_tokens
-            self.slot.dispatcher.form_micro_batches(self.slot.slot, self.data, self._loss, *limits, tokens)
+            dispatcher, slot = self.slot.dispatcher, self.slot.slot
+            dispatcher.form_micro_batches(slot, self.data, self._loss, *limits, plan.recompute, recorded)
             self.slot.micro_batch_tokens = self.data.most_tokens
 
     def _score_reference(self) -> Iterator[None]:

@@ -135,12 +135,18 @@ class TrainedSlot:
         self.dispatcher.zero_grad(self.slot)
         return self._stepped(number, {"skipped": 1.0})
 
+    @property
+    def recomputes(self) -> bool:
+        """True if layers are computed again in the backward."""
+        return self.slot in self.dispatcher.recomputing
+
     def _stepped(self, number: int, update: dict[str, float]) -> dict[str, float]:
         metrics = {
             **update,
             **{name: value for name, value in reported(self.sums).items() if name not in ("loss", "weight")},
             "step_s": self._sums_s,
             "tokens_per_s": self.sums["tokens"] / self._sums_s,
+            **({"recomputed": 1.0} if self.recomputes else {}),
             "memory_bytes": float(self.ranks.largest([self.dispatcher.engine.memory().device_bytes])[0]),
         }
         self._forget_gradients()
@@ -161,7 +167,8 @@ class TrainedSlot:
         if self.saved_at == self.at:
             return
         write = partial(self.dispatcher.save_state, self.slot)
-        self.written = save_checkpoint(write, self.ranks, self.job, self.model_sha256, self.at, self.micro_batch_tokens)
+        passes = self.micro_batch_tokens, self.recomputes
+        self.written = save_checkpoint(write, self.ranks, self.job, self.model_sha256, self.at, *passes)
         self.saved_at = self.at
         self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
 

@@ -260,6 +260,7 @@ def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
     adapter = None if starts_from is None else folders[starts_from]
     slot, _ = slots_of(plan.run_id, plan.trainable)
     dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
+    dispatcher.set_recompute(slot, plan.recompute == "on")
     # Setting up may have drawn random numbers: the steps begin at the seed again.
     torch.manual_seed(plan.seed)
 

@@ -176,6 +176,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             dtype=dtype_of(run),
             quantize_base=run.quantize_base,
             optimizer_states=run.optimizer_states,
+            recompute=run.recompute,
             threads_per_rank=self._start.threads_per_rank,
             trainable=run.trainable,
             initial_adapter=state.adapter,

@@ -53,6 +53,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         # One rank alone may run out of memory.
         with self._ranks.agreement(), refusing(read_architecture(model).family):
             self._model = FsdpModel(model, self._ranks, self._dtype)
+        self._let_recompute(self._model.layers)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
         self._slots = Slots(

@@ -77,6 +77,7 @@ class FsdpModel:
         self._styles = split_by_plan(headed.causal_lm, ranks)
         splits = {name: split_dimension(p) for name, p in headed.named_parameters()}
         self._root = _shard(headed, ranks)
+        self.layers: list[Any] = [m for m in headed.causal_lm.modules() if isinstance(m, FSDPModule)]
         self._root.to_empty(device=ranks.device)
         _make_buffers(headed.causal_lm, is_bounded=not is_generic(self.architecture))
         config = headed.causal_lm.config.to_dict()

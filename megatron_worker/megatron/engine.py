@@ -67,6 +67,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
+        self._let_recompute(self._model.layers)
         self._passes = PipelinePasses(self._model, self._mesh)
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
         weights = WholeWeights({**self._model.flat.views, **self._model.quantized})

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from typing import Any
@@ -216,6 +216,11 @@ class MegatronModel:
     def output_weight_VH(self) -> Tensor:
         """The output embedding of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
+
+    @property
+    def layers(self) -> Iterable[torch.nn.Module]:
+        layers: torch.nn.ModuleList = self._gpt.decoder.layers
+        return layers
 
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none."""

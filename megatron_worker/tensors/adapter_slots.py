@@ -164,13 +164,15 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def dropping(self) -> Iterator[None]:
         """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
         training = self.training
-        masks = Masks(0.0, 0) if training.slot is None else self.adapters[training.slot].masks
-        masks.moment = training.optimizer.step_count, training.num_bins
+        moment = training.optimizer.step_count, training.num_bins
         training.num_bins += 1
-        try:
+        with self.masks.at(moment):
             yield
-        finally:
-            masks.moment = None
+
+    @property
+    def masks(self) -> Masks:
+        """Those of the active slot's dropout; the base has none."""
+        return Masks(0.0, 0) if self.active is None else self.adapters[self.active].masks
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""

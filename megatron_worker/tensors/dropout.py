@@ -4,6 +4,8 @@ A mask follows from the run's seed, the step, the bin in it and the linear: a ru
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,14 @@ class Masks:
     rate: float
     seed: int
     moment: tuple[int, int] | None = None
+
+    @contextmanager
+    def at(self, moment: tuple[int, int] | None) -> Iterator[None]:
+        before, self.moment = self.moment, moment
+        try:
+            yield
+        finally:
+            self.moment = before
 
     def seed_of(self, linear: str, place: int) -> int | None:
         """Return the seed of a linear's mask on ranks of this place; None where nothing is dropped."""

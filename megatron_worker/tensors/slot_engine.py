@@ -1,11 +1,15 @@
 """What an engine does by its slots alone, which is the same for all engines."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import Generic, Unpack
+from typing import Any, Generic, Unpack
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longshore.training import Adam, Full, Lora
 from megatron_worker.engine import Memory, Norms, Outgoing, Part, PartPlaces, Where
@@ -16,6 +20,26 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     """The part of `megatron_worker.engine.Engine` that only the slots do. A subclass sets `_slots`."""
 
     _slots: Slots[AdapterT, OptimizerT]
+    recompute = False
+
+    def _let_recompute(self, layers: Iterable[torch.nn.Module]) -> None:
+        for layer in layers:
+            layer.forward = partial(self._run_layer, layer.forward)
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; with `recompute` so that of its tensors a graph keeps the inputs alone.
+
+        The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Not
+        megatron's own recomputation: it needs CUDA's random state, gives a layer tensors alone, and makes no gradients
+        of adapters where a layer's input needs none.
+        """
+        if not (self.recompute and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        masks = self._slots.masks
+        moment = masks.moment
+        again = partial(copy_context().run, forward)  # of the FSDP engine: the bin's forests
+        how: Any = {"context_fn": lambda: (nullcontext(), masks.at(moment)), "preserve_rng_state": False}
+        return checkpoint(again, *args, use_reentrant=False, **how, **kwargs)
 
     # What is trained.
 

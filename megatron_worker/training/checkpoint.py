@@ -34,7 +34,8 @@ class CheckpointState(Frozen):
 
     `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`); None in checkpoints of
     schema 1, which did not say. `micro_batch_tokens`: of the largest, where the job has a memory budget; not written
-    elsewhere. A session has no data on file, and as many steps as commands.
+    elsewhere. `recompute`: layers were computed again in the backward; not written elsewhere. A session has no data on
+    file, and as many steps as commands.
     """
 
     schema_version: Literal[1, 2] = 2
@@ -46,12 +47,15 @@ class CheckpointState(Frozen):
     units_sha256: Sha256 | None = None
     plan_sha256: Sha256 | None = None
     micro_batch_tokens: int | None = None
+    recompute: bool = False
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
         fields: dict[str, object] = serialize(self)
         if self.micro_batch_tokens is None:
             del fields["micro_batch_tokens"]
+        if not self.recompute:
+            del fields["recompute"]
         return fields
 
 
@@ -76,6 +80,7 @@ def save_checkpoint(
     model_sha256: str,
     step: int,
     micro_batch_tokens: int | None = None,
+    recompute: bool = False,
 ) -> Written:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
@@ -86,7 +91,7 @@ def save_checkpoint(
     """
     final = Path(job.checkpoint_dir) / checkpoint_name(step)
     temporary = Path(job.scratch_dir) / final.name
-    state, drawn = _state(job.plan, model_sha256, step, micro_batch_tokens), random_state()
+    state, drawn = _state(job.plan, model_sha256, step, micro_batch_tokens, recompute), random_state()
 
     def write() -> str:
         try:
@@ -182,7 +187,9 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
         )
 
 
-def _state(plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None) -> CheckpointState:
+def _state(
+    plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None, recompute: bool = False
+) -> CheckpointState:
     data = next(iter(plan.packed), None)
     return CheckpointState(
         run_id=plan.run_id,
@@ -193,6 +200,7 @@ def _state(plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: i
         units_sha256=data.units.sha256 if data else None,
         plan_sha256=data.plan.sha256 if data else None,
         micro_batch_tokens=micro_batch_tokens,
+        recompute=recompute,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Lora, OptimizerStates, Quantization, Target
+from longshore.training import Dtype, Lora, OptimizerStates, Quantization, Recompute, Target
 
 LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
 """Fields of `trainable` in a run."""
@@ -27,6 +27,7 @@ class OwnSettings(Frozen):
     dtype: Dtype | None = None
     quantize_base: Quantization | None = None
     optimizer_states: OptimizerStates | None = None
+    recompute: Recompute | None = None
     max_tokens: int | None = None
     bin_tokens: int | None = None
     weight_decay: float | None = None

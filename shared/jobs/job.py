@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Trainable, fields_fit_engine
+from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Recompute, Trainable, fields_fit_engine
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import Loss, is_policy_loss, reference_of, scores_old
@@ -63,6 +63,7 @@ class WorkerPlan(Frozen):
     dtype: Dtype = "float32"
     quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are held")
     optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are held")
+    recompute: Recompute = Field(default="auto", description="layers are computed again in the backward")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
     trainable: Trainable
     initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")

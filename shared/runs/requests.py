@@ -10,6 +10,7 @@ from longshore.losses import PPO, PolicyLoss
 from longshore.training import (
     DTYPE_DESCRIPTION,
     QUANTIZE_DESCRIPTION,
+    RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
     Dtype,
     DtypeChoice,
@@ -17,6 +18,7 @@ from longshore.training import (
     ModelUri,
     OptimizerStates,
     Quantization,
+    Recompute,
     SessionRun,
     Trainable,
     fields_fit_engine,
@@ -75,6 +77,7 @@ class _DatasetRun(Frozen):
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
+    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
@@ -219,6 +222,7 @@ class RLRun(Frozen):
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
+    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )

@@ -51,6 +51,8 @@ class _Slot:
 
 
 class TinyEngine:
+    recompute = False
+
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         cpu = torch.device("cpu")

@@ -93,8 +93,9 @@ def rl_plan(reference: Artifact | None, changes: dict[str, object] | None = None
 
 @pytest.mark.parametrize("budget", [None, 1 << 30])
 def test_bins_are_the_upper_bound_of_what_a_memory_budget_allows(budget: int | None) -> None:
-    changes = {"memory_budget_bytes": budget, "bin_tokens": 4096}
+    changes = {"memory_budget_bytes": budget, "bin_tokens": 4096, "recompute": "on"}
     for plan in (plan_of(**changes), rl_plan(None, changes)):
+        assert plan.recompute == "on"
         assert (plan.memory_budget_bytes, plan.max_micro_batch_tokens) == (budget, 4096 if budget else None)
 
 
