@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import provenance
-from examples.tiny_model import Family
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.engine import Engine
@@ -26,6 +25,7 @@ from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
+from shared.models.config import Family
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient

@@ -47,7 +47,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import provenance
-from examples.tiny_model import Family, make_tiny_model
+from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Lora
@@ -61,6 +61,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
+from shared.models.config import Family
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 256, 4, 4, 2, 64, 16
 CPU = torch.device("cpu")

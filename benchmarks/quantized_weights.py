@@ -19,13 +19,14 @@ from typing import get_args
 import torch
 
 from benchmarks.machine import provenance
-from examples.tiny_model import Family, make_tiny_model
+from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Full, Lora, Quantization
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from shared.models.config import Family
 from tests.megatron_worker.rows import Row, bin_of
 
 LOSS, LORA, ADAM = loss_function(CrossEntropy()), Lora(rank=16, alpha=32), Adam()

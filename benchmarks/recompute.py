@@ -17,12 +17,13 @@ from typing import get_args
 import torch
 
 from benchmarks.machine import provenance
-from examples.tiny_model import Family, make_tiny_model
+from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory.live_bytes import new_meter
 from megatron_worker.memory.probes import measure_step
+from shared.models.config import Family
 from tests.megatron_worker.driving import LOSS
 from tests.megatron_worker.rows import bin_of, random_rows
 

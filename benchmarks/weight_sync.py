@@ -44,7 +44,7 @@ import torch
 from benchmarks.machine import PeakMemory, provenance
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
-from examples.tiny_model import Family, make_tiny_model
+from examples.tiny_model import make_tiny_model
 from longshore.layout import EngineName, Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Full
@@ -54,6 +54,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.transports.table import why_not
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget, Transport
+from shared.models.config import Family
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 

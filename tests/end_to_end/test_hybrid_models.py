@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_model import Family
+from shared.models.config import Family
 from tests.depth import drawn
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import ranks, signal_all

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.tiny_model import Family, make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from shared.jobs.packed import RouteShape
+from shared.models.config import Family
 
 EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 """Settings of Gemma 4 with experts beside its MLPs."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.tiny_model import Family
 from longshore.layout import Layout
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import slices_of
@@ -17,6 +16,7 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
+from shared.models.config import Family
 from tests.megatron_worker.engines import ENGINES, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.tiny_model import Family
 from longshore.layout import Layout
 from longshore.training import LATENT, TARGETS, Adam, Lora
 from megatron_worker.families import read_architecture
@@ -22,6 +21,7 @@ from megatron_worker.sampler.decoders.interface import open_decoder
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.trainer_rank.rank import TrainerRank
 from shared.errors import InvalidInput
+from shared.models.config import Family
 from shared.models.peft import config_of, module_of, read_config
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, accumulate, train
 from tests.megatron_worker.engines import ENGINES

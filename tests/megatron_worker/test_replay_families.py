@@ -15,7 +15,6 @@ from activities.sampling.completions import SampledGroup
 from activities.sampling.routes import RoutesFile, RoutesWriter
 from activities.sampling.sample import Drawing, draw_group
 from activities.tokenizing.render_prompts import PromptRow
-from examples.tiny_model import Family
 from longshore.layout import Layout
 from longshore.training import Full
 from megatron_worker.families import architecture_of, read_config
@@ -23,6 +22,7 @@ from megatron_worker.families.architecture import Mixture
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
+from shared.models.config import Family
 from shared.models.shape import shape_of
 from tests.megatron_worker.parallel_ranks import STEPS, step
 from tests.megatron_worker.replayed import routers_of, with_own_routes

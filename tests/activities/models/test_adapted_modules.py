@@ -11,12 +11,12 @@ from activities.host_context import HostContext
 from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decoder_modules, read_config
 from activities.models.resolve import Resolve
 from activities.sources.models import locate
-from examples.tiny_model import Family
 from longshore.training import Lora
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
+from shared.models.config import Family
 from shared.models.lora_modules import OUTPUT
 from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
