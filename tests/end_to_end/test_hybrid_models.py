@@ -1,4 +1,4 @@
-"""Models with recurrent layers, a tower of vision or latents are trained, killed, published and asked as any other."""
+"""Models of each kind of family, one with a tower of vision, are trained, killed, published and asked as any other."""
 
 import signal
 from pathlib import Path
@@ -12,7 +12,13 @@ from tests.end_to_end.victims import ranks, signal_all
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 
 pytestmark = [pytest.mark.slow, pytest.mark.drawn]
-FAMILIES = drawn(["qwen3_5", "glm4_moe_lite", "nemotron_h"], 1)
+FAMILIES = drawn(
+    [
+        *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite", "nemotron_h"),
+        *("granite", "olmo3"),
+    ],
+    1,
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -26,7 +32,8 @@ def options_of_family(
     family: Family, sft_options: list[str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[str]:
     folder = tmp_path_factory.mktemp("family")
-    model = model_with_tower(folder, family)[1] if family == "qwen3_5" else distinct_model(folder, family, tied=False)
+    is_tied = family.startswith("gemma")
+    model = model_with_tower(folder, family)[1] if family == "qwen3_5" else distinct_model(folder, family, is_tied)
     return [str(model) if option == str(tiny_model) else option for option in sft_options]
 
 
