@@ -92,7 +92,7 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
                 check_chat_template(location)
                 found |= _chats(TokenizerFiles(folder=folder, place=location.store.uri).load())
             with _noted(problems):
-                found |= _sizes(check_contents(location, read_all), config, lora, _ITEM_BYTES[dtype])
+                found |= _sizes(check_contents(location, config, read_all), config, lora, _ITEM_BYTES[dtype])
         return ModelLook(**found, problems=tuple(problems))
 
 

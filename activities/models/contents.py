@@ -11,7 +11,7 @@ from longshore.training import LINEARS, Linear
 from shared.errors import InvalidInput
 from shared.models.config import prefix_of
 from shared.models.dense import DenseConfig
-from shared.models.merging import floats_of
+from shared.models.merging import FLOATS, floats_of
 from shared.models.shape import ModelShape, shape_of
 
 _OF_LAYER = re.compile(
@@ -19,8 +19,6 @@ _OF_LAYER = re.compile(
     r"|\w+(?:\.(?P<of>experts)\.\d+|\.(?P<shared>shared_experts?))?\.(?P<linear>\w+))\.(?P<part>weight|bias)"
 )
 _ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
-_NORM_ALL_HEADS = ("olmo3",)  # together, not each by itself
-_FLOATS = ("F32", "BF16", "F16")
 
 
 def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> None:
@@ -34,13 +32,13 @@ def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> N
     whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
     for name, tensor in weights.tensors.items():
         own = name.removeprefix(f"{prefix}.")
-        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape)
+        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape, config.norms_all_heads)
         if expected is not None and tensor.shape != expected:
             rule = f"tensor {name} is {tensor.shape}, config.json says {expected}"
             raise InvalidInput(rule, location.place(weights.file_of[name]))
 
 
-def _of_layer(name: str, shape: ModelShape) -> tuple[int, ...] | None:
+def _of_layer(name: str, shape: ModelShape, norms_all_heads: bool) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a layer; None where it is not known."""
     match = _OF_LAYER.fullmatch(name)
     if match is None or (layer := int(match["layer"])) >= shape.num_layers:
@@ -50,7 +48,7 @@ def _of_layer(name: str, shape: ModelShape) -> tuple[int, ...] | None:
     if match["head_norm"]:
         num_heads = shape.num_heads if match["head_norm"] == "q_norm" else shape.num_kv_heads
         head_dim = shape.layers[layer].head_dim if shape.layers else shape.head_dim
-        return (head_dim * (num_heads if shape.family in _NORM_ALL_HEADS else 1),)
+        return (head_dim * (num_heads if norms_all_heads else 1),)
     if match["linear"] not in LINEARS:
         return None
     of: Literal["", "experts", "shared"] = "experts" if match["of"] else "shared" if match["shared"] else ""
@@ -67,7 +65,7 @@ def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> 
         InvalidInput: one holds a number that is not finite; names it.
     """
     for name, tensor in weights.tensors.items():
-        if tensor.dtype not in _FLOATS or not (all_of_them or _ROUTER.search(name)):
+        if tensor.dtype not in FLOATS or not (all_of_them or _ROUTER.search(name)):
             continue
         file = weights.file_of[name]
         for block in tensor_bytes(location, file, tensor):

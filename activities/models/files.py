@@ -18,11 +18,12 @@ from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import layer_of
+from shared.models.merging import FLOATS
 from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4,
@@ -49,7 +50,6 @@ _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
 _OF_LAYER = re.compile(
     r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
 )
-_DTYPES = ("F32", "BF16", "F16")
 
 
 class TensorEntry(BaseModel):
@@ -64,7 +64,7 @@ class TensorEntry(BaseModel):
     @property
     def is_consistent(self) -> bool:
         start, end = self.data_offsets
-        item_bytes = _ITEM_BYTES.get(self.dtype)
+        item_bytes = ITEM_BYTES.get(self.dtype)
         if item_bytes is None or min(self.shape, default=0) < 0:
             return False
         return 0 <= start <= end and end - start == math.prod(self.shape) * item_bytes
@@ -248,10 +248,8 @@ def _weight_map(location: Location) -> dict[str, str]:
         raise InvalidInput(problem, location.place(INDEX)) from error
 
 
-def check_weights(location: Location, any_family: bool = False) -> Weights:
-    """Read the headers of the weights.
-
-    Which tensors a model of no family of ours has (`any_family`) is not known here.
+def check_weights(location: Location, config: DenseConfig) -> Weights:
+    """Read the headers of the weights. Which tensors a model of no family of ours has is not known here.
 
     Raises:
         InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
@@ -268,7 +266,6 @@ def check_weights(location: Location, any_family: bool = False) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    config = read_config(location, any_family)
     check_dtypes(tensors, _file_of_weights(location))
     if isinstance(config, GenericConfig):
         return Weights(tensors, file_of)
@@ -327,8 +324,8 @@ def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
 def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
     """Raises InvalidInput for weights that are no floats of a kind that we train."""
     for name, tensor in tensors.items():
-        if name.endswith((".weight", ".bias")) and tensor.dtype not in _DTYPES:
-            problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(_DTYPES)}"
+        if name.endswith((".weight", ".bias")) and tensor.dtype not in FLOATS:
+            problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(FLOATS)}"
             raise InvalidInput(problem, place)
 
 

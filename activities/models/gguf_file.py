@@ -18,12 +18,12 @@ from activities.confined.fork_server import sign
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
 from shared.models.dense import RopeConfig
+from shared.models.merging import FLOATS
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from gguf.gguf_reader import ReaderTensor
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _BLOCK_BYTES = 8 << 20
 _TRAINED = range(8, 21)  # powers of two: how many positions a Llama was trained on before its rotation was scaled
 _SIZES = {
@@ -201,8 +201,8 @@ def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, pat
     for tensor in tensors:
         if (name := hugging_face_name(tensor.name)) is None:
             raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
-        kind = tensor.tensor_type.name if tensor.tensor_type.name in _ITEM_BYTES else "F32"
-        num_bytes, shape = tensor.n_elements * _ITEM_BYTES[kind], [int(size) for size in reversed(tensor.shape)]
+        kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
+        num_bytes, shape = tensor.n_elements * FLOATS[kind], [int(size) for size in reversed(tensor.shape)]
         content[name] = {"dtype": kind, "shape": shape, "data_offsets": (at, at + num_bytes)}
         at += num_bytes
     text = json.dumps(content).encode()
@@ -226,4 +226,4 @@ def _numbers(tensor: "ReaderTensor", config: dict[str, Any]) -> Iterator[bytes]:
     for start in range(0, len(data), step):
         sign(tensor.name)
         rows = swapped(data[start : start + step], head_size // 2, head_size)
-        yield (rows if tensor.tensor_type.name in _ITEM_BYTES else dequantize(rows, tensor.tensor_type)).tobytes()
+        yield (rows if tensor.tensor_type.name in FLOATS else dequantize(rows, tensor.tensor_type)).tobytes()

@@ -32,6 +32,7 @@ from activities.sources.models import Check, Location, locate, located
 from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
+from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
@@ -104,9 +105,10 @@ class Resolve:
             if (name := gguf_file(location)) is not None:
                 location = self._converted(location, name, check, request.tenant)
             shape = check(location)
-            weights = check_contents(location, any_family=_takes_any_family(request))
+            config = read_config(location, _takes_any_family(request))
+            weights = check_contents(location, config)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
-                modules = decoder_modules(weights, read_config(location))
+                modules = decoder_modules(weights, config)
                 beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
@@ -142,7 +144,7 @@ class Resolve:
                 try:
                     made = located(LocalStore(folder), manifest_of(folder))
                     check(made)
-                    check_contents(made)
+                    check_contents(made, read_config(made))
                 except InvalidInput as error:
                     raise InvalidInput(error.message, place) from error
                 room = Room(store, tenant, self._host.settings.quotas)
@@ -176,17 +178,16 @@ def _takes_any_family(request: ModelRequest) -> bool:
     return request.engine == "fsdp"
 
 
-def check_contents(location: Location, read_all: bool = False, any_family: bool = False) -> Weights:
+def check_contents(location: Location, config: DenseConfig, read_all: bool = False) -> Weights:
     """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
 
     Args:
         read_all: the numbers of all tensors.
-        any_family: see `check_weights`.
 
     Raises:
         InvalidInput: names the file, the tensor and the rule.
     """
-    weights, config = check_weights(location, any_family), read_config(location, any_family)
+    weights = check_weights(location, config)
     if not isinstance(config, GenericConfig):
         check_shapes(weights, config, location)
     check_finite(weights, location, all_of_them=read_all)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from activities.models.files import ITEM_BYTES
 from activities.models.gguf_names import swapped
 from shared.models.merging import Entry, Floats, bytes_of, floats_of
 
 FP8_BLOCK = 128
 MLX_GROUP = 64
 _FP8_LARGEST = np.float32(448)
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U32": 4}
 Parts = tuple[bytes, ...]
 
 

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from activities.confined.fork_server import sign
-from activities.models.files import INDEX
+from activities.models.files import INDEX, ITEM_BYTES
 from activities.models.gguf_names import GGUF_FAMILIES
-from activities.publishing.encodings import FP8_BLOCK, ITEM_BYTES, MLX_GROUP, Encoding, Fp8, Mlx, Written
+from activities.publishing.encodings import FP8_BLOCK, MLX_GROUP, Encoding, Fp8, Mlx, Written
 from activities.publishing.gguf_writing import begin_gguf, ggml_of
 from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, InvalidInput

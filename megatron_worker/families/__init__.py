@@ -78,7 +78,7 @@ def architecture_of(config: DenseConfig) -> Architecture:
             )
         case "olmo3":
             assert isinstance(config, Olmo3Config)
-            attention = dataclasses.replace(_attention(config, qk_norm=True), norms_all_heads=True)
+            attention = dataclasses.replace(_attention(config, qk_norm=True), norms_all_heads=config.norms_all_heads)
             alike = _windowed(_sized(config, attention), config, _ropes(config))
             return dataclasses.replace(alike, block=NormedBlock(norms_inputs=False))
         case "qwen2":

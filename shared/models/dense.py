@@ -74,6 +74,7 @@ class DenseConfig(BaseModel):
     model_config = ConfigDict(extra="ignore")
     names: ClassVar[TensorNames] = TensorNames()
     rope_types: ClassVar[tuple[str, ...]] = SCALINGS
+    norms_all_heads: ClassVar[bool] = False  # norms of queries and of keys are over all heads together
 
     model_type: str
     tensor_prefix: str = "model"

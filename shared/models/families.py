@@ -98,6 +98,7 @@ class Olmo3Config(LayerRopesConfig):
     names: ClassVar[TensorNames] = TensorNames(
         mixer_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm"
     )
+    norms_all_heads: ClassVar[bool] = True
 
     sliding_window_pattern: Literal[4] = 4
     rope_theta: float | None = 500_000.0

@@ -20,7 +20,8 @@ from shared.models.peft import CONFIG, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
+FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of a number of each type that is computed with, by safetensors' names."""
 Floats = NDArray[np.float32]
 
 
@@ -97,13 +98,13 @@ class Merger:
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
         scale, a_RI, b_OR = self.factors[module_of(entry.name)]
-        if entry.dtype not in _WIDTHS or entry.shape != (len(b_OR), a_RI.shape[1]):
+        if entry.dtype not in FLOATS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
                 f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
             )
         self._used.add(module_of(entry.name))
-        row_bytes = entry.shape[1] * _WIDTHS[entry.dtype]
+        row_bytes = entry.shape[1] * FLOATS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
@@ -140,7 +141,7 @@ def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
     if any(entry.start != stop or entry.stop < stop for entry, stop in zip(entries, stops, strict=False)):
         raise damaged
     for entry in entries:
-        if entry.dtype in _WIDTHS and entry.stop - entry.start != _WIDTHS[entry.dtype] * int(np.prod(entry.shape)):
+        if entry.dtype in FLOATS and entry.stop - entry.start != FLOATS[entry.dtype] * int(np.prod(entry.shape)):
             raise damaged
     return size + text, entries
 

@@ -30,7 +30,9 @@ def modules_before_a_run(config, model) -> dict[str, bool]:
     location = locate(str(model), "default", config, HUB_PATTERNS, lambda _: None)
     config = read_config(location)
     linears = shape_of(config).linears
-    return {name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location), config)}
+    return {
+        name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location, config), config)
+    }
 
 
 def modules_in_the_worker(model) -> dict[str, bool]:
