@@ -15,7 +15,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
-from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
+from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import (
     EXPERTS_BESIDE,
@@ -23,9 +23,9 @@ from tests.megatron_worker.rows import (
     distinct_model,
     model_with_tower,
     random_rows,
-    reference_steps,
 )
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, transformers_model
+from tests.megatron_worker.trained_beside import train_beside_peft, train_beside_torch
 from tests.megatron_worker.trees import trees_beside_chains
 
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
@@ -120,19 +120,12 @@ def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
     from peft import PeftModel
 
     driven = start("megatron", model)
-    driven.add_adapter("run", Lora(rank=4, alpha=8, targets=LINEARS), seed=3)
-    driven.save(tmp_path / "start")
-    reference = PeftModel.from_pretrained(transformers_model(model), tmp_path / "start" / "weights", is_trainable=True)
+    reference = train_beside_peft(driven, model, Lora(rank=4, alpha=8, targets=LINEARS), STEPS, tmp_path / "start")
     adapted = {name.removesuffix(".default.weight") for name, p in reference.named_parameters() if p.requires_grad}
     assert adapted == {
         n.removesuffix(".weight") for n in load_file(tmp_path / "start/weights/adapter_model.safetensors")
     }
     assert len(adapted) == 2 * shape_of(read_config(model)).num_linears(LINEARS)
-    expected = reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
-    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS])
-    assert expected[-1][0] < expected[0][0]
-    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-3)
     driven.save(tmp_path / "end")
     reloaded = PeftModel.from_pretrained(transformers_model(model), tmp_path / "end" / "weights")
     row = [STEPS[0][2]]
@@ -141,18 +134,11 @@ def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
 
 def test_twenty_full_steps_equal_those_of_torch(model, tmp_path):
     """The numbers that layers are multiplied by are not trained, and saved as they were."""
-    reference = transformers_model(model)
-    expected = reference_steps(reference, STEPS, 3e-4, ADAM.weight_decay, ADAM.clip_norm)
     driven = start("megatron", model, "full")
-    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS], learning_rate=3e-4)
-    assert expected[-1][0] < expected[0][0]
-    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    driven.save(tmp_path)
+    train_beside_torch(driven, model, STEPS, tmp_path)
     reloaded = transformers_model(tmp_path / "weights")
     row = [STEPS[0][2]]
     assert (logprobs(driven, bin_of(row)) - logprobs_in_transformers(reloaded, row)).abs().max() <= 1e-5
-    again = MegatronEngine(tmp_path / "weights", Layout(), "float32")
-    assert torch.equal(logprobs(again, bin_of(STEPS[0])), logprobs(driven, bin_of(STEPS[0])))
 
 
 def test_keys_and_values_that_nobody_takes_are_kept(tmp_path):

@@ -1,6 +1,5 @@
 """Hybrid models: no state passes from one sequence to another, branches start from their prefix's, towers are kept."""
 
-import dataclasses
 import json
 import shutil
 
@@ -12,22 +11,18 @@ from longshore.layout import Layout
 from longshore.training import DELTA_NET, Lora
 from megatron_worker.families import read_architecture, read_config
 from megatron_worker.families.model_slices import slices_of
-from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.mixers.delta_rule import plan_recurrence
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
-from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
+from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
-from tests.megatron_worker.rows import Row, bin_of, distinct_model, model_with_tower, random_rows, reference_steps
+from tests.megatron_worker.rows import Row, bin_of, distinct_model, model_with_tower, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers, transformers_model
+from tests.megatron_worker.state_faults import STATE_FAULTS, changed_by
+from tests.megatron_worker.trained_beside import train_beside_peft, train_beside_torch
 from tests.megatron_worker.trees import (
-    as_chains,
-    as_one_sequence,
-    as_tree,
-    random_sequences,
     trees_beside_chains,
 )
 
@@ -58,26 +53,9 @@ def test_a_row_s_scores_do_not_depend_on_the_rows_beside_it(model):
         assert (found - expected).abs().max() <= 1e-6
 
 
-FAULTS = {
-    "the state is not reset": lambda plan, parent_T: plan_recurrence(as_one_sequence(parent_T), 4),
-    "a branch starts from zeros": lambda plan, parent_T: plan_recurrence(as_chains(parent_T), 4),
-    "the convolution is not reset": lambda plan, parent_T: dataclasses.replace(
-        plan, ancestor_WT=plan_recurrence(as_one_sequence(parent_T), 4).ancestor_WT
-    ),
-    "the convolution of a branch starts from zeros": lambda plan, parent_T: dataclasses.replace(
-        plan, ancestor_WT=plan_recurrence(as_chains(parent_T), 4).ancestor_WT
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", STATE_FAULTS)
 def test_states_that_leak_or_are_lost_show(model, monkeypatch, fault):
-    driven, tree = start("megatron", model), as_tree(random_sequences(3))
-    expected = logprobs(driven, tree)
-    monkeypatch.setattr(
-        attention, "plan_recurrence", lambda parent_T, width: FAULTS[fault](plan_recurrence(parent_T, width), parent_T)
-    )
-    assert (logprobs(driven, tree) - expected).abs().max() > 1e-3
+    assert changed_by(start("megatron", model), monkeypatch, fault) > 1e-3
 
 
 # Training.
@@ -85,38 +63,23 @@ def test_states_that_leak_or_are_lost_show(model, monkeypatch, fault):
 
 def test_twenty_lora_steps_equal_those_of_peft(model, tmp_path):
     """Beside attention and delta nets alone where there are experts: PEFT sees no linears in those of transformers."""
-    from peft import PeftModel
 
     is_mixture = read_architecture(model).num_experts > 0
     of_mlps = () if is_mixture else ("gate_proj", "up_proj", "down_proj")
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", *of_mlps, *DELTA_NET)
     driven = start("megatron", model)
-    driven.add_adapter("run", Lora(rank=4, alpha=8, targets=targets), seed=3)
-    driven.save(tmp_path / "start")
-    reference = PeftModel.from_pretrained(transformers_model(model), tmp_path / "start" / "weights", is_trainable=True)
+    reference = train_beside_peft(driven, model, Lora(rank=4, alpha=8, targets=targets), STEPS, tmp_path / "start")
     own = {s.name.split(".")[-2] for s in slices_of(read_architecture(model), 1)}
     assert {name.split(".")[-4] for name, p in reference.named_parameters() if p.requires_grad} == set(targets) & own
-    expected = reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
-    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS])
-    assert expected[-1][0] < expected[0][0]
-    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-3)
 
 
 def test_twenty_full_steps_equal_those_of_torch(model, tmp_path):
-    reference = transformers_model(model)
-    expected = reference_steps(reference, STEPS, 3e-4, ADAM.weight_decay, ADAM.clip_norm)
     driven = start("megatron", model, "full")
-    history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS], learning_rate=3e-4)
-    assert expected[-1][0] < expected[0][0]
-    assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    driven.save(tmp_path)
+    reference = train_beside_torch(driven, model, STEPS, tmp_path)
     reloaded = transformers_model(tmp_path / "weights")
     ids = torch.tensor([STEPS[0][2].ids])
     with torch.no_grad():
         assert (reloaded(ids).logits - reference(ids).logits).abs().max() <= 2e-3
-    again = MegatronEngine(tmp_path / "weights", Layout(), "float32")
-    assert torch.equal(logprobs(again, bin_of(STEPS[0])), logprobs(driven, bin_of(STEPS[0])))
 
 
 def test_targets_that_a_model_has_not_are_left_out(model, tmp_path):
