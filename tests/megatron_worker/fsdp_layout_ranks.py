@@ -2,6 +2,7 @@
 
 python -m megatron_worker.process.launcher N tests.megatron_worker.fsdp_layout_ranks MODEL OUT LAYOUT SINGLE
 python -m megatron_worker.process.launcher N tests.megatron_worker.fsdp_layout_ranks refused MODEL WORDS
+python -m megatron_worker.process.launcher N tests.megatron_worker.fsdp_layout_ranks head MODEL OUT
 """
 
 import sys
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from longshore.layout import Layout
+from longshore.training import Lora
 from megatron_worker.process.process_group import start_group
 from shared.errors import InvalidInput
+from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
-from tests.megatron_worker.fsdp_ranks import RATES, go_on, run, run_trees
+from tests.megatron_worker.fsdp_ranks import RATES, STEPS, go_on, note, run, run_trees
 
 
 def refuse(model: Path, words: str) -> None:
@@ -27,11 +30,23 @@ def refuse(model: Path, words: str) -> None:
         raise AssertionError("accepted")
 
 
+def train_head(model: Path, layout: Layout, out: Path) -> None:
+    """Three steps of an adapter of the output layer and of one more linear."""
+    engine = start("fsdp", model, layout=layout)
+    engine.add_adapter("run", Lora(rank=4, alpha=8, targets=("q_proj", "lm_head")), seed=3)
+    note(out / "history.json", train(engine, STEPS[:3]))
+    engine.save(out / "end")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     start_group("gloo")
     if sys.argv[1] == "refused":
         refuse(Path(sys.argv[2]), sys.argv[3])
+        dist.destroy_process_group()
+        return
+    if sys.argv[1] == "head":
+        train_head(Path(sys.argv[2]), Layout(tp=2, dp=dist.get_world_size() // 2), Path(sys.argv[3]))
         dist.destroy_process_group()
         return
     model, out = (Path(argument) for argument in sys.argv[1:3])

@@ -7,7 +7,7 @@ import torch
 
 from longshore.layout import Layout
 from megatron_worker.fsdp import experts
-from tests.megatron_worker import fsdp_ranks
+from tests.megatron_worker import fsdp_layout_ranks, fsdp_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import checkpoint_bytes, furthest, start
 from tests.megatron_worker.launch import fork_ranks
@@ -49,6 +49,20 @@ def single(request, tmp_path_factory):
         return found[family]
 
     return of
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_an_adapter_of_the_output_layer_counts_once_on_tensor_parallel_ranks(tmp_path, num_ranks):
+    model = distinct_model(tmp_path / "model", tied=False)
+    fsdp_layout_ranks.train_head(model, Layout(), tmp_path / "single")
+    fork_ranks(
+        "tests.megatron_worker.fsdp_layout_ranks", "head", str(model), str(tmp_path / "ranks"), num_ranks=num_ranks
+    )
+    ours, theirs = tmp_path / "ranks", tmp_path / "single"
+    for history in notes(ours, "history"):
+        for step, of_one in zip(history, notes(theirs, "history")[0], strict=True):
+            assert step == pytest.approx(of_one, rel=1e-5)
+    assert furthest(tensors(ours / "end"), tensors(theirs / "end")) <= 1e-5
 
 
 @pytest.mark.timeout(600)

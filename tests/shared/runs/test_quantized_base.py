@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from longshore.fields import Artifact
+from longshore.layout import Layout
 from longshore.training import Full, Lora, SessionRun
 from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.jobs.leases import WorkerKey
@@ -49,6 +50,15 @@ def test_a_quantized_base_is_of_adapters_beside_megatron_s(make):
     assert make(optimizer_states="8bit", trainable=Full()).optimizer_states == "8bit"
     with pytest.raises(ValidationError, match="optimizer_states: the engine fsdp holds moments in float32; use meg"):
         make(optimizer_states="8bit", engine="fsdp")
+
+
+@pytest.mark.parametrize("make", [sft, lambda **c: SessionRun(model="m", **c), lambda **c: rl(0.5, **c), plan])
+def test_split_linears_of_fsdp_have_no_dropout(make):
+    dropped = {"trainable": Lora(dropout=0.1), "engine": "fsdp"}
+    assert make(**dropped, layout=Layout(dp=2)).trainable.dropout == 0.1
+    assert make(**dropped | {"engine": "megatron"}, layout=Layout(tp=2)).trainable.dropout == 0.1
+    with pytest.raises(ValidationError, match=r"trainable\.dropout: the engine fsdp draws no masks for split linears"):
+        make(**dropped, layout=Layout(tp=2))
 
 
 def test_rollouts_say_how_far_a_sampler_may_be_off():
