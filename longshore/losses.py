@@ -54,6 +54,21 @@ class _PolicyLoss(Frozen):
     truncated_importance: float | None = Field(
         default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
     )
+    importance_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="whose ratio of trainer to sampler weighs a token: its own, or its sequence's product",
+    )
+    importance_beyond: Literal["truncate", "mask"] = Field(
+        default="truncate", description="a ratio above truncated_importance weighs that much, or nothing"
+    )
+    importance_floor: float | None = Field(
+        default=None, gt=0, description="with mask: ratios below weigh nothing either; None: they count"
+    )
+    off_policy_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="sequences of negative advantage count for nothing where their mean of log(old / new) is above it",
+    )
     old: Literal["sampler", "trainer"] = Field(
         default="sampler",
         description="what ratios are against: the sampler's log-probabilities as they were sent, or this trainer's "
@@ -69,6 +84,16 @@ class _PolicyLoss(Frozen):
                 "truncated_importance weighs the trainer's own log-probabilities against the sampler's: "
                 "with old = sampler it would be ignored"
             )
+        if self.truncated_importance is None and (self.importance_level, self.importance_beyond) != (
+            "token",
+            "truncate",
+        ):
+            raise ValueError("importance_level and importance_beyond say how truncated_importance weighs: give it, too")
+        if self.importance_floor is not None:
+            if self.truncated_importance is None or self.importance_beyond != "mask":
+                raise ValueError("importance_floor belongs to truncated_importance with importance_beyond: mask")
+            if self.importance_floor >= self.truncated_importance:
+                raise ValueError("importance_floor lies below truncated_importance")
         return self
 
 
@@ -105,9 +130,31 @@ class GSPO(_PolicyLoss):
     """PPO's clip with one ratio a sequence, the geometric mean of its tokens' (arXiv:2507.18071)."""
 
     kind: Literal["gspo"] = "gspo"
+    level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="whose gradient a token's ratio has: its own (GSPO-token), or that of the whole sequence's",
+    )
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
     clip_low: float = Field(default=3e-4, gt=0, le=1)
     clip_high: float = Field(default=4e-4, gt=0)
+
+
+class GMPO(_PolicyLoss):
+    """The geometric mean of a sequence's ratios, each clipped in its logarithm (arXiv:2507.20673)."""
+
+    kind: Literal["gmpo"] = "gmpo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    clip_low: float = Field(default=0.4, gt=0, description="log ratios below -clip_low are clipped")
+    clip_high: float = Field(default=0.4, gt=0, description="log ratios above clip_high are clipped")
+
+
+class SAPO(_PolicyLoss):
+    """A sigmoid of the ratio in place of a clip, which fades a token out as it moves (arXiv:2511.20347)."""
+
+    kind: Literal["sapo"] = "sapo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    tau_positive: float = Field(default=1.0, gt=0, le=1000, description="steepness where the advantage is positive")
+    tau_negative: float = Field(default=1.05, gt=0, le=1000, description="and where it is not")
 
 
 class DRO(_PolicyLoss):
@@ -123,4 +170,4 @@ class DRO(_PolicyLoss):
         return self
 
 
-PolicyLoss = Reinforce | PPO | CISPO | GSPO | DRO
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | GMPO | SAPO | DRO

@@ -83,7 +83,7 @@ def _of_reinforcement(run: RLRun) -> dict[str, str]:
         "advantages": run.advantages.replace("_", " "),
         "optimizer steps": f"{run.epochs} x {run.mini_batches} a train step",
         "longest trajectory": f"{run.max_tokens} tokens",
-        "learning rate": f"{run.learning_rate:g}, constant, {run.warmup_steps} warm-up steps",
+        "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
     }
 
 

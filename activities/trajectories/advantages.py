@@ -35,9 +35,20 @@ def batch_normalized(rewards: Sequence[Rewards]) -> list[Rewards]:
 
     The paper's KL term is part of the loss here.
     """
-    whole = np.concatenate([np.zeros(0), *rewards])
-    mean, std = (whole.mean(), whole.std()) if len(whole) else (0.0, 0.0)
+    mean, std = _of_batch(rewards)
     return [(reward_G - mean) / (std + _EPSILON) for reward_G in rewards]
+
+
+def batch_scaled(rewards: Sequence[Rewards]) -> list[Rewards]:
+    """(r_i - mean of its group) / std(r) over all groups of the batch (Liu et al. 2025, arXiv:2508.08221)."""
+    _, std = _of_batch(rewards)
+    return [group_mean(reward_G) / (std + _EPSILON) for reward_G in rewards]
+
+
+def _of_batch(rewards: Sequence[Rewards]) -> tuple[float, float]:
+    """Mean and standard deviation of all rewards; 0 of none."""
+    whole = np.concatenate([np.zeros(0), *rewards])
+    return (float(whole.mean()), float(whole.std())) if len(whole) else (0.0, 0.0)
 
 
 def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequence[Rewards]) -> list[Rewards]:
@@ -52,6 +63,10 @@ def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequen
             return [group_normalized(reward_G) for reward_G in rewards]
         case "leave_one_out":
             return [leave_one_out(reward_G) for reward_G in rewards]
+        case "batch_scaled":
+            return batch_scaled(rewards)
+        case "group_mean_normalized":  # REINFORCE++'s baseline: the batch's deviation is that from the groups' means
+            return batch_normalized([group_mean(reward_G) for reward_G in rewards])
         case "batch_normalized":
             return batch_normalized(rewards)
         case "given":

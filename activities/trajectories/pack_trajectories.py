@@ -47,7 +47,7 @@ from shared.storage.files import write_atomically
 from shared.storage.paths import content_key, packed, tokenized
 from shared.storage.store import ObjectStore, uri_of
 
-_VERSION = "trajectories-4"  # raise it when the same groups give other units or another plan
+_VERSION = "trajectories-5"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
 _RECORDS: TypeAdapter[list[str | None]] = TypeAdapter(list[str | None])
 logger = logging.getLogger("longshore.pack_trajectories")
@@ -209,7 +209,7 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     advantages = advantages_of(run.advantages, rewards, given)
     return [
         [
-            sequence_of(each, float(a), routes)
+            sequence_of(each, float(a), routes, is_trained=run.truncated == "train" or not _is_cut(one))
             for one, a in zip(group, advantage_G, strict=True)
             for each in one.sequences
         ]
@@ -217,18 +217,28 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     ]
 
 
+def _is_cut(one: Scored) -> bool:
+    """True if the sampler's limit ended a trajectory."""
+    return one.sequences[-1].finish_reason == "length"
+
+
 def _given(one: Scored) -> float:
     return (one.sequences[0].advantage if one.sequences else None) or 0.0
 
 
-def sequence_of(one: Trajectory, advantage: float, routes: RoutesFile | None = None) -> SequenceRow:
-    """Return a trajectory's columns. Sampled tokens are targets of weight 1; their old logprobs are the sampler's."""
+def sequence_of(
+    one: Trajectory, advantage: float, routes: RoutesFile | None = None, is_trained: bool = True
+) -> SequenceRow:
+    """Return a trajectory's columns. Sampled tokens are targets of weight 1; their old logprobs are the sampler's.
+
+    `is_trained`: False for weights of 0.
+    """
     sampled_L = np.array(one.sampled, dtype=bool)
     length = len(one.token_ids)
     return SequenceRow(
         token_ids=np.array(one.token_ids, dtype=np.int64),
         target_mask=sampled_L,
-        weight=sampled_L.astype(np.float32),
+        weight=(sampled_L & is_trained).astype(np.float32),
         advantage=np.full(length, advantage, dtype=np.float32),
         old_logprob=np.array([p or 0.0 for p in one.logprobs], dtype=np.float32),
         ref_logprob=np.zeros(length, dtype=np.float32),

@@ -19,7 +19,7 @@ from shared.field_rules import first_rule
 from shared.runs.requests import RLRun
 
 # Advantages that compare the rewards of a group: a group of one teaches nothing with these.
-_COMPARING = ("group_mean", "group_normalized", "leave_one_out")
+_COMPARING = ("group_mean", "group_normalized", "leave_one_out", "batch_scaled", "group_mean_normalized")
 MAX_TRAJECTORIES = 65_536
 _ROUTES = "routes"  # the rule that no run drops trajectories for
 
@@ -143,13 +143,27 @@ def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int])
     """Yield the trajectories of a group. A broken one has no sequences; without a finite reward it is left out."""
     for number, sent in enumerate(group.trajectories):
         try:
-            yield Scored(sent.reward, sent.metrics, _read(sent, rules))
+            yield _shaped(Scored(sent.reward, sent.metrics, _read(sent, rules)), rules.run)
         except BrokenTrajectory as fault:
             if rules.run.broken == "refuse" or fault.rule == _ROUTES:
                 raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}") from fault
             reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
             if math.isfinite(sent.reward):
                 yield Scored(sent.reward, sent.metrics, ())
+
+
+def _shaped(one: Scored, run: RLRun) -> Scored:
+    """Take the penalty of a long answer off its reward, and keep it as a metric.
+
+    With b buffer tokens before the limit of L: p * min(1, (tokens - (L - b)) / b) where that is positive (DAPO: Yu et
+    al. 2025, arXiv:2503.14476, eq. 13).
+    """
+    if run.overlong is None:
+        return one
+    tokens = sum(sum(each.sampled) for each in one.sequences)
+    beyond = tokens - (run.longest_answer - run.overlong.buffer_tokens)
+    penalty = run.overlong.penalty * min(1.0, max(0.0, beyond / run.overlong.buffer_tokens))
+    return Scored(one.reward - penalty, one.metrics | {"overlong_penalty": penalty}, one.sequences)
 
 
 def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:

@@ -33,10 +33,14 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     """Return sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
     surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))
-    importance_N = _importance(targets)
+    importance_N = _importance(targets, loss)
     value_N = surrogate.loss_N
     if loss.truncated_importance is not None:
-        value_N = value_N * importance_N.clamp(max=loss.truncated_importance)
+        value_N = value_N * importance_N.clamp(max=loss.truncated_importance).masked_fill(
+            _beyond(importance_N, loss), 0.0
+        )
+    if loss.off_policy_bound is not None:
+        value_N = value_N.masked_fill(_too_far(targets, loss.off_policy_bound), 0.0)
     if loss.kl is not None and loss.kl.placement == "loss":
         kl_N = divergence(targets.logprob_N, targets.ref_logprob_N, loss.kl.estimator)
         value_N = value_N + loss.kl.coefficient * kl_N
@@ -76,9 +80,31 @@ def _total(value_N: Tensor) -> Tensor:
     return value_N.double().sum()
 
 
-def _importance(targets: Targets) -> Tensor:
-    """Return the old policy's probability over the sampler's (Yao et al. 2025, truncated importance sampling)."""
-    return bounded(targets.old_logprob_N - targets.sampler_logprob_N).exp()
+def _importance(targets: Targets, loss: PolicyLoss) -> Tensor:
+    """Return the old policy's probability over the sampler's (Yao et al. 2025, truncated importance sampling).
+
+    Of a token, or of its whole sequence: the product over the targets that are trained.
+    """
+    log_ratio_N = targets.old_logprob_N - targets.sampler_logprob_N
+    if loss.importance_level == "sequence":
+        log_ratio_N = sums_of_sequences(log_ratio_N, targets.sequence_N, targets.num_sequences)[targets.sequence_N]
+    return bounded(log_ratio_N).exp()
+
+
+def _beyond(importance_N: Tensor, loss: PolicyLoss) -> Tensor:
+    """Return True for what a mask leaves out (IcePop, Ling Team 2025, arXiv:2510.18855); bool [N]."""
+    if loss.truncated_importance is None or loss.importance_beyond == "truncate":
+        return torch.zeros_like(importance_N, dtype=torch.bool)
+    return (importance_N > loss.truncated_importance) | (importance_N < (loss.importance_floor or 0.0))
+
+
+def _too_far(targets: Targets, bound: float) -> Tensor:
+    """Return True for tokens of negative advantage of sequences that the policy has left; bool [N].
+
+    Off-policy sequence masking: DeepSeek-V3.2, 2025, arXiv:2512.02556.
+    """
+    behind_N = targets.mean_of_sequence(-targets.log_ratio_N.detach())
+    return (targets.advantage_N < 0) & (behind_N > bound)
 
 
 def _means(
@@ -99,7 +125,10 @@ def _means(
         values["kl_reference"] = divergence(logprob_N, t.ref_logprob_N, "k3")
     if loss.truncated_importance is not None:
         values["importance_mean"] = importance_N
-        values["truncated_fraction"] = (importance_N > loss.truncated_importance).to(t.weight_N.dtype)
+        outside_N = (importance_N > loss.truncated_importance) | _beyond(importance_N, loss)
+        values["truncated_fraction"] = outside_N.to(t.weight_N.dtype)
+    if loss.off_policy_bound is not None:
+        values["off_policy_fraction"] = _too_far(t, loss.off_policy_bound).to(t.weight_N.dtype)
     count = t.weight_N.sum()
     means = {name: ((t.weight_N * value_N).sum(), count) for name, value_N in values.items()}
     means["kl_sampler_trainer"] = ((t.weight_N * mismatch_N).sum(), (t.weight_N * known_N).sum())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.losses import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce
 from megatron_worker.losses.divergence import bounded
-from megatron_worker.losses.targets import Targets, sums_of_sequences
+from megatron_worker.losses.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ def surrogate_of(loss: PolicyLoss, targets: Targets, advantage_N: Tensor) -> Sur
             return _cispo(loss, targets, advantage_N)
         case GSPO():
             return _gspo(loss, targets, advantage_N)
+        case GMPO():
+            return _gmpo(loss, targets, advantage_N)
+        case SAPO():
+            return _sapo(loss, targets, advantage_N)
         case DRO():
             return _dro(loss, targets, advantage_N)
 
@@ -74,17 +78,43 @@ def _cispo(cispo: CISPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
 def _gspo(gspo: GSPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
     """GSPO (Zheng et al. 2025, arXiv:2507.18071): PPO's clip of s = exp(mean of log r over a sequence).
 
-    Written as GSPO-token (eq. 13 and 14): each token's ratio has the value s and its own token's gradient, so that
-    advantages may differ between tokens. Where they do not, and sequences are averaged, it is GSPO (eq. 5 to 7).
+    `sequence` is the paper's eq. 5 to 7. `token` is GSPO-token (eq. 13 and 14): each token's ratio has the value s and
+    its own token's gradient, so that advantages may differ between tokens. Where they do not, and sequences are
+    averaged, both are the same.
     """
-    t = targets
-    total_S, length_S = (
-        sums_of_sequences(value_N, t.sequence_N, t.num_sequences)
-        for value_N in ((t.weight_N * t.log_ratio_N).detach(), t.weight_N)
-    )
-    mean_N = (total_S / length_S)[t.sequence_N]
-    ratio_N = (bounded(mean_N) + t.logprob_N - t.logprob_N.detach()).exp()
+    if gspo.level == "sequence":
+        ratio_N = bounded(targets.mean_of_sequence(targets.log_ratio_N)).exp()
+    else:
+        mean_N = targets.mean_of_sequence(targets.log_ratio_N.detach())
+        ratio_N = (bounded(mean_N) + targets.logprob_N - targets.logprob_N.detach()).exp()
     return clipped(ratio_N, advantage_N, gspo.clip_low, gspo.clip_high)
+
+
+def _gmpo(gmpo: GMPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
+    """GMPO (Zhao et al. 2025, arXiv:2507.20673): -A exp(mean over a sequence of clipped log r).
+
+    A token's log r is clipped as PPO's ratio is: above `clip_high` where A > 0, below -`clip_low` where A < 0.
+    """
+    log_ratio_N = bounded(targets.log_ratio_N)
+    clips = {
+        "clip_high": (advantage_N > 0) & (log_ratio_N > gmpo.clip_high),
+        "clip_low": (advantage_N < 0) & (log_ratio_N < -gmpo.clip_low),
+    }
+    held_N = torch.where(
+        clips["clip_high"], gmpo.clip_high, torch.where(clips["clip_low"], -gmpo.clip_low, log_ratio_N)
+    )
+    ratio_N = targets.mean_of_sequence(held_N).exp()
+    return Surrogate(-ratio_N * advantage_N, ratio_N.detach(), clips)
+
+
+def _sapo(sapo: SAPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): -A sigmoid(tau (r - 1)) 4 / tau.
+
+    Its slope at r = 1 is -A.
+    """
+    tau_N = torch.where(advantage_N > 0, sapo.tau_positive, sapo.tau_negative)
+    gate_N = torch.sigmoid(tau_N * (targets.ratio_N - 1)) * 4 / tau_N
+    return Surrogate(-gate_N * advantage_N, targets.ratio_N.detach(), {})
 
 
 def _dro(dro: DRO, targets: Targets, advantage_N: Tensor) -> Surrogate:

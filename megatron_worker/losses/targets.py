@@ -35,6 +35,14 @@ class Targets:
     def ratio_N(self) -> Tensor:
         return bounded(self.log_ratio_N).exp()
 
+    def mean_of_sequence(self, value_N: Tensor) -> Tensor:
+        """Return for each target the mean of its sequence's values, by weight, [N]."""
+        total_S, weight_S = (
+            sums_of_sequences(each_N, self.sequence_N, self.num_sequences)
+            for each_N in (self.weight_N * value_N, self.weight_N)
+        )
+        return (total_S / weight_S)[self.sequence_N]
+
 
 def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
     """Return rows of positive weight; sequences are numbered anew, from 0 without a gap.

@@ -6,14 +6,14 @@ from shared.jobs.job import Schedule
 
 
 def learning_rate(schedule: Schedule, step: int, num_steps: int) -> float:
-    """The rate of step `step` (from 0) of `num_steps`.
+    """The rate of step `step` (from 0) of `num_steps`, or of the schedule's own number.
 
     Warm-up rises by equal parts and reaches the full rate at step `warmup_steps`; no step has rate 0. Decay then falls
     to 0 at `num_steps`, one step after the last.
     """
     if schedule.rates:
         return schedule.rates[step]
-    warmup = schedule.warmup_steps
+    warmup, num_steps = schedule.warmup_steps, schedule.num_steps or num_steps
     if step < warmup:
         return schedule.learning_rate * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, num_steps - warmup)

@@ -20,13 +20,15 @@ from shared.jobs.weight_sync import SyncTarget
 class Schedule(Frozen):
     """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.
 
-    `rates`, if there are any, are those of all steps, in place of this.
+    `rates`, if there are any, are those of all steps, in place of this. `num_steps`: of the run, where a job does not
+    end it.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "linear"
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     rates: tuple[float, ...] = ()
+    num_steps: int | None = Field(default=None, ge=1)
 
 
 class PackedData(Frozen):

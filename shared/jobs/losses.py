@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, cast, get_arg
 from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
-from longshore.losses import CISPO, GSPO, PPO, CrossEntropy, Kl, PolicyLoss, Reference, Reinforce
+from longshore.losses import CISPO, GMPO, GSPO, PPO, SAPO, CrossEntropy, Kl, PolicyLoss, Reference, Reinforce
 
 
 class DPO(Frozen):
@@ -61,9 +61,20 @@ def scores_old(loss: Loss) -> bool:
     return is_policy_loss(loss) and loss.old == "trainer"
 
 
-AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
+AdvantageKind = Literal[
+    "group_mean",
+    "group_normalized",
+    "leave_one_out",
+    "batch_scaled",
+    "group_mean_normalized",
+    "batch_normalized",
+    "given",
+]
 EqualRewards = Literal["drop", "keep"]
-Preset = Literal["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Preset = Literal[
+    "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo",
+]  # fmt: skip
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 
@@ -87,6 +98,16 @@ def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
     match name:
         case "reinforce":  # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with the others' mean as its baseline
             return Algorithm(Reinforce(), "leave_one_out", "keep")
+        case "rloo":  # Ahmadian et al. 2024, eq. 8, as written: a sequence's sum over its tokens
+            return Algorithm(Reinforce(aggregation="constant_length", constant=1), "leave_one_out", "keep")
+        case "reinforce_plus_plus":  # Hu et al. 2025, arXiv:2501.03262: PPO's clip, no baseline but the batch's mean
+            return Algorithm(PPO(), "batch_normalized", "drop")
+        case "reinforce_plus_plus_baseline":  # the same, less the group's mean first
+            return Algorithm(PPO(), "group_mean_normalized", "keep")
+        case "gmpo":
+            return Algorithm(GMPO(), "group_normalized", "keep")
+        case "sapo":
+            return Algorithm(SAPO(), "group_normalized", "keep")
         case "grpo":  # Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4, section 4.1.2; epsilon as PPO's, beta as in 4.2
             loss = PPO(aggregation="sequence_mean", kl=Kl(coefficient=0.04, estimator="k3"))
             return Algorithm(loss, "group_normalized", "keep")

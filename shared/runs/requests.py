@@ -164,6 +164,13 @@ class DPORun(_DatasetRun):
 DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
 
 
+class Overlong(Frozen):
+    """A penalty that grows over the last tokens before the limit of an answer (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    buffer_tokens: int = Field(ge=1, description="tokens before the limit over which it grows")
+    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
+
+
 class RLRun(Frozen):
     """Reinforcement learning on trajectory groups: those that a client sends, step after step, until it finishes the
     run; or, with `rollouts`, the run's own.
@@ -201,6 +208,11 @@ class RLRun(Frozen):
         default="drop",
         description="groups whose rewards are all the same: they say nothing, but count in means; an algorithm's own",
     )
+    overlong: Overlong | None = Field(default=None, description="what long answers lose of their reward")
+    truncated: Literal["train", "mask"] = Field(
+        default="train",
+        description="answers that the sampler's limit cut: mask counts their rewards, and trains none of their tokens",
+    )
     broken: Literal["refuse", "drop"] = Field(
         default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"
     )
@@ -213,7 +225,10 @@ class RLRun(Frozen):
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up; constant afterwards")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="after the warm-up; decays need rollouts.steps, at whose end they reach 0"
+    )
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
@@ -241,8 +256,23 @@ class RLRun(Frozen):
             return given
         return with_algorithm(given, _completion_tokens(given))
 
+    @property
+    def longest_answer(self) -> int:
+        """The most tokens that a policy samples for a trajectory."""
+        return self.rollouts.max_completion_tokens if self.rollouts else self.max_tokens
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Optimizer steps of the run where it is known how many there are: some fewer, if steps have few groups."""
+        steps = self.rollouts.steps if self.rollouts else None
+        return None if steps is None else steps * self.epochs * self.mini_batches
+
     @model_validator(mode="after")
     def _holds_together(self) -> "RLRun":
+        if self.schedule != "constant" and self.planned_steps is None:
+            raise ValueError(f"schedule: a {self.schedule} decay needs an end: give rollouts.steps")
+        if self.overlong is not None and self.overlong.buffer_tokens > self.longest_answer:
+            raise ValueError(f"overlong.buffer_tokens: an answer has at most {self.longest_answer} tokens")
         if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
         if self.initial_adapter is not None and self.trainable.kind == "full":

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import torch
 
-from longshore.losses import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
 from shared.jobs.losses import Loss
@@ -63,6 +63,11 @@ def k(estimator: str, log_p: float, log_q: float) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
 
 
+def _advantage(loss: PolicyLoss, c: ROWS, n: int) -> float:
+    penalty = k(loss.kl.estimator, c["old"][n], c["ref"][n]) if loss.kl and loss.kl.placement == "reward" else 0.0
+    return c["advantage"][n] - (loss.kl.coefficient * penalty if loss.kl else 0.0)
+
+
 def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray) -> tuple[float, float]:
     """Loss and normaliser of a bin. `frozen`: log-probabilities where a formula stops the gradient."""
     live = [n for n in range(len(logprob)) if c["weight"][n] > 0]
@@ -70,11 +75,16 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
     value = {}
     for members in sequences.values():
         mass = sum(c["weight"][n] for n in members)
-        mean_log_ratio = sum(c["weight"][n] * (frozen[n] - c["old"][n]) for n in members) / mass
+        mean_log_ratio, moved = (
+            sum(c["weight"][n] * (of[n] - c["old"][n]) for n in members) / mass for of in (frozen, logprob)
+        )
+        sampled = [c["old"][n] - c["sampler"][n] for n in members]
+        clipped = 0.0  # GMPO's mean of log ratios, each held by the sign of its own advantage
+        for n in members if isinstance(loss, GMPO) else []:
+            d, a = logprob[n] - c["old"][n], _advantage(loss, c, n)
+            clipped += c["weight"][n] / mass * (min(d, loss.clip_high) if a > 0 else max(d, -loss.clip_low))
         for n in members:
-            a = c["advantage"][n]
-            if loss.kl is not None and loss.kl.placement == "reward":
-                a -= loss.kl.coefficient * k(loss.kl.estimator, c["old"][n], c["ref"][n])
+            a = _advantage(loss, c, n)
             r = math.exp(logprob[n] - c["old"][n])
             match loss:
                 case Reinforce():
@@ -87,13 +97,24 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
                 case CISPO():
                     low = 0.0 if loss.clip_low is None else 1 - loss.clip_low
                     v = -min(max(math.exp(frozen[n] - c["old"][n]), low), 1 + loss.clip_high) * a * logprob[n]
+                case GMPO():
+                    v = -a * math.exp(clipped)
+                case SAPO():
+                    tau = loss.tau_positive if a > 0 else loss.tau_negative
+                    v = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
                 case GSPO():
                     s = math.exp(mean_log_ratio) * math.exp(logprob[n] - frozen[n])
+                    if loss.level == "sequence":
+                        s = math.exp(moved)
                     v = -min(s * a, min(max(s, 1 - loss.clip_low), 1 + loss.clip_high) * a)
                 case DRO():
                     v = (a - loss.beta * (logprob[n] - c["old"][n])) ** 2 / (2 * loss.beta) - a * a / (2 * loss.beta)
             if loss.truncated_importance is not None:
-                v *= min(math.exp(c["old"][n] - c["sampler"][n]), loss.truncated_importance)
+                ratio = math.exp(sum(sampled) if loss.importance_level == "sequence" else c["old"][n] - c["sampler"][n])
+                is_kept = (loss.importance_floor or 0.0) <= ratio <= loss.truncated_importance
+                v *= min(ratio, loss.truncated_importance) * (loss.importance_beyond == "truncate" or is_kept)
+            if loss.off_policy_bound is not None and c["advantage"][n] < 0 and -mean_log_ratio > loss.off_policy_bound:
+                v = 0.0
             if loss.kl is not None and loss.kl.placement == "loss":
                 v += loss.kl.coefficient * k(loss.kl.estimator, logprob[n], c["ref"][n])
             value[n] = v - loss.entropy_coefficient * c["entropy"][n]

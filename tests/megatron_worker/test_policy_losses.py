@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from longshore.fields import Artifact
-from longshore.losses import CISPO, DRO, GSPO, PPO, Kl, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
@@ -32,6 +32,14 @@ TERMS = {
     "k1-reward": {"kl": Kl(coefficient=0.3, estimator="k1", placement="reward")},
     "k3-reward": {"kl": Kl(coefficient=0.3, estimator="k3", placement="reward"), "aggregation": "sequence_mean"},
     "truncated": {"truncated_importance": 1.1, "old": "trainer"},
+    "truncated-sequence": {"truncated_importance": 1.1, "importance_level": "sequence", "old": "trainer"},
+    "masked": {
+        "truncated_importance": 1.3,
+        "importance_beyond": "mask",
+        "importance_floor": 0.8,
+        "old": "trainer",
+    },
+    "off-policy": {"off_policy_bound": 0.05},
 }
 ALGORITHMS = {
     "reinforce": (Reinforce, {}),
@@ -40,9 +48,19 @@ ALGORITHMS = {
     "cispo": (CISPO, {"clip_low": 0.2, "clip_high": 0.2}),
     "cispo-open": (CISPO, {"clip_high": 0.3}),
     "gspo": (GSPO, {"clip_low": 0.05, "clip_high": 0.1}),
+    "gspo-sequence": (GSPO, {"clip_low": 0.05, "clip_high": 0.1, "level": "sequence"}),
+    "gmpo": (GMPO, {"clip_low": 0.1, "clip_high": 0.2}),
+    "sapo": (SAPO, {"tau_positive": 1.5, "tau_negative": 2.5}),
     "dro": (DRO, {"beta": 0.3}),
 }
-CASES = [(a, t) for a in ALGORITHMS for t in TERMS if (a, t) != ("dro", "truncated")]
+WEIGHED = [name for name, terms in TERMS.items() if "truncated_importance" in terms]
+MASKS = ("truncated-sequence", "masked", "off-policy")  # of the ratios, whatever the surrogate is: two tell enough
+CASES = [
+    (a, t)
+    for a in ALGORITHMS
+    for t in TERMS
+    if (a != "dro" or t not in WEIGHED) and (a in ("ppo", "gmpo") or t not in MASKS)
+]
 
 
 def a_loss(algorithm: str, terms: str) -> PolicyLoss:
@@ -62,14 +80,13 @@ def test_loss_and_gradient_are_the_papers(algorithm: str, terms: str, seed: int,
     np.testing.assert_allclose(gradient, reference_gradient(loss, columns), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "ppo-dual", "cispo", "gspo", "dro"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_at_ratio_one_every_loss_has_the_policy_gradient(algorithm: str):
     """Where the policy is the old one, d loss / d log p = -w A, whatever is clipped elsewhere."""
     columns = rows(1, 30, constant_advantage=True)
     columns["old"] = columns["logprob"].copy()
-    _, _, gradient = ours(
-        a_loss(algorithm, "plain") if algorithm != "gspo" else GSPO(aggregation="token_mean"), columns
-    )
+    kind, fields = ALGORITHMS[algorithm]
+    _, _, gradient = ours(kind(**fields, aggregation="token_mean"), columns)
     np.testing.assert_allclose(gradient, -columns["weight"] * columns["advantage"], rtol=1e-12)
 
 
@@ -120,6 +137,14 @@ def test_gspo_is_the_gradient_of_one_ratio_for_a_sequence():
     value, _, gradient = ours(GSPO(clip_low=0.02, clip_high=0.03), columns)
     assert value == pytest.approx(total.item(), rel=1e-12)
     np.testing.assert_allclose(gradient, logprob_N.grad.numpy(), rtol=1e-9, atol=1e-15)
+
+
+def test_gspo_by_sequence_has_the_gradient_of_the_whole_ratio_under_any_aggregation():
+    """Where sequences are averaged both levels are the same; where tokens are, a token's part is its sequence's."""
+    columns = rows(5, 12, spread=0.05, constant_advantage=True)
+    one, other = (ours(GSPO(clip_low=0.5, clip_high=0.5, level=level), columns) for level in ("token", "sequence"))
+    assert one[0] == pytest.approx(other[0], rel=1e-12)
+    np.testing.assert_allclose(one[2], other[2], rtol=1e-9, atol=1e-15)
 
 
 def test_k1_as_reward_is_k2_as_loss_on_policy():
@@ -270,6 +295,12 @@ def test_a_rank_without_bins_has_the_names_of_its_peers(algorithm: str):
     ("make", "rule"),
     [
         (lambda: Reinforce(truncated_importance=2.0), "it would be ignored"),
+        (lambda: PPO(importance_beyond="mask"), "give it, too"),
+        (lambda: PPO(importance_floor=0.5, truncated_importance=2.0, old="trainer"), "belongs to"),
+        (
+            lambda: PPO(importance_floor=3.0, truncated_importance=2.0, importance_beyond="mask", old="trainer"),
+            "lies below",
+        ),
         (lambda: PPO(constant=10), "constant belongs to"),
         (lambda: PPO(aggregation="constant_length"), "which needs it"),
         (lambda: Kl(coefficient=0.0), "greater than 0"),
@@ -293,7 +324,7 @@ def test_an_entropy_bonus_asks_for_its_gradient_and_nothing_else_does():
 def test_presets_are_losses_that_read_back(name):
     loss = preset(name, max_completion_tokens=128).loss
     assert type(loss).model_validate_json(loss.model_dump_json()) == loss
-    assert loss.constant == (128 if name == "dr_grpo" else None)
+    assert loss.constant == ({"dr_grpo": 128, "rloo": 1}.get(name))
 
 
 def test_a_reference_adapter_reads_back():

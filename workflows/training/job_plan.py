@@ -111,7 +111,12 @@ def rl_job(
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
-        schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
+        schedule=Schedule(
+            kind=run.schedule,
+            learning_rate=run.learning_rate,
+            warmup_steps=run.warmup_steps,
+            num_steps=run.planned_steps if run.schedule != "constant" else None,
+        ),
         checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS + 2 * num_ahead),
         seed=run.seed,
         after=run.between_steps,

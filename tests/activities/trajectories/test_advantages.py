@@ -68,3 +68,13 @@ def test_given_advantages_are_taken_as_they_are() -> None:
 def test_groups_are_compared_within_themselves() -> None:
     found = advantages_of("group_mean", [np.array([0.0, 2.0]), np.array([10.0, 14.0])], [])
     assert [a.tolist() for a in found] == [[-1.0, 1.0], [-2.0, 2.0]]
+
+
+def test_a_batch_scales_what_groups_compare() -> None:
+    groups = [np.array([0.0, 2.0]), np.array([10.0, 14.0, 12.0])]
+    whole = np.concatenate(groups)
+    scaled = np.concatenate(advantages_of("batch_scaled", groups, []))
+    centred = np.array([-1.0, 1.0, -2.0, 2.0, 0.0])
+    np.testing.assert_allclose(scaled, centred / whole.std(), rtol=1e-6)
+    normalized = np.concatenate(advantages_of("group_mean_normalized", groups, []))
+    np.testing.assert_allclose(normalized, centred / centred.std(), rtol=1e-6)

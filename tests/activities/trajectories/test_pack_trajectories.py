@@ -233,3 +233,18 @@ def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Set
     assert pack(settings, uri, step=10, key="a").trained_before == done, "the first one keeps the key"
     recovered = steps.recover_steps(RecoverRequest(run_id="r1"))
     assert (recovered.last_step, recovered.trained) == (9, done)
+
+
+def test_cut_answers_can_count_in_their_group_without_being_trained(settings: Settings, tmp_path: Path) -> None:
+    one = group(0.0, 1.0)
+    one["trajectories"][1]["finish_reason"] = "length"
+    uri = write_groups(tmp_path / "g.jsonl", one)
+    weights = []
+    for truncated in ("train", "mask"):
+        units, _ = opened(settings, pack(settings, uri, truncated=truncated, key=truncated))
+        sampled = sum(map(sum, (each["sampled"] for each in one["trajectories"])))
+        assert len(units.columns["weight"]) == sampled
+        advantage = set(units.columns["advantage"][units.columns["weight"] > 0].tolist())
+        weights.append((int(units.columns["weight"].sum()), advantage))
+    kept = sum(one["trajectories"][0]["sampled"])
+    assert weights == [(sampled, {-0.5, 0.5}), (kept, {-0.5})], "the mean of the group is that of both"

@@ -51,3 +51,8 @@ def test_decay_is_that_of_torch(kind: str):
 )
 def test_every_step_learns_and_none_beyond_the_full_rate(kind: str, num_steps: int, warmup_steps: int):
     assert all(0 < rate <= 0.1 for rate in rates(kind, num_steps, warmup_steps))
+
+
+def test_a_run_of_several_jobs_decays_over_all_of_them():
+    schedule = Schedule(kind="linear", learning_rate=0.4, num_steps=8)
+    assert [learning_rate(schedule, step, 2 * (step // 2 + 1)) for step in (0, 2, 7)] == pytest.approx([0.4, 0.3, 0.05])

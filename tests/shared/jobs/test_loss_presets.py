@@ -13,6 +13,11 @@ from shared.runs.requests import RLRun
 MEAN, NORMALIZED, OTHERS = [-1 / 3, -1 / 3, 2 / 3], [-(0.5**0.5), -(0.5**0.5), 2**0.5], [-0.5, -0.5, 1.0]
 PAPERS = {
     "reinforce": OTHERS,
+    "rloo": OTHERS,
+    "reinforce_plus_plus": NORMALIZED,
+    "reinforce_plus_plus_baseline": NORMALIZED,
+    "gmpo": NORMALIZED,
+    "sapo": NORMALIZED,
     "grpo": NORMALIZED,
     "dr_grpo": MEAN,
     "dapo": NORMALIZED,
@@ -87,3 +92,14 @@ def test_groups_of_equal_rewards_count_where_the_papers_mean_is_over_all_outputs
     assert RLRun(model="m", algorithm=algorithm).equal_rewards == equal_rewards
     assert RLRun(model="m", algorithm=algorithm, equal_rewards="drop").equal_rewards == "drop"
     assert RLRun(model="m", algorithm=algorithm, advantages="given").equal_rewards == "drop"
+
+
+def test_a_decay_needs_an_end() -> None:
+    with pytest.raises(ValidationError, match=r"give rollouts\.steps"):
+        run_of(schedule="cosine")
+    rollouts = {
+        "prompts": {"uri": "file:///p"},
+        "grader": {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"},
+        "steps": 5,
+    }
+    assert run_of(schedule="cosine", rollouts=rollouts, mini_batches=2, epochs=3).planned_steps == 30
