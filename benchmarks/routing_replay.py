@@ -207,7 +207,7 @@ def refused(folder: Path, shape: RouteShape) -> str:
     one["routes"], other["routes"] = other["routes"], one["routes"]
     changed = folder / GROUPS
     changed.write_text("\n".join([json.dumps(group), *others]) + "\n")
-    rules = Rules(local_loss(), 1, VOCAB_SIZE, routes=RoutesFile(routes.parent, shape))
+    rules = Rules(local_loss(), 1, VOCAB_SIZE, routes=RoutesFile([routes.parent], shape))
     try:
         read_groups(parse_groups(changed, GROUPS), rules)
     except InvalidInput as error:

@@ -28,7 +28,7 @@ from activities.sampling.sample import PolicySampleRequest, Sampled, SamplerActi
 from activities.sampling.samplers import Samplers
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
-from activities.trajectories.group_samples import GroupSamples
+from activities.trajectories.group_samples import Drawn, GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from longshore.fields import Artifact
 from shared.errors import InvalidInput, WorkerLost
@@ -135,12 +135,18 @@ class Loop:
     def step(self, number: int, worker: WorkerProcess) -> StepStatus:
         """Sample, grade, group and train; then look at held-out prompts, where that is due."""
         run, data = self._start.run, self._data
-        samples = rollout_requests.step_samples(
-            self._start, self._state.model, data.prompts, self._policies, number, self._place, self._routes
-        )
-        sampled, graded = self._graded(samples)
-        wanted = rollout_requests.groups_request(run, sampled.completions, graded.grades, number)
-        grouped = GroupSamples(HostContext(self._settings)).group_samples(wanted)
+        place = self._place, self._routes
+        drawn: list[Drawn] = []
+        again: tuple[int, ...] | None = None
+        while again is None or again:
+            samples = rollout_requests.step_samples(
+                self._start, self._state.model, data.prompts, self._policies, number, *place, drawn, again
+            )
+            sampled, graded = self._graded(samples)
+            drawn.append(Drawn(completions=sampled.completions, grades=graded.grades))
+            wanted = rollout_requests.groups_request(run, drawn, number)
+            grouped = GroupSamples(HostContext(self._settings)).group_samples(wanted)
+            again = grouped.equal_groups
         step = StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, metrics=grouped.metrics)
         done = self._trained(step, worker)
         if rollout_requests.is_evaluated(run, number, is_last=number == data.num_steps):

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import io
 import mmap
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -117,15 +118,18 @@ class RoutesWriter:
             self._file.close()
 
 
-class RoutesFile:
-    """The blocks of a folder's file."""
+def routes_starts(folders: Sequence[Path]) -> list[int]:
+    """Return where each folder's blocks begin when the files stand one behind the other."""
+    sizes = [path.stat().st_size if (path := folder / ROUTES).exists() else 0 for folder in folders]
+    return [sum(sizes[:number]) for number in range(len(sizes))]
 
-    def __init__(self, folder: Path, shape: RouteShape) -> None:
-        self._shape, path = shape, folder / ROUTES
-        self._bytes: bytes | mmap.mmap = b""
-        if path.exists():
-            with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+class RoutesFile:
+    """The blocks of folders' files, one file behind the other."""
+
+    def __init__(self, folders: Sequence[Path], shape: RouteShape) -> None:
+        self._shape, self._starts = shape, routes_starts(folders)
+        self._files: list[bytes | mmap.mmap] = [_mapped(folder / ROUTES) for folder in folders]
 
     def of_sequence(self, token_ids: Sequence[int], num_prompt: int, blocks: tuple[int, int]) -> NDArray[np.integer]:
         """Return the routes of a sequence, [T, L, K]. Its last token gets those of the token before it.
@@ -142,11 +146,20 @@ class RoutesFile:
         return np.concatenate([computed_TLK, computed_TLK[-1:]])
 
     def _block(self, ids: Sequence[int], num_tokens: int, place: int) -> NDArray[np.integer]:
-        start, dtype = place + _DIGEST_BYTES, self._shape.dtype
-        routes = self._bytes[start : start + num_tokens * dtype.itemsize]
-        if self._bytes[place:start] != _digest(ids, routes):
+        number = bisect_right(self._starts, place) - 1
+        file, first = self._files[number], place - self._starts[number]
+        start, dtype = first + _DIGEST_BYTES, self._shape.dtype
+        routes = file[start : start + num_tokens * dtype.itemsize]
+        if file[first:start] != _digest(ids, routes):
             raise InvalidInput("its routes are those of another sequence", ROUTES)
         return np.frombuffer(routes, dtype)
+
+
+def _mapped(path: Path) -> bytes | mmap.mmap:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _digest(ids: Sequence[int], routes: bytes) -> bytes:

@@ -64,6 +64,7 @@ class PolicySampleRequest(Drawing, PolicyWeights):
 
     `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
     `refuted`: versions of which a sampler failed the proof when samples were under way: they are drawn again.
+    `groups`: the numbers of those that are drawn, if not all.
     """
 
     run_id: RunId
@@ -73,6 +74,7 @@ class PolicySampleRequest(Drawing, PolicyWeights):
     rows: Rows
     place: SamplerPlace
     refuted: tuple[int, ...] = ()
+    groups: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -84,6 +86,8 @@ class PolicySampleRequest(Drawing, PolicyWeights):
         weights += [f"again after version {version}" for version in self.refuted]
         if self.routes is not None:
             weights.append(self.routes.model_dump_json())
+        if self.groups is not None:
+            weights.append(f"groups {self.groups}")
         match self.place:
             case ServedSampler():
                 server = self.place.model_dump_json()
@@ -92,6 +96,11 @@ class PolicySampleRequest(Drawing, PolicyWeights):
             case LeasedSampler(sampler=sampler):
                 server = f"leased {sampler}"
         return content_key(_VERSION, own, self.prompts.sha256, *weights, server)
+
+    def rows_of_groups(self, num_prompts: int) -> dict[int, int]:
+        """Return the prompt of each group that is drawn."""
+        numbers = dict(enumerate(numbers_of(self.rows, num_prompts)))
+        return numbers if self.groups is None else {group: numbers[group] for group in self.groups}
 
 
 class Share(Frozen):
@@ -181,14 +190,14 @@ class SamplerActivities:
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
                 parts = Parts(store, partial(sampled_part, request.key))
-                numbers = numbers_of(request.rows, len(prompts))
-                self._draw_missing(request, prompts, dict(enumerate(numbers)), parts)
-                groups = (read_record(store, parts.key_of(n), SampledGroup) for n in range(len(numbers)))
+                numbers = request.rows_of_groups(len(prompts))
+                self._draw_missing(request, prompts, numbers, parts)
+                groups = (read_record(store, parts.key_of(n), SampledGroup) for n in numbers)
                 folders = scratch / "completions", scratch / "samples"
                 write_samples(groups, prompts, *folders)
             for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
                 self._host.keep(key, folder)
-        parts.forget(range(len(numbers)))
+        parts.forget(numbers)
         result = _result(store, request.key)
         assert result is not None
         return result
@@ -200,7 +209,7 @@ class SamplerActivities:
         if _result(store, request.key):
             return
         with beating(), PromptsFile(self._host.stage(request.prompts)) as prompts:
-            numbers = enumerate(numbers_of(request.rows, len(prompts)))
+            numbers = request.rows_of_groups(len(prompts)).items()
             mine = {group: row for group, row in numbers if request.share.holds(group)}
             self._draw_missing(request, prompts, mine, Parts(store, partial(sampled_part, request.key)))
 

@@ -1,6 +1,6 @@
 """Group samples: make trajectory groups, in the form that clients send, of completions and their grades."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -9,6 +9,7 @@ from temporalio import activity
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
+from activities.sampling.routes import routes_starts
 from longshore.fields import Artifact, Frozen
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.errors import InvalidInput
@@ -23,37 +24,60 @@ _VERSION = "groups-2"  # raise it when the same completions and grades would mak
 GROUPS = "groups.jsonl"
 
 
-class GroupSamplesRequest(Frozen):
-    """Completions of `sample`, and the grades that `grade` gave its samples.
-
-    `shuffle_seed`: rewards change places within each group, which leaves nothing to learn: a control experiment.
-    """
+class Drawn(Frozen):
+    """Completions of `sample`, and the grades that `grade` gave its samples."""
 
     completions: Artifact
     grades: Artifact
+
+
+class GroupSamplesRequest(Drawn):
+    """What was drawn first, and what was drawn again of some groups, which counts in the place of it.
+
+    `tells_equal`: which groups have equal grades is answered. `shuffle_seed`: rewards change places within each group,
+    which leaves nothing to learn: a control experiment.
+    """
+
+    redrawn: tuple[Drawn, ...] = ()
+    tells_equal: bool = False
     shuffle_seed: int | None = Field(default=None, ge=0, lt=2**63)
     max_ungraded_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    @property
+    def rounds(self) -> list[Drawn]:
+        return [self, *self.redrawn]
 
     @property
     def key(self) -> str:
         """The store key, by content: where the bytes came from does not matter."""
         own = self.model_dump_json(include={"shuffle_seed", "max_ungraded_fraction"})
-        return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own)
+        again = (file.sha256 for one in self.redrawn for file in (one.completions, one.grades))
+        return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own, *again)
 
 
 class GroupsMade(Frozen):
-    """Counts of what was made; `num_groups` are those that have a graded sample. `completions`: with their routes."""
+    """Counts of what was made; `num_groups` are those that have a graded sample. `completions`: with their routes.
+
+    `equal_groups`: the numbers of those whose grades are all the same.
+    """
 
     num_groups: int
     num_trajectories: int
     num_ungraded: int
     completions: Artifact | None = None
+    redrawn: tuple[Artifact, ...] = ()
+    equal_groups: tuple[int, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics that cannot be computed from the groups any more."""
         num_samples = self.num_trajectories + self.num_ungraded
         return {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
+
+    @property
+    def files(self) -> list[Artifact]:
+        """The completions, those that were drawn again behind them."""
+        return [*([] if self.completions is None else [self.completions]), *self.redrawn]
 
 
 class Grouped(GroupsMade):
@@ -75,57 +99,81 @@ class GroupSamples:
         store, key = self._host.store, request.key
 
         def write(folder: Path) -> None:
-            drawn, graded = self._host.stage(request.completions), self._host.stage(request.grades)
-            made = write_groups(drawn, graded, request, folder)
+            rounds = [(self._host.stage(one.completions), self._host.stage(one.grades)) for one in request.rounds]
+            made = write_groups(rounds, request, folder)
             store.put_bytes(grouped_report(key), made.model_dump_json(indent=1).encode())
 
         groups = self._host.made_once(grouped(key), "groups", write)
         made = read_record(store, grouped_report(key), GroupsMade)
+        if not request.tells_equal:
+            made = made.model_copy(update={"equal_groups": ()})
         return Grouped(groups=groups, groups_uri=f"{groups.uri}/{GROUPS}", **made.model_dump())
 
 
-def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, folder: Path) -> GroupsMade:
+def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesRequest, folder: Path) -> GroupsMade:
     """Stream completions and grades into a folder with `groups.jsonl`. Not sealed.
+
+    Args:
+        rounds: folders of completions and of their grades; what a later one has counts.
 
     Raises:
         InvalidInput: more samples have no grade than the run allows, or none has one.
     """
     num_groups = num_trajectories = num_ungraded = 0
+    equal_groups: list[int] = []
+    first, *later = (_read_round(*each) for each in rounds)
+    starts = routes_starts([completions for completions, _ in rounds])
+    latest = {
+        group.group: (group, graded, starts[number]) for number, one in enumerate(later, 1) for group, graded in one
+    }
     with (folder / GROUPS).open("wb") as file:
-        for drawn, graded in _graded(read_sampled_groups(completions), _read_grades(grades)):
+        for each in first:
+            drawn, graded, start = latest.get(each[0].group, (*each, 0))
             num_ungraded += len(drawn.samples) - len(graded)
             if graded:
                 num_groups += 1
                 num_trajectories += len(graded)
-                group = _trajectories(drawn, graded, request.shuffle_seed)
+                equal_groups += [drawn.group] if len({reward for *_, reward in graded}) == 1 else []
+                group = _trajectories(drawn, graded, request.shuffle_seed, start)
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
     made = GroupsMade(
         num_groups=num_groups,
         num_trajectories=num_trajectories,
         num_ungraded=num_ungraded,
         completions=request.completions,
+        redrawn=tuple(one.completions for one in request.redrawn),
+        equal_groups=tuple(equal_groups),
     )
-    _refuse_ungraded(made, request.max_ungraded_fraction, grades)
+    _refuse_ungraded(made, request.max_ungraded_fraction, rounds[0][1])
     return made
+
+
+def _read_round(completions: Path, grades: Path) -> Iterator[tuple[SampledGroup, "_Graded"]]:
+    return _graded(read_sampled_groups(completions), _read_grades(grades))
 
 
 _Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, in order, and their rewards
 
 
-def _trajectories(group: SampledGroup, graded: _Graded, shuffle_seed: int | None) -> TrajectoryGroup:
+def _trajectories(group: SampledGroup, graded: _Graded, shuffle_seed: int | None, routes_start: int) -> TrajectoryGroup:
     order = range(len(graded))
     if shuffle_seed is not None:
         order = packing.epoch_order(len(graded), shuffle_seed, group.group).tolist()
     return TrajectoryGroup(
         trajectories=tuple(
-            _trajectory(group, sample, grade, graded[other][2])
+            _trajectory(group, sample, grade, graded[other][2], routes_start)
             for (sample, grade, _), other in zip(graded, order, strict=True)
         ),
         metadata={"place": group.place, "row": group.row},
     )
 
 
-def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float) -> Trajectory:
+def _trajectory(
+    group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float, routes_start: int
+) -> Trajectory:
+    blocks = None
+    if group.prompt_block is not None and sample.block is not None:
+        blocks = routes_start + group.prompt_block, routes_start + sample.block
     num_prompt, num_sampled = len(group.prompt_ids), len(sample.token_ids)
     return Trajectory(
         token_ids=group.prompt_ids + sample.token_ids,
@@ -135,7 +183,7 @@ def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward:
         policy_version=group.policy_version,
         policy_versions=(None,) * num_prompt + sample.policy_versions if sample.policy_versions else None,
         finish_reason=sample.finish_reason,
-        routes=None if group.prompt_block is None or sample.block is None else (group.prompt_block, sample.block),
+        routes=blocks,
         metrics={name: value for name, value in grade.parts.items() if value is not None},
     )
 
@@ -174,7 +222,7 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
     return find_artifact(store, key) if is_ours else None
 
 
-def completions_of(store: ObjectStore, groups: Artifact) -> Artifact | None:
-    """Return what groups of this activity were made of."""
+def completions_of(store: ObjectStore, groups: Artifact) -> list[Artifact]:
+    """Return what groups of this activity were made of, in the order of their routes."""
     key = groups.uri.removesuffix("/groups").rpartition("/")[2]
-    return read_record(store, grouped_report(key), GroupsMade).completions
+    return read_record(store, grouped_report(key), GroupsMade).files

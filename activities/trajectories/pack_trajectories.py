@@ -111,10 +111,10 @@ class PackTrajectories:
             # Groups that a client names are downloaded like any data, so that it cannot name those of other runs.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
-            drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else None
+            drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
             # The key contains the tenant, since messages are converted by the records of its own answers.
             own = request.model_dump_json(exclude={"run_id", "step"})
-            key = content_key(_VERSION, groups.sha256, own, *([drawn.sha256] if drawn is not None else []))
+            key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
             if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
                 self._pack(request, groups, drawn, key)
             return _result(store, key)
@@ -128,7 +128,7 @@ class PackTrajectories:
         )
         return Download(self._host).download(wanted).dataset
 
-    def _pack(self, request: GroupsRequest, groups: Artifact, drawn: Artifact | None, key: str) -> None:
+    def _pack(self, request: GroupsRequest, groups: Artifact, drawn: Sequence[Artifact], key: str) -> None:
         host = self._host
 
         def answer(question: bytearray) -> bytes:
@@ -139,7 +139,7 @@ class PackTrajectories:
             _, manifest = open_artifact(groups, host.settings.s3)
             names = tuple(entry.path for entry in manifest.files)
             tokenizer = None if request.model is None else tokenizer_files(host, request.model)
-            routes = host.stage(drawn) if drawn is not None else None
+            routes = [host.stage(file) for file in drawn]
             asked = request, host.stage(groups), names, tokenizer, folder, routes
             report = host.confined(pack_groups, *asked, kind="dataset", answer=answer)
             if report.dropped_broken:
@@ -154,21 +154,21 @@ def pack_groups(
     names: tuple[str, ...],
     tokenizer: TokenizerFiles | None,
     folder: Path,
-    drawn: Path | None = None,
+    drawn: Sequence[Path] = (),
 ) -> GroupsReport:
     """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
 
     Called in a confined process, it asks its caller for records of answers.
 
     Args:
-        drawn: the folder of the samples that they were made of, where those have routes.
+        drawn: the folders of the samples that they were made of, where those have routes.
 
     Raises:
         InvalidInput: as `parse_groups` and `read_groups` do.
     """
     answers = RememberedAnswers(lambda wanted: _RECORDS.validate_json(ask(wanted.model_dump_json().encode())))
     policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)
-    routes = RoutesFile(drawn, request.routes) if drawn is not None and request.routes is not None else None
+    routes = RoutesFile(drawn, request.routes) if drawn and request.routes is not None else None
     with Conversations(request.model, tokenizer, answers, policy) as conversations:
         rules = Rules(request.run, request.policy_version, request.vocab_size, conversations, routes)
         parsed = (found for name in names for found in parse_groups(groups / name, name))

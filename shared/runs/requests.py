@@ -303,6 +303,8 @@ class RLRun(Frozen):
             )
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
+        if rollouts.redraws and self.advantages == "batch_normalized":
+            raise ValueError("rollouts.redraws: batch_normalized does not compare the grades of a group: drop it")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
         if rollouts.group_size == 1 and self.advantages != "batch_normalized":

@@ -10,6 +10,8 @@ from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import PromptsSource
 
+_MOST_REDRAWN = 4096  # their numbers pass through Temporal
+
 
 class HeldOut(Frozen):
     """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
@@ -43,6 +45,9 @@ class Rollouts(Frozen):
     grader: Grader = Field(description="what grades samples, in OpenAI's fields (docs/graders.md)")
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
+    redraws: int = Field(
+        default=0, ge=0, le=16, description="times that groups whose grades are all the same are drawn again"
+    )
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
     steps: int | None = Field(default=None, ge=1, le=1_000_000, description="train steps of the run's own rollouts")
     max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
@@ -89,6 +94,12 @@ class Rollouts(Frozen):
     def _one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
+        return self
+
+    @model_validator(mode="after")
+    def _few_are_drawn_again(self) -> Self:
+        if self.redraws and self.prompts_per_step > _MOST_REDRAWN:
+            raise ValueError(f"redraws: at most {_MOST_REDRAWN} prompts_per_step can be drawn again")
         return self
 
     @model_validator(mode="after")

@@ -127,6 +127,27 @@ def _versions(step: dict) -> set[int]:
     return {version or 0 for group in trajectories for one in group for version in one.token_versions}
 
 
+def test_groups_of_equal_grades_are_drawn_again(stack: Stack, rollout_options: list[str]) -> None:
+    """The groups whose grades differ at once stay as they are, and others have come to differ."""
+    seldom = {"type": "string_check", "name": "has_e", "operation": "like", "reference": "e"}
+    graded = ["--steps", "1", "--grader", json.dumps(seldom | {"input": "{{ sample.output_text }}"})]
+    once, again = (
+        steps_of(stack, stack.cli(*rollout_options, *graded, *more, "--wait").json["run_id"])[-1]
+        for more in ([], ["--redraws", "4"])
+    )
+    assert again["metrics"]["redrawn_groups"] >= once["metrics"]["zero_variance_share"] * 4 > 0
+    assert again["metrics"]["zero_variance_share"] < once["metrics"]["zero_variance_share"]
+    before, after = (
+        [
+            json.loads(line)["trajectories"]
+            for line in Path(step["groups"].removeprefix("file://")).read_text().splitlines()
+        ]
+        for step in (once, again)
+    )
+    is_same = [one == other for one, other in zip(before, after, strict=True)]
+    assert is_same == [len({one["reward"] for one in group}) > 1 for group in before]
+
+
 def test_it_ends_with_the_step_that_reaches_the_target(stack: Stack, rollout_options: list[str]) -> None:
     run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait").json
     assert run["status"] == "succeeded"

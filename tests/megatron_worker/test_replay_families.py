@@ -76,7 +76,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             writer.without_bytes(draw_group(sampler, NAME, number, number, prompt, how))
             for number, prompt in enumerate(prompts)
         ]
-    return Drawn(model, groups, RoutesFile(folder, shape))
+    return Drawn(model, groups, RoutesFile([folder], shape))
 
 
 def test_routes_are_those_of_the_layers_that_have_experts(drawn: Drawn) -> None:

@@ -8,7 +8,7 @@ from activities.sampling.completions import Rows
 from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sampled
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
-from activities.trajectories.group_samples import GroupSamplesRequest
+from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
 from longshore.fields import Artifact
 from longshore.training import Dtype, Full, Lora
 from shared.chat.completions import Sampling
@@ -97,16 +97,21 @@ def step_samples(
     step: int,
     place: SamplerPlace,
     routes: RouteShape | None = None,
+    drawn: Sequence[Drawn] = (),
+    groups: tuple[int, ...] | None = None,
 ) -> PolicySampleRequest:
     """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from.
 
-    `routes`: those that the trainer takes.
+    Args:
+        routes: those that the trainer takes.
+        drawn: what was drawn for the step before; `groups`: those that are drawn again.
     """
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
     policy, size = policy_of_step(run, policies, step), rollouts.group_size
     asked = _samples(start, model, prompts, rows, policies, policy, size, run.temperature, step, place)
-    return asked.model_copy(update={"routes": routes})
+    seed = _seed(run.seed, f"samples {len(drawn)}", step) if drawn else asked.seed
+    return asked.model_copy(update={"routes": routes, "groups": groups, "seed": seed})
 
 
 def held_out_samples(
@@ -216,12 +221,13 @@ def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
     return f"rollouts.weight_sync.bucket_bytes: rows of this model have {row_bytes} bytes: a bucket holds one at least"
 
 
-def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: int) -> GroupSamplesRequest:
-    """The trajectory groups of a step's samples and their grades."""
+def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSamplesRequest:
+    """The trajectory groups of a step's samples and their grades, as drawn first and again."""
     rollouts = rollouts_of(run)
     return GroupSamplesRequest(
-        completions=completions,
-        grades=grades,
+        **dict(drawn[0]),
+        redrawn=tuple(drawn[1:]),
+        tells_equal=len(drawn) <= rollouts.redraws,
         shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
         max_ungraded_fraction=rollouts.max_ungraded_fraction,
     )

@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
-    from activities.trajectories.group_samples import GroupSamples
+    from activities.trajectories.group_samples import Drawn, GroupSamples
     from longshore.fields import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.packed import RouteShape
@@ -137,12 +137,39 @@ class RolloutSource:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _roll(self, step: int) -> Rolled:
-        """Sample, grade and group one step. Only one step is sampled at a time; others may be graded meanwhile."""
+        """Sample, grade and group one step; groups of equal grades again, as often as the run says."""
+        drawn: list[Drawn] = []
+        metrics, seconds, num_redrawn = dict[str, float](), dict[str, float](), 0
+        groups: tuple[int, ...] | None = None
+        while True:
+            found, told, took = await self._draw(step, drawn, groups)
+            drawn.append(found)
+            metrics |= told
+            seconds = {name: seconds.get(name, 0.0) + s for name, s in took.items()}
+            request = rollout_requests.groups_request(self.start.run, drawn, step)
+            grouped = await control.do(GroupSamples.group_samples, request)
+            if not (groups := grouped.equal_groups):
+                break
+            num_redrawn += len(groups)
+        if rollouts_of(self.start.run).redraws:
+            metrics["redrawn_groups"] = float(num_redrawn)
+        return Rolled(grouped.groups_uri, grouped.metrics | metrics | seconds)
+
+    async def _draw(
+        self, step: int, before: Sequence[Drawn], groups: tuple[int, ...] | None
+    ) -> tuple[Drawn, dict[str, float], dict[str, float]]:
+        """Sample and grade. Only one step is sampled at a time; others may be graded meanwhile.
+
+        Returns also metrics, and the seconds that it took, by name.
+
+        Args:
+            before: what was drawn for the step. `groups`: those that are drawn now; None: all.
+        """
         async with self._lock:
             began = workflow.time()
             sampled, metrics = await self._sample(
                 lambda place: rollout_requests.step_samples(
-                    self.start, self.model, self.data.prompts, self.policies, step, place, self.routes
+                    self.start, self.model, self.data.prompts, self.policies, step, place, self.routes, before, groups
                 )
             )
             sampling_s = workflow.time() - began
@@ -152,10 +179,8 @@ class RolloutSource:
             graded = await self._grade(sampled)
         finally:
             self._grading.discard(step)
-        request = rollout_requests.groups_request(self.start.run, sampled.completions, graded.grades, step)
-        grouped = await control.do(GroupSamples.group_samples, request)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
-        return Rolled(grouped.groups_uri, grouped.metrics | metrics | seconds)
+        return Drawn(completions=sampled.completions, grades=graded.grades), metrics, seconds
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
         """Sample and grade the held-out prompts under a policy; no metrics where the run has none."""

@@ -123,7 +123,7 @@ def test_a_part_keeps_bytes_and_the_samples_file_their_places(tmp_path: Path) ->
     with RoutesWriter(tmp_path) as writer:
         kept = writer.without_bytes(group_)
     assert not kept.prompt_routes and not any(sample.routes for sample in kept.samples)
-    file = RoutesFile(tmp_path, SHAPE)
+    file = RoutesFile([tmp_path], SHAPE)
     for number, sample in enumerate(kept.samples):
         assert kept.prompt_block is not None and sample.block is not None
         found = file.of_sequence((*PROMPT, *sample.token_ids), 3, (kept.prompt_block, sample.block))
@@ -138,7 +138,7 @@ def test_a_part_keeps_bytes_and_the_samples_file_their_places(tmp_path: Path) ->
 def test_no_sequence_gets_the_routes_of_another(tmp_path: Path) -> None:
     with RoutesWriter(tmp_path) as writer:
         kept = writer.without_bytes(drawn())
-    file, prompt = RoutesFile(tmp_path, SHAPE), kept.prompt_block
+    file, prompt = RoutesFile([tmp_path], SHAPE), kept.prompt_block
     assert prompt is not None
     first, second, third, fourth = (sample.block for sample in kept.samples)
     assert file.of_sequence((*PROMPT, 4, 5, 6), 3, (prompt, first)).shape == (6, 2, 3)
@@ -159,7 +159,7 @@ def test_no_sequence_gets_the_routes_of_another(tmp_path: Path) -> None:
     with (tmp_path / ROUTES).open("r+b") as cut:
         cut.truncate((tmp_path / ROUTES).stat().st_size - 1)
     with pytest.raises(InvalidInput, match="another sequence"):
-        RoutesFile(tmp_path, SHAPE).of_sequence((*PROMPT, 4, 5, 6), 3, (prompt, fourth))
+        RoutesFile([tmp_path], SHAPE).of_sequence((*PROMPT, 4, 5, 6), 3, (prompt, fourth))
 
 
 # From samples to units.

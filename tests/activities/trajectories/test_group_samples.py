@@ -10,14 +10,24 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, GradeSummary
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup
+from activities.sampling.routes import RoutesFile
 from activities.sampling.sample import write_samples
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile, write_rows
-from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
+from activities.trajectories.group_samples import (
+    GROUPS,
+    Drawn,
+    Grouped,
+    GroupSamples,
+    GroupSamplesRequest,
+    find_groups,
+    write_groups,
+)
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade, parse_grader
+from shared.jobs.packed import RouteShape
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore, open_store
@@ -56,6 +66,21 @@ def grades(*ungraded: int) -> list[SampleGrade]:
         else SampleGrade(place=f"samples.jsonl:{n + 1}", grade=n / 10, parts={"style": n / 5, "length": None})
         for n in range(NUM_GROUPS * GROUP_SIZE)
     ]
+
+
+def redrawn_of(tmp_path: Path, group: SampledGroup, *found: float) -> Drawn:
+    """Completions of one group, and their grades, as sealed folders of a store."""
+    folders = [tmp_path / f"again-{name}-{group.group}-{found[0]}" for name in ("completions", "samples", "grades")]
+    with PromptsFile(tmp_path / "prompts") as prompts:
+        write_samples([group], prompts, *folders[:2])
+    folders[2].mkdir()
+    lines = (SampleGrade(place="", grade=grade).model_dump_json() + "\n" for grade in found)
+    (folders[2] / GRADES).write_text("".join(lines))
+    store, artifacts = LocalStore(tmp_path / "given"), []
+    for folder in (folders[0], folders[2]):
+        seal(folder)
+        artifacts.append(upload_artifact(store, folder.name, folder))
+    return Drawn(completions=artifacts[0], grades=artifacts[1])
 
 
 def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Grouped, GroupsRead]:
@@ -189,3 +214,58 @@ def test_parts_of_a_multi_grader_become_metrics(tmp_path: Path) -> None:
     lines = Path(made.groups_uri.removeprefix("file://")).read_text().splitlines()
     one = json.loads(lines[1])["trajectories"][2]
     assert (one["reward"], one["metrics"]) == (3.0, {"one": 1.0, "two": 1.0})
+
+
+def test_what_was_drawn_again_takes_the_place_of_equal_grades(tmp_path: Path) -> None:
+    """Group 1 is drawn twice more: its last samples count, with their routes; the others are as they were."""
+    equal = [
+        grade.model_copy(update={"grade": 0.5}) if 8 <= number < 16 else grade for number, grade in enumerate(grades())
+    ]
+    first, read = grouped(tmp_path, equal, tells_equal=True)
+    assert (first.equal_groups, read.report.dropped_equal_groups) == ((1,), 1)
+    assert grouped(tmp_path, equal)[0].equal_groups == (), "nobody asks"
+
+    def again(number: int) -> SampledGroup:
+        samples = (
+            Sample(token_ids=(200 + number + j, 7), logprobs=(-1.0, -2.0), text="", finish_reason="stop")
+            for j in range(GROUP_SIZE)
+        )
+        return groups()[1].model_copy(update={"samples": tuple(samples)})
+
+    rounds = (
+        redrawn_of(tmp_path, again(0), *[0.25] * GROUP_SIZE),
+        redrawn_of(tmp_path, again(50), *[0.0] * 7, 1.0),
+    )
+    once, _ = grouped(tmp_path, equal, tells_equal=True, redrawn=rounds[:1])
+    assert once.equal_groups == (1,)
+    twice, read = grouped(tmp_path, equal, tells_equal=True, redrawn=rounds)
+    assert (twice.equal_groups, twice.num_trajectories) == ((), 24)
+    assert [[one.token_ids[3] for one in sequences_of(group)] for group in read.groups] == [
+        [100 + j for j in range(8)],
+        [250 + j for j in range(8)],
+        [140 + j for j in range(8)],
+    ]
+    assert len({result.groups.sha256 for result in (first, once, twice)}) == 3
+
+
+def test_routes_of_what_was_drawn_again_lie_behind_the_first(tmp_path: Path) -> None:
+    def with_routes(group: SampledGroup, byte: bytes) -> SampledGroup:
+        samples = tuple(sample.model_copy(update={"routes": byte}) for sample in group.samples)
+        return group.model_copy(update={"samples": samples, "prompt_routes": byte * 3})
+
+    grouped(tmp_path, grades())  # writes the prompts
+    [first, again] = (
+        redrawn_of(tmp_path, with_routes(groups()[1], byte), *given)
+        for byte, given in ((b"\1", [0.5] * GROUP_SIZE), (b"\2", [0.0] * 7 + [1.0]))
+    )
+    folders = [tuple(Path(file.uri.removeprefix("file://")) for file in dict(one).values()) for one in (first, again)]
+    request = GroupSamplesRequest(**dict(first), redrawn=(again,))
+    write_groups(folders, request, tmp_path)
+    [line] = (tmp_path / GROUPS).read_text().splitlines()
+    shape = RouteShape(num_layers=1, num_experts=4, per_token=1)
+    file = RoutesFile([completions for completions, _ in folders], shape)
+    for one in json.loads(line)["trajectories"]:
+        found = file.of_sequence(one["token_ids"], 3, tuple(one["routes"]))
+        assert found.ravel().tolist() == [2] * 5
+    with pytest.raises(InvalidInput, match="of another sequence"):
+        RoutesFile([folders[0][0]], shape).of_sequence(one["token_ids"], 3, tuple(one["routes"]))

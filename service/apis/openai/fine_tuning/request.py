@@ -132,6 +132,7 @@ class LongshoreSettings(OwnSettings):
     group_size: int | None = Field(default=None, description="in the place of compute_multiplier")
     max_completion_tokens: int | None = None
     stop: tuple[str, ...] | None = None
+    redraws: int | None = None
     off_policy_steps: int | None = None
     sampler_url: str | None = None
     probe_bound: float | None = None

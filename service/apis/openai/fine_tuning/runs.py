@@ -31,6 +31,7 @@ _ROLLOUT_FIELDS = (
     "group_size",
     "max_completion_tokens",
     "stop",
+    "redraws",
     "off_policy_steps",
     "sampler_url",
     "probe_bound",
