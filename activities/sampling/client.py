@@ -148,12 +148,12 @@ class Sampler:
             "prompt": list(prompt_ids),
             "n": n,
             "seed": seed,
+            **_PLAIN,
             **sampling.model_dump(mode="json", exclude={"stop", "stop_token_ids"}),
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
-            **_PLAIN,
         } | ({"return_routed_experts": True} if route_bytes else {})
         most_routed = 2 * n * (len(prompt_ids) + sampling.max_tokens) * route_bytes  # in base64
         answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens, other_bytes=most_routed)

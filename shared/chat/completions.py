@@ -41,6 +41,7 @@ class Sampling(Frozen):
 
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="draw from the likeliest alone; -1 and 0: from all")
     max_tokens: int = Field(default=16, ge=1)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

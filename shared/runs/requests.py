@@ -303,6 +303,11 @@ class RLRun(Frozen):
             )
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
+        if (rollouts.top_p < 1 or rollouts.top_k is not None) and self.loss.old == "sampler":
+            raise ValueError(
+                "rollouts.top_p and top_k: samples have the log-probabilities of the tokens that were left, and the "
+                "trainer those of all: set loss.old to trainer, whose ratios are of its own alone"
+            )
         if rollouts.redraws and self.advantages == "batch_normalized":
             raise ValueError("rollouts.redraws: batch_normalized does not compare the grades of a group: drop it")
         if self.advantages == "given":

@@ -54,6 +54,10 @@ class Rollouts(Frozen):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), max_length=16, description="text that ends a sample"
     )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
+    )
+    top_k: int | None = Field(default=None, ge=1, description="sample from so many of the likeliest tokens")
     off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
     sampler: SamplerKind = Field(default="own", description="that a host starts: Longshore's own, or its vLLM")
     sampler_url: str | None = Field(

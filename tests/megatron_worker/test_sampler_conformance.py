@@ -104,10 +104,11 @@ def test_temperature_0_ignores_the_seed(subject, sampler):
     assert len({s.token_ids for j in range(2) for s in sampler.sample(subject.model, PROMPT, sampling, 1, j)}) == 1
 
 
-def test_tiny_top_p_is_greedy(subject, sampler):
+@pytest.mark.parametrize("cut", [{"top_p": 1e-9}, {"top_k": 1}])
+def test_what_leaves_one_token_is_greedy(subject, sampler, cut):
     greedy = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=8, temperature=0, ignore_eos=True), 1, 0)
-    nucleus = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=8, top_p=1e-9, ignore_eos=True), 1, 3)
-    assert nucleus[0].token_ids == greedy[0].token_ids
+    left = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=8, ignore_eos=True, **cut), 1, 3)
+    assert left[0].token_ids == greedy[0].token_ids
 
 
 def test_stop_token_ends_and_stays_in_the_ids(subject, sampler):

@@ -109,7 +109,14 @@ def step_samples(
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
     policy, size = policy_of_step(run, policies, step), rollouts.group_size
-    asked = _samples(start, model, prompts, rows, policies, policy, size, run.temperature, step, place)
+    sampling = Sampling(
+        temperature=run.temperature,
+        top_p=rollouts.top_p,
+        top_k=-1 if rollouts.top_k is None else rollouts.top_k,
+        max_tokens=rollouts.max_completion_tokens,
+        stop=rollouts.stop,
+    )
+    asked = _samples(start, model, prompts, rows, policies, policy, size, sampling, step, place)
     seed = _seed(run.seed, f"samples {len(drawn)}", step) if drawn else asked.seed
     return asked.model_copy(update={"routes": routes, "groups": groups, "seed": seed})
 
@@ -120,8 +127,9 @@ def held_out_samples(
     """Ask for samples of all held-out prompts. The seeds are the same at every evaluation."""
     held_out = rollouts_of(start.run).held_out
     assert held_out is not None
-    size, temperature = held_out.samples_per_prompt, held_out.temperature
-    return _samples(start, model, prompts, Rows(), policies, policy, size, temperature, _EVALUATION, place)
+    rollouts, size = rollouts_of(start.run), held_out.samples_per_prompt
+    sampling = Sampling(temperature=held_out.temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop)
+    return _samples(start, model, prompts, Rows(), policies, policy, size, sampling, _EVALUATION, place)
 
 
 def _samples(
@@ -132,11 +140,11 @@ def _samples(
     policies: Sequence[Policy],
     policy: Policy,
     group_size: int,
-    temperature: float,
+    sampling: Sampling,
     step: int,
     place: SamplerPlace,
 ) -> PolicySampleRequest:
-    run, rollouts = start.run, rollouts_of(start.run)
+    run = start.run
     return PolicySampleRequest(
         run_id=start.run_id,
         model=model,
@@ -144,7 +152,7 @@ def _samples(
         prompts=prompts,
         rows=rows,
         group_size=group_size,
-        sampling=Sampling(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
+        sampling=sampling,
         seed=_seed(run.seed, "samples", step),
         place=place,
         refuted=_refuted(run, policies),

@@ -1,6 +1,7 @@
 """Requests of a run's own rollouts: what is refused once the model's shape is known, and what is asked again."""
 
 import pytest
+from pydantic import ValidationError
 
 from longshore.fields import Artifact
 from shared.fence import Fence
@@ -9,7 +10,7 @@ from shared.runs.requests import RLRun
 from shared.runs.start import RLStart
 from shared.runs.status import Policy
 from shared.serving import LeasedSampler
-from workflows.rollouts.requests import step_samples, too_small_a_bucket
+from workflows.rollouts.requests import held_out_samples, step_samples, too_small_a_bucket
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=1024, num_heads=4, num_kv_heads=2, ffn_size=3072, vocab_size=512
@@ -50,3 +51,20 @@ def test_samples_are_asked_for_again_only_where_they_may_have_been_drawn_before_
 
     assert key(1) == key(1)
     assert len({key(0), key(1), key(2)}) == (1 if in_flight == "finish" else 3)
+
+
+def test_steps_are_drawn_from_the_tokens_that_a_run_leaves_and_held_out_prompts_from_all() -> None:
+    rollouts = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 4, "top_p": 0.8, "top_k": 20}
+    rollouts |= {"held_out": {"prompts": {"uri": "/held-out"}}}
+    run = {"kind": "rl", "model": "/m", "rollouts": rollouts}
+    with pytest.raises(ValidationError, match=r"set loss\.old to trainer"):
+        RLRun.model_validate(run)
+    loss = {"kind": "ppo", "old": "trainer"}
+    start = RLStart.model_validate({"run_id": "rl-1", "run": run | {"loss": loss}, "shape": "cpu"})
+    stored = Artifact(uri="file:///a", sha256="0" * 64)
+    policy = Policy(after_step=0, version=0, adapter=stored)
+    place = LeasedSampler(run_id="rl-1", fence=Fence(epoch=1, attempt=1), worker_id="w")
+    asked = step_samples(start, stored, stored, [policy], 1, place).sampling
+    assert (asked.top_p, asked.top_k, asked.temperature) == (0.8, 20, 1.0)
+    asked = held_out_samples(start, stored, stored, [policy], policy, place).sampling
+    assert (asked.top_p, asked.top_k, asked.temperature) == (1.0, -1, 0.0)

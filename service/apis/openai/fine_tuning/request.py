@@ -133,6 +133,8 @@ class LongshoreSettings(OwnSettings):
     max_completion_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     redraws: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     off_policy_steps: int | None = None
     sampler_url: str | None = None
     probe_bound: float | None = None

@@ -32,6 +32,8 @@ _ROLLOUT_FIELDS = (
     "max_completion_tokens",
     "stop",
     "redraws",
+    "top_p",
+    "top_k",
     "off_policy_steps",
     "sampler_url",
     "probe_bound",
