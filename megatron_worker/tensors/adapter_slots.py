@@ -15,6 +15,7 @@ from megatron_worker.engine import Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice, modules_of
+from megatron_worker.head import scalar
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.dropout import Masks
@@ -186,10 +187,11 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = beside(peft_format.read_config(folder), self._modules)
+            found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
             if lora is not None:
                 peft_format.check_same(found, beside(lora, self._modules), str(folder))
-            found = found.model_copy(update={"dropout": 0.0 if lora is None else lora.dropout})
+            own = {"dropout": 0.0} if lora is None else {"dropout": lora.dropout, "head": lora.head}  # and its names
+            found = found.model_copy(update=own)
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
@@ -372,12 +374,15 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
 
 
-def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return an initial A matrix as PEFT's (Kaiming-uniform, a = sqrt 5), float32, from the seed and its PEFT name.
+def initial(s: TensorSlice, seed: int) -> Tensor | None:
+    """Return what a tensor of a fresh adapter is, whole and float32, from the seed and its PEFT name; None: zeros.
 
-    It is the same for every engine and layout.
+    A as PEFT's (Kaiming-uniform, a = sqrt 5). A head's weight is normal with a variance of 1 / (inputs + 1) (Stiennon
+    et al. 2020, arXiv:2009.01325). It is the same for every engine and layout.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{s.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = shape[1] ** -0.5
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    if s.parameter == scalar.WEIGHT:
+        return torch.empty(s.shape).normal_(0.0, (s.shape[1] + 1) ** -0.5, generator=generator)
+    bound = s.shape[-1] ** -0.5
+    return torch.empty(s.shape).uniform_(-bound, bound, generator=generator) if ".lora_A." in s.name else None

@@ -192,7 +192,7 @@ def write_adapter(
         if folder is not None:
             peft_format.write_config(folder, lora, (s.name for s in slices))
         entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
-        write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
+        write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors, peft_format.metadata_of(lora))
 
 
 def read_optimizer(
