@@ -78,7 +78,7 @@ class ScalarHead(Frozen):
         return self
 
     def __str__(self) -> str:
-        return f"a head of {len(self.names)} a {self.per}"
+        return f"{len(self.names)} scalar{'s' * (len(self.names) > 1)} a {self.per}"
 
 
 HEAD_DESCRIPTION = "scalars of the final hidden state, in the place of the language head; absent: that head"
@@ -171,6 +171,13 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
         raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+    return asked
+
+
+def trains_the_language_head(asked: HasBaseT) -> HasBaseT:
+    """Validate models whose loss is of tokens. Raises ValueError for a head of scalars."""
+    if (head := asked.trainable.head) is not None:
+        raise ValueError(f"trainable.head: what this learns from is of the language head, not of {head}; drop it")
     return asked
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.training import Adam, Full, Lora, Recompute
+from longshore.training import Adam, Full, Lora, Recompute, ScalarHead
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
@@ -42,18 +42,18 @@ class TargetScores:
             `top_logprobs` [N, K]; or the `values` [N, L] of the slot's head.
     """
 
-    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS, num_values: int = 0) -> None:
+    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS, head: ScalarHead | None = None) -> None:
         """Columns are made here, for all outputs: a rank that has no bin must have them, too.
 
-        `num_values`: scalars of the slot's head, if they are asked for.
+        `head`: that of the slot, if its values are asked for.
         """
         self._data = data
         shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.top_k)
         self.found: dict[str, NDArray] = {}
         if outputs.logprob:
             self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
-        if outputs.values:
-            self.found["values"] = np.full((*shape_N, num_values), np.nan, dtype=np.float32)
+        if outputs.values and head is not None:
+            self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
         if outputs.entropy:
             self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
         if outputs.top_k:
