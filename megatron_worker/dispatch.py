@@ -121,7 +121,7 @@ class Dispatcher:
             case Full() if adapter is not None:
                 raise InvalidInput("full training does not start from an adapter", "initial_adapter")
             case Full():
-                self.engine.train_full(trainable)
+                self.engine.train_full(trainable, seed)
                 self.planner = Planner(self.facts)  # passes hold other bytes from now on
 
     def load_frozen(self, slot: str, adapter: Path) -> None:

@@ -306,8 +306,8 @@ class Engine(Protocol):
         """
         ...
 
-    def train_full(self, full: Full) -> None:
-        """Make every weight of the base trainable."""
+    def train_full(self, full: Full, seed: int = 0) -> None:
+        """Make every weight of the base trainable. `seed`: of its head of scalars, if it is to have one."""
         ...
 
     # A step.

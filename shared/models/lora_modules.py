@@ -10,6 +10,7 @@ from shared.errors import InvalidInput
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
+OUTPUT_WEIGHT = f"{OUTPUT}.weight"
 
 
 @dataclass(frozen=True)

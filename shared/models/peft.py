@@ -21,7 +21,7 @@ PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Fac
 OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
 HEAD = f"{PREFIX}score.weight"  # of a head of scalars: a row for each
 _PER: dict[str | None, Literal["token", "sequence"]] = {"TOKEN_CLS": "token", "SEQ_CLS": "sequence"}
-_HEADS = frozenset({"classifier", "score"})  # what PEFT calls the heads of these tasks, whichever a model has
+_HEADS = "classifier", "score"  # what PEFT calls the heads of these tasks, whichever a model has
 _NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no place for names
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -74,13 +74,14 @@ class _Config(BaseModel):
     use_rslora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
     task_type: str | None = None
-    modules_to_save: tuple[str, ...] | None = None
+    modules_to_save: object = None
 
     @property
     def per(self) -> Literal["token", "sequence"] | None:
         """What a head that it keeps whole gives a scalar of; None: it keeps none, or something else."""
-        saved = set(self.modules_to_save or ())
-        return _PER.get(self.task_type) if "score" in saved and saved <= _HEADS else None
+        saved = self.modules_to_save
+        is_head = isinstance(saved, list) and "score" in saved and all(name in _HEADS for name in saved)
+        return _PER.get(self.task_type) if is_head else None
 
 
 def _switched_on(config: _Config) -> list[str]:

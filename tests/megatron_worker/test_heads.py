@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.layout import EngineName, Layout
+from longshore.training import Full
+from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from shared.models.config import Family
 from shared.models.peft import read_config
@@ -76,6 +78,33 @@ def test_an_adapter_with_a_head_is_trained_as_under_peft(models, tmp_path, engin
 
 
 @pytest.mark.parametrize(("engine", "family", "per"), CASES)
+def test_all_weights_with_a_head_are_trained_as_in_transformers(models, tmp_path, engine, family, per) -> None:
+    model, steps, rows = models(family), bins_of_steps(per), scored_rows(per, [17, 30, 5], seed=99)
+    driven = start(engine, model)
+    driven.train_full(Full(head=HEADS[per]), seed=3)
+    driven.save(tmp_path / "fresh")
+    reference = transformers_head(tmp_path / "fresh" / "weights", per)
+    assert reference.config.id2label == dict(enumerate(HEADS[per].names))
+    optimizer = adamw(reference, 3e-4)
+    for number, bins in enumerate(steps):
+        found = step(driven, per, bins, 3e-4)
+        expected = reference_step(reference, optimizer, per, [r for each in bins for r in each])
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), number
+    expected_NL, found_NL = reference_values(reference, per, rows).detach(), values(driven, scored_bin(per, rows))
+    torch.testing.assert_close(found_NL, expected_NL, atol=1e-5, rtol=1e-5)
+    driven.save(tmp_path / "end")
+    again, names = transformers_head(tmp_path / "end" / "weights", per), set()
+    for name, tensor in load_file(tmp_path / "end" / "weights" / "model.safetensors").items():
+        names.add(name)
+        torch.testing.assert_close(tensor, reference.state_dict()[name], atol=1e-5, rtol=1e-5)
+    assert "lm_head.weight" not in names and "score.weight" in names
+    torch.testing.assert_close(reference_values(again, per, rows).detach(), found_NL, atol=1e-5, rtol=1e-5)
+    driven.drop_slot(None)
+    driven.train_full(Full())  # the base is as it was published, and has its language head again
+    assert driven.forward(scored_bin(per, rows), Outputs()).logprob_N is not None
+
+
+@pytest.mark.parametrize(("engine", "family", "per"), CASES)
 def test_gradients_are_those_under_peft(models, tmp_path, engine, family, per) -> None:
     model, rows = models(family), scored_rows(per, [20, 31, 12], seed=0)
     driven = start(engine, model)
@@ -129,11 +158,10 @@ LAYOUTS: list[tuple[EngineName, Layout]] = [
 ]
 
 
-@pytest.mark.parametrize("trained", ["lora"])
-def test_layouts_and_resuming(models, tmp_path, trained) -> None:
+@pytest.mark.parametrize("trainable", [lora("token"), Full(head=HEADS["sequence"])], ids=["lora", "full"])
+def test_layouts_and_resuming(models, tmp_path, trainable) -> None:
     """Ranks come to what one rank does, from the beginning or from its checkpoint; from their own, to the same bits."""
-    trainable = lora("token")
-    singles = {engine: tmp_path / f"{engine}-{Layout().label}-{trained}" for engine in ENGINES}
+    singles = {engine: tmp_path / f"{engine}-{Layout().label}-{trainable.kind}" for engine in ENGINES}
     ranks = {"model": models("qwen3"), "trainable": trainable}
     for engine, single in singles.items():
         single.mkdir()
