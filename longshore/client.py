@@ -20,7 +20,7 @@ from typing import Any, Self
 import httpx
 
 from longshore.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
-from longshore.losses import CrossEntropy, PolicyLoss
+from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
 from longshore.training import Adam, SessionRun
 
 _LONG_POLL_S = 30.0
@@ -168,7 +168,10 @@ class Session:
         temperature: float = 1.0,
         share_prefixes: bool = False,
     ) -> Pending:
-        """Score the data's tokens: `result().data` has log-probabilities in nats, by the weights as they are then."""
+        """Score the data's tokens: `result().data` has log-probabilities in nats, by the weights as they are then.
+
+        Of a session whose slot has a head of scalars it has their values.
+        """
         asked = Forward(
             data=tuple(data),
             entropy=entropy,
@@ -182,7 +185,7 @@ class Session:
     def forward_backward(
         self,
         data: Sequence[Datum],
-        loss: CrossEntropy | PolicyLoss | None = None,
+        loss: CrossEntropy | PolicyLoss | SquaredError | None = None,
         *,
         temperature: float = 1.0,
         share_prefixes: bool = False,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from longshore.fields import Artifact, Frozen, pattern
-from longshore.losses import CrossEntropy, PolicyLoss
+from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
 from longshore.training import Adam
 
 CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
@@ -37,6 +37,9 @@ class Datum(Frozen):
         default=None, description="of each token but the first; 0: not scored. 1 each if absent"
     )
     advantages: tuple[Finite, ...] | None = Field(default=None, description="what a policy loss learns from")
+    value_targets: tuple[Finite, ...] | None = Field(
+        default=None, description="what a head's scalar is to be at the state before each token but the first"
+    )
     logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
     ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
 
@@ -54,7 +57,9 @@ class Datum(Frozen):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        for name in ("weights", "advantages", "logprobs", "ref_logprobs", "labels"):
+        if self.advantages is not None and self.value_targets is not None:
+            raise ValueError("value_targets are of a head of scalars, advantages of the language head: drop one")
+        for name in ("weights", "advantages", "value_targets", "logprobs", "ref_logprobs", "labels"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.tokens) - 1:
                 wanted = f"{len(self.tokens) - 1} for {len(self.tokens)} tokens: one for each but the first"
@@ -67,7 +72,7 @@ class Datum(Frozen):
             if self.label_weights is not None:
                 raise ValueError("label_weights belong to labels: the tokens themselves have weights")
             return self
-        for name in ("weights", "advantages", "logprobs", "ref_logprobs"):
+        for name in ("weights", "advantages", "value_targets", "logprobs", "ref_logprobs"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is of the tokens themselves: a datum with labels has label_weights alone")
         sizes = [len(each) for each in self.labels]
@@ -126,7 +131,7 @@ class ForwardBackwardOptions(_Options):
 
     effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"
-    loss: Annotated[CrossEntropy | PolicyLoss, Field(discriminator="kind")] = CrossEntropy()
+    loss: Annotated[CrossEntropy | PolicyLoss | SquaredError, Field(discriminator="kind")] = CrossEntropy()
 
 
 class ForwardBackward(ForwardBackwardOptions, _OnData):
@@ -137,6 +142,12 @@ class ForwardBackward(ForwardBackwardOptions, _OnData):
     @model_validator(mode="after")
     def _has_what_the_loss_needs(self) -> Self:
         if isinstance(self.loss, CrossEntropy):
+            return self
+        if isinstance(self.loss, SquaredError):
+            if (
+                lacks := next((n for n, datum in enumerate(self.data) if datum.value_targets is None), None)
+            ) is not None:
+                raise ValueError(f"data[{lacks}].value_targets: the loss {self.loss.kind} needs them")
             return self
         if self.loss.old == "trainer":
             raise ValueError("loss.old: a session has no beginning to score by; send your own log-probabilities")
@@ -200,9 +211,13 @@ EFFECTS: dict[str, Effect] = {asked.model_fields["kind"].default: asked.effect f
 
 
 class TokenScores(Frozen):
-    """The scores of one datum's tokens, or labels, that have a weight: in their order, float32 in nats; null: NaN."""
+    """The scores of one datum's tokens, or labels, that have a weight: in their order, float32 in nats; null: NaN.
 
-    logprobs: tuple[float | None, ...]
+    Where the slot has a head of scalars, they are its `values` at the states before those tokens, and nothing else.
+    """
+
+    logprobs: tuple[float | None, ...] = ()
+    values: tuple[tuple[float | None, ...], ...] | None = None
     entropies: tuple[float | None, ...] | None = None
     top_ids: tuple[tuple[int, ...], ...] | None = None
     top_logprobs: tuple[tuple[float | None, ...], ...] | None = None

@@ -5,12 +5,20 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from longshore.fields import Artifact, Frozen
+from longshore.training import MAX_SCALARS
 
 
 class CrossEntropy(Frozen):
     """Weighted negative log-likelihood of the labels, divided by the step's sum of weights."""
 
     kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+class SquaredError(Frozen):
+    """Weighted squared error of a head's scalar against the values that the data names, over the sum of weights."""
+
+    kind: Literal["squared_error"] = "squared_error"
+    scalar: int = Field(default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0")
 
 
 Reference = Literal["base"] | Artifact

@@ -58,6 +58,32 @@ Alpha = Annotated[float, Field(gt=0)]
 _OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
 
 
+MAX_SCALARS = 64
+
+
+class ScalarHead(Frozen):
+    """A head in the place of the language model's: a linear of the hidden state after the final norm, to named scalars.
+
+    Of a token it is transformers' `...ForTokenClassification`, a linear with a bias; of a sequence, scored at its last
+    token, its `...ForSequenceClassification`, a linear without one.
+    """
+
+    names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_SCALARS)] = ("value",)
+    per: Literal["token", "sequence"] = "token"
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("names: each scalar has a name of its own")
+        return self
+
+    def __str__(self) -> str:
+        return f"{len(self.names)} scalar{'s' * (len(self.names) > 1)} a {self.per}"
+
+
+HEAD_DESCRIPTION = "scalars of the final hidden state, in the place of the language head; absent: that head"
+
+
 class Lora(Frozen):
     """Low-rank adapters beside linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
 
@@ -89,11 +115,14 @@ class Lora(Frozen):
         default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass leaves out"
     )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
+    head: ScalarHead | None = Field(default=None, description=HEAD_DESCRIPTION)
 
     @model_validator(mode="after")
     def _targets_are_said_once(self) -> Self:
         if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
             raise ValueError("target_pattern says all of what is adapted: drop targets and layers")
+        if self.head is not None and "lm_head" in self.targets:
+            raise ValueError("targets: a head of its own stands in the place of lm_head; drop one of them")
         return self
 
     @property
@@ -102,9 +131,10 @@ class Lora(Frozen):
 
 
 class Full(Frozen):
-    """Train every weight."""
+    """Train every weight. With a head of scalars, all but those of the language head."""
 
     kind: Literal["full"] = "full"
+    head: ScalarHead | None = Field(default=None, description=HEAD_DESCRIPTION)
 
 
 Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
@@ -141,6 +171,13 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
         raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+    return asked
+
+
+def trains_the_language_head(asked: HasBaseT) -> HasBaseT:
+    """Validate models whose loss is of tokens. Raises ValueError for a head of scalars."""
+    if (head := asked.trainable.head) is not None:
+        raise ValueError(f"trainable.head: what this learns from is of the language head, not of {head}; drop it")
     return asked
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.training import Adam, Full, Lora, Recompute
+from longshore.training import Adam, Full, Lora, Recompute, ScalarHead
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
@@ -39,14 +39,21 @@ class TargetScores:
 
     Attributes:
         found: `logprobs` [N] float32 in nats, and where they were asked for `entropies` [N], `top_ids` [N, K] int64,
-            `top_logprobs` [N, K].
+            `top_logprobs` [N, K]; or the `values` [N, L] of the slot's head.
     """
 
-    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS) -> None:
-        """Columns are made here, for all outputs: a rank that has no bin must have them, too."""
+    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS, head: ScalarHead | None = None) -> None:
+        """Columns are made here, for all outputs: a rank that has no bin must have them, too.
+
+        `head`: that of the slot, if its values are asked for.
+        """
         self._data = data
         shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.top_k)
-        self.found: dict[str, NDArray] = {"logprobs": np.full(shape_N, np.nan, dtype=np.float32)}
+        self.found: dict[str, NDArray] = {}
+        if outputs.logprob:
+            self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
+        if outputs.values and head is not None:
+            self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
         if outputs.entropy:
             self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
         if outputs.top_k:
@@ -60,6 +67,7 @@ class TargetScores:
             "entropies": scores.entropy_N,
             "top_ids": scores.top_id_NK,
             "top_logprobs": scores.top_logprob_NK,
+            "values": scores.value_NL,
         }
         places = self._data.units.target_indices(units)
         for name, column in self.found.items():
@@ -68,12 +76,12 @@ class TargetScores:
             column[places] = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
 
     def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
-        """Return a loss that also stores here the log-probabilities of each bin, given in the order of `bins`."""
+        """Return a loss that also stores the scores of each bin here, given in the order of `bins`."""
         left = iter(bins)
 
         def sums(scores: Scores, batch: Batch) -> LossSums:
             if not batch.is_empty:
-                self.put(next(left), Scores(scores.logprob_N))
+                self.put(next(left), scores)
             return loss.sums(scores, batch)
 
         return LossFunction(loss.outputs, sums)
@@ -113,7 +121,7 @@ class Dispatcher:
             case Full() if adapter is not None:
                 raise InvalidInput("full training does not start from an adapter", "initial_adapter")
             case Full():
-                self.engine.train_full(trainable)
+                self.engine.train_full(trainable, seed)
                 self.planner = Planner(self.facts)  # passes hold other bytes from now on
 
     def load_frozen(self, slot: str, adapter: Path) -> None:
@@ -139,7 +147,9 @@ class Dispatcher:
         where it has none.
         """
         parts = self.engine.slot_bytes(trainable)
-        frozen_bytes = 0 if frozen is None else self.engine.slot_bytes(read_config(frozen))["weights"]
+        frozen_bytes = (
+            0 if frozen is None else self.engine.slot_bytes(read_config(frozen, may_have_head=True))["weights"]
+        )
         return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:

@@ -5,7 +5,8 @@ sharding, precision, offload). Every method is collective: all ranks call it, in
 except that `forward` and `forward_backward` take this data-parallel rank's own bins. A rank whose bins are used up
 while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
 
-Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each. Of routes: L layers with experts, K experts.
+Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each, L scalars of a head. Of routes: L layers with
+experts, K experts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class Outputs:
     """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
-    return, with their log-probabilities.
+    return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
     """
 
     logprob: bool = True
@@ -111,11 +112,13 @@ class Outputs:
     entropy_gradient: bool = False
     temperature: float = 1.0
     top_k: int = 0
+    values: bool = False
 
 
 @dataclass(frozen=True)
 class Scores:
     """Log-probability, entropy and most likely ids of each of a batch's targets: float32, in nats; None: not asked for.
+    Or the scalars of the slot's head, float32.
 
     The k most likely ids (int64, of the whole vocabulary) come with the likeliest first, and are constants.
     """
@@ -124,6 +127,7 @@ class Scores:
     entropy_N: Tensor | None = None
     top_logprob_NK: Tensor | None = None
     top_id_NK: Tensor | None = None
+    value_NL: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -302,8 +306,8 @@ class Engine(Protocol):
         """
         ...
 
-    def train_full(self, full: Full) -> None:
-        """Make every weight of the base trainable."""
+    def train_full(self, full: Full, seed: int = 0) -> None:
+        """Make every weight of the base trainable. `seed`: of its head of scalars, if it is to have one."""
         ...
 
     # A step.

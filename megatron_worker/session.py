@@ -45,6 +45,7 @@ from shared.jobs.commands import (
     read_command,
 )
 from shared.jobs.job import SessionPlan
+from shared.jobs.losses import check_head
 from shared.jobs.packed import Units
 from shared.storage.files import write_atomically
 
@@ -202,13 +203,22 @@ class SessionProgram(Program):
         if asked.top_k > self.slot.dispatcher.facts.vocab_size:
             raise InvalidInput(f"the vocabulary has {self.slot.dispatcher.facts.vocab_size} tokens", "top_k")
         outputs = Outputs(True, asked.entropy, False, asked.temperature, asked.top_k)
-        scores = TargetScores(packed.batches, outputs)
-        slot = self.slot.slot if asked.adapter else None
+        slot, head = (self.slot.slot, self.plan.trainable.head) if asked.adapter else (None, None)
+        if head is not None:
+            if asked.entropy or asked.top_k:
+                raise InvalidInput(f"this session trains {head}: it has values, and no tokens", "entropy or top_k")
+            outputs = Outputs(logprob=False, values=True)
+        scores = TargetScores(packed.batches, outputs, self.plan.trainable.head)
         yield from self.slot.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
         return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))
 
     def _forward_backward(self, number: int, asked: ForwardBackwardOptions, packed: CommandData) -> Doing:
-        scores, loss = TargetScores(packed.batches), loss_function(asked.loss, asked.temperature)
+        head, loss = self.plan.trainable.head, loss_function(asked.loss, asked.temperature)
+        try:
+            check_head(asked.loss, head)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+        scores = TargetScores(packed.batches, Outputs() if head is None else loss.outputs, head)
         self._is_touched = True
         sums = yield from self.slot.forward_backward(packed.batches, 0, loss, scores)
         found = packed.scores(self._of_all_ranks(scores))

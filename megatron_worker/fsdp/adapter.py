@@ -14,8 +14,9 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.head import scalar
 from megatron_worker.head.beside import BesideHead
-from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.adapter_slots import initial
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
 from shared.models.lora_modules import OUTPUT, AdaptedModules
@@ -23,10 +24,10 @@ from shared.models.peft import PREFIX
 
 
 class FsdpAdapter:
-    """One slot: an adapter's weights beside every linear it targets, in one buffer, under PEFT's names."""
+    """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
 
     def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
-        """`sizes`: outputs and inputs of the model's linears."""
+        """`sizes`: outputs and inputs of the model's linears, the output layer among them."""
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._ranks = ranks
         self.slices: list[TensorSlice] = []
@@ -36,14 +37,15 @@ class FsdpAdapter:
             if (size := adapted.of(linear)) is not None:
                 self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
                 self.scales[linear] = size.scale
-        self.flat = Flat({s.name: s.shape for s in self.slices}, dtype, ranks.device)
+        self.slices += scalar.head_slices(lora.head, sizes[OUTPUT][1])
+        self.flat = Flat({s.parameter: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
-        """Initialise the weights as PEFT does: A Kaiming-uniform, B zero."""
+        """Initialise the weights by `initial`."""
         for s in self.slices:
-            if ".lora_A." in s.name:
-                self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
+            if (whole := initial(s, seed)) is not None:
+                self.flat.views[s.parameter].copy_(whole)
 
     def factors(self, linear: str) -> tuple[Tensor, Tensor]:
         """Return A and B of a linear's adapter."""
@@ -59,6 +61,12 @@ class FsdpAdapter:
             return None
         a_RH, b_VR = (counted_by(self._ranks.tp_rank == 0, factor) for factor in self.factors(OUTPUT))
         return BesideHead(self.low(OUTPUT, hidden_NH, a_RH) * self.scales[OUTPUT], b_VR)
+
+    def scalar_head(self) -> scalar.HeadWeights | None:
+        """Return the head of scalars, if it has one."""
+        is_counted = self._ranks.tp_rank == 0
+        own = {name: p for name, p in self.parameters.items() if name.startswith(scalar.MODULE)}
+        return scalar.HeadWeights.among({name: counted_by(is_counted, p) for name, p in own.items()})
 
     def new_optimizer(self) -> FsdpOptimizer:
         """Return an optimizer that trains this adapter."""

@@ -103,11 +103,13 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if not (outputs.logprob or outputs.entropy or outputs.top_k):
+        if not (outputs.logprob or outputs.entropy or outputs.top_k or outputs.values):
             return Scores()
         shard = self.vocab_shard
 
         def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
+            if outputs.values:
+                return {"value_NL": self._model.values(hidden_NH)}
             beside = self._model.beside_head(hidden_NH)
             scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard, beside=beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
@@ -137,8 +139,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
-        assert scores.logprob_N is not None, "a loss is made of log-probabilities"
-        (sums.loss if len(batch.label_N) else scores.logprob_N.sum()).backward()
+        made = scores.value_NL if loss.outputs.values else scores.logprob_N
+        assert made is not None, "a loss is made of log-probabilities, or of a head's scalars"
+        (sums.loss if len(batch.label_N) else made.sum()).backward()
         self._is_cut_short = False
         return sums.detached()
 

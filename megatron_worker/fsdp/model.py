@@ -125,6 +125,12 @@ class FsdpModel:
         """Return what an adapter adds at the output layer, if one is beside it."""
         return None if self._adapter is None else self._adapter.beside_head(hidden_NH)
 
+    def values(self, hidden_NH: Tensor) -> Tensor:
+        """Return the scalars of the active slot's head for some targets, [N, L]."""
+        head = None if self._adapter is None else self._adapter.scalar_head()
+        assert head is not None, "the slot has no head of scalars"
+        return head.values(hidden_NH)
+
     def set_adapter(self, adapter: FsdpAdapter | None) -> None:
         self._adapter = adapter
 

@@ -87,7 +87,8 @@ class Ranks:
         """Gather a whole tensor on every rank from the shard of each. Collective where they differ."""
         if tensor_slice.expert is not None:
             return self._from_holder(tensor_slice, parameters, dtype)
-        local, split, size = parameters[tensor_slice.name], tensor_slice.split, self.splitting(tensor_slice).size
+        split, size = tensor_slice.split, self.splitting(tensor_slice).size
+        local = parameters[tensor_slice.parameter]
         if split is None or size == 1:
             return local
         share = -(-tensor_slice.shape[split] // size)

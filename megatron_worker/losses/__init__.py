@@ -1,10 +1,12 @@
 """Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
-from longshore.losses import CrossEntropy
+from longshore.losses import CrossEntropy, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
+from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
+from megatron_worker.losses.squared_error import squared_error_loss
 from shared.jobs.losses import DPO, Loss
 from shared.jobs.packed import Units
 
@@ -16,6 +18,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return cross_entropy.cross_entropy_loss(temperature)
         case DPO():
             return dpo_loss(loss)
+        case SquaredError():
+            return squared_error_loss(loss)
         case _:
             return policy_loss(loss, temperature)
 
@@ -27,5 +31,7 @@ def check_columns(units: Units, loss: Loss) -> None:
             pass
         case DPO():
             check_pairs(units)
+        case SquaredError():
+            check_finite(units, "advantage", f"the loss {loss.kind} learns it")
         case _:
             check_policy_columns(units, loss)

@@ -96,7 +96,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         mesh = replace(self._mesh, device=device)
         architecture, layout = self._model.architecture, mesh.layout
         tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
-        return MegatronAdapter(lora, linears_of([*self._slices_here, *tied]), mesh, self._model.flat.buffer.dtype)
+        linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
+        return MegatronAdapter(lora, linears, architecture.hidden_size, mesh, dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from longshore.training import Lora, OptimizerStates
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
+from megatron_worker.head import scalar
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
@@ -35,10 +36,12 @@ from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.quantized.tensors import QuantizedTensor
 from megatron_worker.quantized.weights import quantized_linear, whole
-from megatron_worker.tensors.adapter_slots import kaiming_uniform, scale_of, targeted
+from megatron_worker.tensors.adapter_slots import initial, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import PREFIX, module_of
+
+_OF_HEADS = ("output_layer.", scalar.MODULE)
 
 
 @dataclass(frozen=True)
@@ -210,15 +213,16 @@ AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
 class MegatronAdapter:
-    """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
+    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer."""
 
-    def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, lora: Lora, linears: Sequence[Linear], hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
         adapted = AdaptedModules(lora)
         chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
         self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
+        self.slices += scalar.head_slices(lora.head, hidden_size, mesh.pp.size - 1)
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
         placements = {s.parameter: _placement(s, mesh) for s in held}
@@ -226,10 +230,10 @@ class MegatronAdapter:
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
-        """Initialise as PEFT does: A Kaiming-uniform (a = sqrt 5) from seed and name, made whole, then cut; B zero."""
+        """Initialise by `initial`: each tensor is made whole, then cut."""
         for s in self.slices:
-            if ".lora_A." in s.name and holds(self._mesh, s):
-                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
+            if holds(self._mesh, s) and (whole := initial(s, seed)) is not None:
+                group = self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
     def new_optimizer(self, states: OptimizerStates = "float32") -> MegatronOptimizer:
@@ -282,8 +286,8 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
-    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith("output_layer.") else "whole"
+    # Under sp ranks have different tokens, but at the head, whose every rank has all.
+    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith(_OF_HEADS) else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -292,7 +296,7 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
         rows[s.parameter] = max(rows.get(s.parameter, 0), s.stop)
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
-        size, columns = mesh.splitting(s).size, s.shape[1]
+        size, columns = mesh.splitting(s).size, s.shape[1:]
         own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
-        shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
+        shapes[s.parameter] = (own_rows, columns[0] // size) if s.split == 1 else (own_rows, *columns)
     return shapes

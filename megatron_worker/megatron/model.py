@@ -40,6 +40,7 @@ from megatron_worker.families.architecture import (
 from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.head.scalar import HeadWeights
 from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
 from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
@@ -223,8 +224,10 @@ class MegatronModel:
         return layers
 
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
-        """Let the linears that an adapter targets use its weights, and all others none."""
+        """Let the linears that an adapter targets use its weights, and all others none; and its head, if it has one."""
         weights = {} if adapter is None else adapter.lora_weights()
+        self.num_values = 0 if adapter is None or adapter.lora.head is None else len(adapter.lora.head.names)
+        self.scalar_head = None if adapter is None else HeadWeights.among(adapter.parameters)
         self._beside_output = weights.get("output_layer")
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):

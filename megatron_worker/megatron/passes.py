@@ -33,7 +33,7 @@ class PipelinePasses:
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         """Score a bin's targets. With pipeline stages the scores have no graph, as none is sent between stages."""
         if batch.is_empty and self._mesh.experts.size == 1:
-            return _no_scores(batch, outputs)
+            return self._no_scores(batch, outputs)
         part = self._localised(batch)
         hidden_tH = self._through_stages(part)
         scores = None if hidden_tH is None else self._scores(batch, part, hidden_tH, outputs)
@@ -48,7 +48,7 @@ class PipelinePasses:
             return
         for batch in batches:
             if batch.is_empty and self._mesh.experts.size == 1:
-                yield batch, loss.sums(_no_scores(batch, loss.outputs), batch).detached()
+                yield batch, loss.sums(self._no_scores(batch, loss.outputs), batch).detached()
                 continue
             part = self._localised(batch)
             with dropping():
@@ -76,8 +76,11 @@ class PipelinePasses:
 
     def _scores(self, batch: Batch, part: LocalBin, hidden_tH: Tensor, outputs: Outputs) -> Scores:
         if batch.is_empty:
-            return _no_scores(batch, outputs)
+            return self._no_scores(batch, outputs)
         hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
+        if outputs.values:
+            assert self._model.scalar_head is not None, "the slot has no head of scalars"
+            return Scores(value_NL=part.of_all_targets(self._model.scalar_head.values(hidden_MH)))
         weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
         own = score_targets(hidden_MH, weight_VH, part.label_M, outputs, self._model.shard, beside=beside)
         return _mapped(part.of_all_targets, own)
@@ -121,6 +124,8 @@ class PipelinePasses:
         if k:
             columns["top_logprob_NK"] = self._from_last_stage("top_logprob_NK", scores, sizes, (k,), exact)
             columns["top_id_NK"] = self._from_last_stage("top_id_NK", scores, sizes, (k,), torch.int64)
+        if outputs.values:
+            columns["value_NL"] = self._from_last_stage("value_NL", scores, sizes, (self._model.num_values,), exact)
         return [Scores(**{name: x[number] for name, x in columns.items()}) for number in range(len(sizes))]
 
     def _from_last_stage(
@@ -139,11 +144,12 @@ class PipelinePasses:
         self._mesh.pp.broadcast(together, self._mesh.pp.size - 1)
         return together.split(list(sizes))
 
-
-def _no_scores(batch: Batch, outputs: Outputs) -> Scores:
-    """Return the scores of an empty bin."""
-    nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
-    return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
+    def _no_scores(self, batch: Batch, outputs: Outputs) -> Scores:
+        """Return the scores of an empty bin."""
+        nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
+        if outputs.values:
+            return Scores(value_NL=nothing_0.new_empty(0, self._model.num_values))
+        return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
 
 
 def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:

@@ -50,5 +50,5 @@ def arrange(
     multiples = {section[0]: _SHARE_ALIGNMENT * copies.size for (copies, _), section in sections.items()}
     flat = Flat({name: shapes[name] for name in names}, dtype, mesh.device, multiples)
     starts = [flat.offsets[section[0]] for section in sections.values()]
-    stops = [*starts[1:], flat.num_elements]
+    stops = [*starts[1:], flat.num_elements][: len(starts)]  # a stage may hold nothing
     return flat, [Region(a, b, *key) for a, b, key in zip(starts, stops, sections, strict=True)]

@@ -3,18 +3,19 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from longshore.training import Adam, Full, Lora
-from megatron_worker.engine import Norms, Outgoing, Part
+from longshore.training import Full, Lora, ScalarHead
+from megatron_worker.engine import Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice, modules_of
+from megatron_worker.head import scalar
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.dropout import Masks
@@ -22,6 +23,7 @@ from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
 from megatron_worker.tensors.state_files import (
+    SlotTraining,
     StatefulOptimizer,
     StateRanks,
     read_adapter,
@@ -33,7 +35,7 @@ from megatron_worker.tensors.state_files import (
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
-from shared.models.lora_modules import AdaptedModules, LoraSize, beside
+from shared.models.lora_modules import OUTPUT_WEIGHT, AdaptedModules, LoraSize, beside
 
 
 class SlotAdapter(Protocol):
@@ -48,12 +50,7 @@ class SlotAdapter(Protocol):
 
 
 class SlotOptimizer(StatefulOptimizer, Protocol):
-    """The optimizer of a slot. `states`: its buffers but the gradients. `detach`: freeze parameters, drop gradients.
-
-    `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters.
-    """
-
-    is_exact: bool
+    """The optimizer of a slot. `states`: its buffers but the gradients."""
 
     @property
     def shares_masters(self) -> bool: ...
@@ -62,39 +59,11 @@ class SlotOptimizer(StatefulOptimizer, Protocol):
 
     def states(self) -> list[Flat]: ...
 
-    def detach(self) -> None: ...
-
-    def refresh_working(self) -> None: ...
-
-    def zero_grad(self) -> None: ...
-
-    def reduce(self, denominator: float) -> float: ...
-
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms: ...
-
-    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms: ...
-
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
 OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
-
-
-@dataclass
-class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step."""
-
-    slot: str | None
-    optimizer: OptimizerT
-    slices: list[TensorSlice]
-    num_bins: int = 0
-
-    @property
-    def keeps_masters(self) -> bool:
-        """True if a checkpoint must hold masters: those of a full model whose weights are saved in less than float32.
-
-        Adapters are saved in float32, and need none.
-        """
-        return self.slot is None and not self.optimizer.is_exact
+_NO_LINEARS = "score"
+"""The pattern of an adapter that is a head alone."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +116,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self._modules = modules_of(base.slices)
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
+        self._base_head: AdapterT | None = None  # what the base is trained with in its output layer's place
         self.adapters: dict[str, AdapterT] = {}
         self.trainings: dict[str | None, SlotTraining[OptimizerT]] = {}
 
@@ -186,10 +156,11 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            found = beside(peft_format.read_config(folder), self._modules)
+            found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
             if lora is not None:
                 peft_format.check_same(found, beside(lora, self._modules), str(folder))
-            found = found.model_copy(update={"dropout": 0.0 if lora is None else lora.dropout})
+            own = {"dropout": 0.0} if lora is None else {"dropout": lora.dropout, "head": lora.head}  # and its names
+            found = found.model_copy(update=own)
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
@@ -206,42 +177,58 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.adapters[name] = adapter
         self.residency.add(name, _adapter_parts(adapter))
         if trainable:
-            self._train(name, self._new_optimizer(adapter), adapter.slices)
+            self._train(name, [(self._new_optimizer(adapter), adapter.slices)])
         self.activate(name)
 
-    def train_base(self) -> None:
-        """Train every weight of the base."""
+    def train_base(self, full: Full, seed: int) -> None:
+        """Train every weight of the base; with a head, that in the place of its output layer."""
         assert not self.trainings, "drop_slot comes before training something else"
-        self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages)])})
-        self._train(None, self._new_base_optimizer(self._device), self._base.slices)
+        head = self._base_head = None if full.head is None else self._new_head(full.head, self._device)
+        heads = [head.flat.host] if head else []
+        self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages), *heads])})
+        parts = [(self._new_base_optimizer(self._device), self._base.slices)]
+        if head is not None:
+            head.initialise(seed)
+            own = [replace(s, name=s.name.removeprefix(peft_format.PREFIX)) for s in head.slices]
+            others = [s for s in self._base.slices if s.name != OUTPUT_WEIGHT]
+            parts = [(parts[0][0], others), (self._new_optimizer(head), own)]
+            self.activate(None)
+        self._train(None, parts)
 
-    def _train(self, slot: str | None, optimizer: OptimizerT, slices: list[TensorSlice]) -> None:
-        self.trainings[slot] = SlotTraining(slot, optimizer, slices)
-        self.residency.add(slot, _training_parts(optimizer))
+    def _new_head(self, head: ScalarHead, device: torch.device) -> AdapterT:
+        return self._new_adapter(Lora(target_pattern=_NO_LINEARS, head=head), device)
+
+    def _train(self, slot: str | None, parts: list[tuple[OptimizerT, list[TensorSlice]]]) -> None:
+        self.trainings[slot] = SlotTraining(slot, parts)
+        self.residency.add(slot, _training_parts([optimizer for optimizer, _ in parts]))
 
     def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
         """See `megatron_worker.engine.Engine.slot_bytes`. The slot is made on torch's device without memory."""
         if trainable not in self._slot_bytes:
             nowhere = torch.device("meta")
             if isinstance(trainable, Full):
-                parts = _training_parts(self._new_base_optimizer(nowhere))
+                head = trainable.head and self._new_head(trainable.head, nowhere)
+                optimizers = [self._new_base_optimizer(nowhere), *([self._new_optimizer(head)] if head else [])]
+                parts = (_adapter_parts(head) if head else {}) | _training_parts(optimizers)
             else:
                 adapter = self._new_adapter(beside(trainable, self._modules), nowhere)
-                parts = _adapter_parts(adapter) | _training_parts(self._new_optimizer(adapter))
+                parts = _adapter_parts(adapter) | _training_parts([self._new_optimizer(adapter)])
             nothing: dict[Part, int] = {"weights": 0}
             self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
         return self._slot_bytes[trainable]
 
     def activate(self, name: str | None) -> None:
         self.active = name
-        self._use(None if name is None else self.adapters[name])
+        self._use(self._base_head if name is None else self.adapters[name])
 
     def drop(self, slot: str | None) -> None:
         """Forget a slot, also one that an error has left incomplete. A base is brought again when it is needed."""
+        if slot is None:
+            self._base_head = None
         if slot == self.active:
             self.activate(None)
         if (training := self.trainings.pop(slot, None)) is not None:
-            training.optimizer.detach()
+            training.detach()
         self.residency.drop(slot)
         if slot is not None:
             self.adapters.pop(slot, None)
@@ -264,14 +251,15 @@ class Slots(Generic[AdapterT, OptimizerT]):
             with ranks.agreement():
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with ranks.agreement():
-            write_optimizer(optimizer, training.optimizer, training.slices, ranks, training.keeps_masters)
+            write_optimizer(optimizer, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
-        base, ranks = self._base, self._ranks
+        base, ranks, head = self._base, self._ranks, self._base_head
+        slices = base.slices if head is None else self.trainings[None].slices
         with ranks.agreement():
-            own = folder if ranks.rank == 0 else None
-            write_model_folder(own, base.folder, base.slices, base.parameters, ranks, base.architecture.carried)
+            own, named = folder if ranks.rank == 0 else None, None if head is None else head.lora.head
+            write_model_folder(own, base.folder, slices, self._written, ranks, base.architecture.carried, named)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
@@ -285,22 +273,28 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 exact = adapter.flat.like(torch.float32)
                 read_adapter(folder / "weights", adapter.slices, exact.views, ranks, self._base.folder)
                 training.optimizer.put("master", exact)
-            read_optimizer(folder / "optimizer", training.optimizer, training.slices, ranks, training.keeps_masters)
-        training.optimizer.refresh_working()
+            read_optimizer(folder / "optimizer", training, ranks)
+        training.refresh_working()
 
     def reset_moments(self) -> None:
         """Set moments and step count to zero, as where training begins."""
-        optimizer = self.training.optimizer
-        zeros = optimizer.grad.like(torch.float32)
-        optimizer.put("exp_avg", zeros)
-        optimizer.put("exp_avg_sq", zeros)
-        optimizer.step_count = 0
+        for optimizer, _ in self.training.parts:
+            zeros = optimizer.grad.like(torch.float32)
+            optimizer.put("exp_avg", zeros)
+            optimizer.put("exp_avg_sq", zeros)
+            optimizer.step_count = 0
 
     def _load_base(self, folder: Path) -> None:
         if read_architecture(folder) != self._base.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        base = self._base
-        read_model(folder, base.slices, base.parameters, self._ranks, base.architecture.carried)
+        slices, carried = self.trainings[None].slices, self._base.architecture.carried
+        read_model(folder, slices, self._written, self._ranks, carried)
+
+    @property
+    def _written(self) -> Mapping[str, Tensor]:
+        """The parameters of the base as it is written and read: with its head, if it is trained with one."""
+        head = self._base_head
+        return self._base.parameters if head is None else {**self._base.parameters, **head.flat.views}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of the base, one at a time, on every rank."""
@@ -352,10 +346,14 @@ def _adapter_parts(adapter: SlotAdapter) -> dict[Part, Resident]:
     return {"weights": Resident([adapter.flat.host])}
 
 
-def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
+def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]:
+    def zero_grad() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
     return {
-        "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
-        "optimizer": Resident([flat.host for flat in optimizer.states()]),
+        "gradients": Resident([optimizer.grad.host for optimizer in optimizers], refill=zero_grad),
+        "optimizer": Resident([flat.host for optimizer in optimizers for flat in optimizer.states()]),
     }
 
 
@@ -372,12 +370,15 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
 
 
-def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return an initial A matrix as PEFT's (Kaiming-uniform, a = sqrt 5), float32, from the seed and its PEFT name.
+def initial(s: TensorSlice, seed: int) -> Tensor | None:
+    """Return what a tensor of a fresh adapter is, whole and float32, from the seed and its PEFT name; None: zeros.
 
-    It is the same for every engine and layout.
+    A as PEFT's (Kaiming-uniform, a = sqrt 5). A head's weight is normal with a variance of 1 / (inputs + 1) (Stiennon
+    et al. 2020, arXiv:2009.01325). It is the same for every engine and layout.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{s.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = shape[1] ** -0.5
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    if s.parameter == scalar.WEIGHT:
+        return torch.empty(s.shape).normal_(0.0, (s.shape[1] + 1) ** -0.5, generator=generator)
+    bound = s.shape[-1] ** -0.5
+    return torch.empty(s.shape).uniform_(-bound, bound, generator=generator) if ".lora_A." in s.name else None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Self
 
 import torch
@@ -217,14 +218,19 @@ class WrittenTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(path: Path | None, entries: Sequence[WrittenTensor], tensors: Iterator[Tensor]) -> None:
+def write_safetensors(
+    path: Path | None,
+    entries: Sequence[WrittenTensor],
+    tensors: Iterator[Tensor],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Stream tensors into a file, in the order of the entries; equal tensors give equal bytes.
 
     `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
     """
     with nullcontext() if path is None else _created(path) as file:
         if file is not None:
-            file.write(_header(entries))
+            file.write(_header(entries, metadata))
         for entry in entries:
             tensor = next(tensors)
             assert tensor.shape == entry.shape, (entry, tensor.shape)
@@ -235,7 +241,8 @@ def write_safetensors(path: Path | None, entries: Sequence[WrittenTensor], tenso
 
 def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
     """Return the SHA-256 of the file that `write_safetensors` makes of some tensors, in their order and dtypes."""
-    found = hashlib.sha256(_header([WrittenTensor(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]))
+    entries = [WrittenTensor(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]
+    found = hashlib.sha256(_header(entries, {}))
     for tensor in tensors.values():
         found.update(_bytes_of(tensor))
     return found.hexdigest()
@@ -258,9 +265,9 @@ def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
         deque(tensors, maxlen=0)
 
 
-def _header(entries: Sequence[WrittenTensor]) -> bytes:
+def _header(entries: Sequence[WrittenTensor], metadata: Mapping[str, str]) -> bytes:
     """Return a header of the format: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for entry in entries:
         end = offset + entry.num_bytes

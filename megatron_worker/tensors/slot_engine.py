@@ -55,26 +55,24 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
     def set_adapter(self, name: str | None) -> None:
         self._slots.activate(name)
 
-    def train_full(self, full: Full) -> None:
-        self._slots.train_base()
+    def train_full(self, full: Full, seed: int = 0) -> None:
+        self._slots.train_base(full, seed)
 
     # A step.
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        self._slots.training.num_bins = 0
-        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
+        training = self._slots.training
+        return training.apply(adam, learning_rate, training.reduce(denominator))
 
     def reduce_gradients(self, denominator: float) -> float:
-        return self._slots.training.optimizer.reduce(denominator)
+        return self._slots.training.reduce(denominator)
 
     def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
-        self._slots.training.num_bins = 0
-        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
+        return self._slots.training.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
         if self._slots.is_training:
-            self._slots.training.num_bins = 0
-            self._slots.training.optimizer.zero_grad()
+            self._slots.training.zero_grad()
 
     # State.
 

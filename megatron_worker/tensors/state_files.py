@@ -4,18 +4,22 @@ Rank 0 writes what all ranks gather, a tensor at a time. Every rank reads its ow
 """
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from longshore.training import Lora
+from longshore.training import Adam, Lora, ScalarHead
+from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
@@ -79,14 +83,83 @@ class StateRanks(Protocol):
 
 
 class StatefulOptimizer(Protocol):
-    """An optimizer whose state is saved. `gathered` is collective where ranks share the state out."""
+    """An optimizer whose state is saved. `gathered` is collective where ranks share the state out.
+
+    `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters. `detach`: freeze
+    parameters, drop gradients.
+    """
 
     step_count: int
     grad: Flat
+    is_exact: bool
 
     def gathered(self, state: State) -> Mapping[str, Tensor]: ...
 
     def put(self, state: State, values: Flat) -> None: ...
+
+    def detach(self) -> None: ...
+
+    def refresh_working(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def reduce(self, denominator: float) -> float: ...
+
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms: ...
+
+
+OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
+
+
+@dataclass
+class SlotTraining(Generic[OptimizerT]):
+    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step.
+
+    `parts`: an optimizer with the tensors that it trains; a base with a head has two, which step as one.
+    """
+
+    slot: str | None
+    parts: Sequence[tuple[OptimizerT, list[TensorSlice]]]
+    num_bins: int = 0
+
+    @property
+    def optimizer(self) -> OptimizerT:
+        return self.parts[0][0]
+
+    @property
+    def slices(self) -> list[TensorSlice]:
+        return [s for _, slices in self.parts for s in slices]
+
+    @property
+    def keeps_masters(self) -> bool:
+        """True if a checkpoint must hold masters: those of a full model whose weights are saved in less than float32.
+
+        Adapters are saved in float32, and need none.
+        """
+        return self.slot is None and not self.optimizer.is_exact
+
+    def reduce(self, denominator: float) -> float:
+        """Sum the gradients over all ranks, and divide them. Returns the norm of all."""
+        return math.hypot(*(optimizer.reduce(denominator) for optimizer, _ in self.parts))
+
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
+        self.num_bins = 0
+        norms = [optimizer.apply(adam, learning_rate, norm) for optimizer, _ in self.parts]
+        return norms[0]
+
+    def zero_grad(self) -> None:
+        self.num_bins = 0
+        for optimizer, _ in self.parts:
+            optimizer.zero_grad()
+
+    def detach(self) -> None:
+        for optimizer, _ in self.parts:
+            optimizer.detach()
+
+    def refresh_working(self) -> None:
+        for optimizer, _ in self.parts:
+            optimizer.refresh_working()
 
 
 class Stored(Protocol):
@@ -129,6 +202,7 @@ def write_model_folder(
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     carried: Sequence[str] = (),
+    head: ScalarHead | None = None,
     max_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Write Hugging Face's folder: weights and config in the weights' dtype, tokenizer and templates as in `model`.
@@ -136,6 +210,7 @@ def write_model_folder(
     Args:
         folder: None on ranks that only help gathering; below too.
         carried: prefixes of the names of tensors that are written as they are in `model`.
+        head: in the output layer's place: the folder is that of transformers' classifier.
     """
     dtype = next(iter(parameters.values())).dtype
     with model_files(model) as files:
@@ -143,12 +218,12 @@ def write_model_folder(
         tensors = chain(_whole(slices, parameters, ranks, dtype), map(files.whole, (e.name for e in unchanged)))
         with all_drawn(tensors):
             if folder is not None:
-                _write_beside_weights(folder, model, dtype)
+                _write_beside_weights(folder, model, dtype, head)
             entries = [*(WrittenTensor(s.name, dtype, s.shape) for s in slices), *unchanged]
             write_model(folder, entries, tensors, max_bytes)
 
 
-def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:
+def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype, head: ScalarHead | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_bytes())
     for settings in (config, config.get("text_config")):  # of a model that reads images, the decoder's too
@@ -156,6 +231,11 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
             settings.pop("torch_dtype", None)
             settings.pop("quantization_config", None)
             settings["dtype"] = str(dtype).removeprefix("torch.")
+    if head is not None:
+        ours = f"For{head.per.capitalize()}Classification"
+        config["architectures"] = [re.sub(r"For[A-Z]\w+$", ours, name) for name in config.get("architectures") or ()]
+        config["id2label"] = {str(number): name for number, name in enumerate(head.names)}
+        config["label2id"] = {name: number for number, name in enumerate(head.names)}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):
         target = folder / source.relative_to(model)
@@ -192,33 +272,31 @@ def write_adapter(
         if folder is not None:
             peft_format.write_config(folder, lora, (s.name for s in slices))
         entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
-        write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
+        write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors, peft_format.metadata_of(lora))
 
 
-def read_optimizer(
-    folder: Path, optimizer: StatefulOptimizer, slices: Sequence[TensorSlice], ranks: StateRanks, master: bool
-) -> None:
+def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Read moments and step count. Raises InvalidInput when the file is missing, damaged, or of another model."""
     path = folder / OPTIMIZER
-    states = _states(master)
+    states = _states(training.keeps_masters)
     with single_file(path) as files:
-        check_names(files, {f"{state}.{s.name}" for state in states for s in slices} | {STEP}, path)
-        for state in states:
-            values = optimizer.grad.like(torch.float32)
-            _read(files, slices, values.views, ranks, prefix=f"{state}.")
-            optimizer.put(state, values)
-        optimizer.step_count = files.number(STEP)
+        check_names(files, {f"{state}.{s.name}" for state in states for s in training.slices} | {STEP}, path)
+        for optimizer, slices in training.parts:
+            for state in states:
+                values = optimizer.grad.like(torch.float32)
+                _read(files, slices, values.views, ranks, prefix=f"{state}.")
+                optimizer.put(state, values)
+            optimizer.step_count = files.number(STEP)
 
 
-def write_optimizer(
-    folder: Path | None, optimizer: StatefulOptimizer, slices: Sequence[TensorSlice], ranks: StateRanks, master: bool
-) -> None:
+def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
-    states = _states(master)
-    entries = [WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state in states for s in slices]
+    states = _states(training.keeps_masters)
+    each = [(state, optimizer, slices) for state in states for optimizer, slices in training.parts]
+    entries = [WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, slices in each for s in slices]
     entries.append(WrittenTensor(STEP, torch.int64, ()))
-    moments = chain.from_iterable(_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state in states)
-    tensors = chain(moments, [torch.tensor(optimizer.step_count)])
+    moments = (_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state, optimizer, slices in each)
+    tensors = chain(chain.from_iterable(moments), [torch.tensor(training.optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
 

@@ -23,7 +23,8 @@ class Snapshot:
         """Write the weights as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
         entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         peft_format.write_config(folder, self.lora, self.tensors)
-        write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
+        metadata = peft_format.metadata_of(self.lora)
+        write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()), metadata)
 
 
 def refuse_beyond_passes(lora: Lora) -> None:

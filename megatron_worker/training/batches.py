@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longshore.training import MAX_SCALARS
 from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.sums import combine
 from shared.errors import CorruptArtifact, InvalidInput
@@ -169,7 +170,8 @@ class Sums:
         zeros_0 = torch.zeros(0, device=device)
         empty = Batch.empty(device)
         self.totals: dict[str, Tensor] = {}
-        self.add(loss.sums(Scores(zeros_0, zeros_0), empty).detached(), empty)
+        scores = Scores(zeros_0, zeros_0, value_NL=zeros_0.new_empty(0, MAX_SCALARS))
+        self.add(loss.sums(scores, empty).detached(), empty)
 
     def add(self, sums: dict[str, Tensor], batch: Batch) -> None:
         counts = {

@@ -181,7 +181,7 @@ class Sessions:
         match source.run.trainable, record.run.trainable:
             case Lora() as theirs, Lora() as ours:
                 check_same(theirs, ours, "state")
-            case Full(), Full() if source.run.dtype == record.run.dtype:
+            case Full() as full, Full() if source.run.dtype == record.run.dtype and full == record.run.trainable:
                 pass
             case theirs, ours:
                 message = f"{state} is of a {theirs.kind} training in {source.run.dtype}, this session is"

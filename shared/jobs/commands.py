@@ -197,7 +197,8 @@ def _unit(datum: Datum) -> dict[str, NDArray]:
     """Return a datum's columns, as far as it has them."""
     columns: dict[str, NDArray] = {"token_id": np.array(datum.tokens, dtype=np.uint32)}
     if datum.labels is None:
-        scores = ("weight", datum.weights), ("advantage", datum.advantages), ("old_logprob", datum.logprobs)
+        learnt = datum.advantages if datum.value_targets is None else datum.value_targets
+        scores = ("weight", datum.weights), ("advantage", learnt), ("old_logprob", datum.logprobs)
         given = (*scores, ("ref_logprob", datum.ref_logprobs))
         return columns | {name: np.array(each, dtype=np.float32) for name, each in given if each is not None}
     sizes = [len(labels) for labels in datum.labels]

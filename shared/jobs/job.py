@@ -13,7 +13,7 @@ from longshore.losses import CrossEntropy
 from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Recompute, Trainable, fields_fit_engine
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import Loss, is_policy_loss, reference_of, scores_old
+from shared.jobs.losses import Loss, check_head, is_policy_loss, reference_of, scores_old
 from shared.jobs.weight_sync import SyncTarget
 
 
@@ -135,7 +135,7 @@ class SessionPlan(WorkerPlan):
 
     @property
     def client_samples(self) -> bool:
-        return True
+        return self.trainable.head is None
 
     @property
     def num_kept_states(self) -> int:
@@ -200,8 +200,9 @@ class JobPlan(WorkerPlan):
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
-    def _reference_is_known(self) -> Self:
+    def _loss_is_of_what_is_there(self) -> Self:
         reference_of(self.loss)
+        check_head(self.loss, self.trainable.head)
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, cast, get_arg
 from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
-from longshore.losses import CISPO, GMPO, GSPO, PPO, SAPO, CrossEntropy, Kl, PolicyLoss, Reference, Reinforce
+from longshore.losses import (
+    CISPO,
+    GMPO,
+    GSPO,
+    PPO,
+    SAPO,
+    CrossEntropy,
+    Kl,
+    PolicyLoss,
+    Reference,
+    Reinforce,
+    SquaredError,
+)
+from longshore.training import ScalarHead
 
 
 class DPO(Frozen):
@@ -21,13 +34,24 @@ class DPO(Frozen):
     reference: Reference = "base"
 
 
-Loss = Annotated[CrossEntropy | PolicyLoss | DPO, Field(discriminator="kind")]
+Loss = Annotated[CrossEntropy | PolicyLoss | DPO | SquaredError, Field(discriminator="kind")]
+
+
+def check_head(loss: Loss, head: ScalarHead | None) -> None:
+    """Raise ValueError unless a loss is of the head that a slot has. `head`: of scalars; None: the language head."""
+    is_of_scalars = isinstance(loss, SquaredError)
+    if is_of_scalars and head is None:
+        raise ValueError(f"loss: {loss.kind} is of a head of scalars, and this trains the language head: name a head")
+    if not is_of_scalars and head is not None:
+        raise ValueError(f"loss: {loss.kind} is of the language head, and this trains {head} in its place")
+    if isinstance(loss, SquaredError) and head is not None and loss.scalar >= len(head.names):
+        raise ValueError(f"loss.scalar: {loss.scalar} is behind the last of {', '.join(head.names)}, counted from 0")
 
 
 def reference_of(loss: Loss) -> Reference | None:
     """Return the reference model of a loss; None if it has none. Raises ValueError as `Kl.model` does."""
     match loss:
-        case CrossEntropy():
+        case CrossEntropy() | SquaredError():
             return None
         case DPO():
             return loss.reference

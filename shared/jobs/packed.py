@@ -7,7 +7,8 @@ once, in columns; a *plan* lists, for every step, its bins, and for every bin, i
     a forest: `parent` is the index, within the bin, of the token before this one, or -1 at a root. A plain example is
     a chain.
 `targets(hidden_index, label, weight, advantage, old_logprob, ref_logprob, sequence)`
-    what is scored: the label is predicted from the hidden state of token `hidden_index`.
+    what is scored: the label is predicted from the hidden state of token `hidden_index`, or a head of scalars gives its
+    values there. `advantage` is what a loss learns from: an advantage, or what such a value is to be.
 
 A column `route` beside the tokens' has the experts that a sampler chose for each of them (`RouteShape`).
 

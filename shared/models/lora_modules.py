@@ -10,6 +10,7 @@ from shared.errors import InvalidInput
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
+OUTPUT_WEIGHT = f"{OUTPUT}.weight"
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
         raise InvalidInput(f"this model has nothing to adapt in layer {lacking[0]}", "layers")
     if not found:
         raise InvalidInput("this model has no linear of that name", "trainable")
+    if lora.head is not None and OUTPUT in found:
+        raise InvalidInput("the pattern means lm_head, and a head of its own stands in its place", "target_pattern")
     if adapted.unused:
         unused = min(pattern.expression for pattern in adapted.unused)
         raise InvalidInput(f"no module with an adapter has a name like that: {unused}", "trainable")

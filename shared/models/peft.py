@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from longshore.fields import Sha256
-from longshore.training import TARGETS, Lora, Target
+from longshore.training import TARGETS, Lora, ScalarHead, Target
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 
@@ -18,6 +19,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
+HEAD = f"{PREFIX}score.weight"  # of a head of scalars: a row for each
+_PER: dict[str | None, Literal["token", "sequence"]] = {"TOKEN_CLS": "token", "SEQ_CLS": "sequence"}
+_HEADS = "classifier", "score"  # what PEFT calls the heads of these tasks, whichever a model has
+_NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no place for names
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
@@ -29,7 +34,7 @@ _TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 # hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
 _WITHOUT_EFFECT = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
         *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     }
@@ -68,14 +73,23 @@ class _Config(BaseModel):
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
+    task_type: str | None = None
+    modules_to_save: object = None
+
+    @property
+    def per(self) -> Literal["token", "sequence"] | None:
+        """What a head that it keeps whole gives a scalar of; None: it keeps none, or something else."""
+        saved = self.modules_to_save
+        is_head = isinstance(saved, list) and "score" in saved and all(name in _HEADS for name in saved)
+        return _PER.get(self.task_type) if is_head else None
 
 
 def _switched_on(config: _Config) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
-    more = (config.model_extra or {}).items()
+    more = (config.model_extra or {}) | ({"modules_to_save": config.modules_to_save} if config.per is None else {})
     return [
         name
-        for name, value in more
+        for name, value in more.items()
         if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
     ]
 
@@ -95,9 +109,10 @@ def config_of(lora: Lora) -> dict[str, object]:
         "peft_type": "LORA",
         "r": lora.rank,
         "target_modules": lora.target_pattern or [name for name in TARGETS if name in lora.targets],
-        "task_type": "CAUSAL_LM",
+        "task_type": next((task for task, per in _PER.items() if lora.head and lora.head.per == per), "CAUSAL_LM"),
     }
     more = {
+        "modules_to_save": lora.head and ["score"],
         "layers_to_transform": lora.layers and list(lora.layers),
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
@@ -106,20 +121,26 @@ def config_of(lora: Lora) -> dict[str, object]:
     return config | {name: value for name, value in more.items() if value}
 
 
-def lora_of(config: dict[str, Any], place: str) -> Lora:
+def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None = None) -> Lora:
     """The adapter that an `adapter_config.json` describes.
 
+    Args:
+        scalars: the names of its head's, if it has one; None: none may be there.
+
     Raises:
-        InvalidInput: it asks for something else than plain LoRA on our linears.
+        InvalidInput: it asks for something else than plain LoRA on our linears, or has a head where none may be.
     """
     try:
         read = _Config.model_validate(config)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
     if fields := _switched_on(read):
-        value = (read.model_extra or {})[fields[0]]
+        value = config[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
+    if read.per is not None and scalars is None:
+        rule = f"its head gives scalars ({read.task_type}), and none of a language model is left to write or score with"
+        raise InvalidInput(rule, place)
     names, listed = read.target_modules, read.layers_to_transform
     if isinstance(names, tuple):
         names = (*(name for name in TARGETS if name in names), *(name for name in names if name not in TARGETS))
@@ -134,6 +155,7 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
             rank_pattern=read.rank_pattern or {},
             alpha_pattern=read.alpha_pattern or {},
             rank_stabilized=read.use_rslora,
+            head=read.per and ScalarHead(names=scalars or ("value",), per=read.per),
             **{"target_pattern" if is_pattern else "targets": names},
         )
     except ValidationError as error:
@@ -152,8 +174,26 @@ def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def read_config(folder: Path, expected: Lora | None = None) -> Lora:
+def metadata_of(lora: Lora) -> dict[str, str]:
+    """Return what is written beside the format into the metadata of an adapter's weights."""
+    return {} if lora.head is None else {_NAMES: json.dumps(lora.head.names)}
+
+
+def _scalars(weights: Path) -> tuple[str, ...]:
+    """Return the names of the scalars that an adapter's head gives; their numbers, where PEFT has written it."""
+    try:
+        with safe_open(weights, "np") as file:
+            named = json.loads((file.metadata() or {}).get(_NAMES, "[]"))
+            return tuple(named or map(str, range(file.get_slice(HEAD).get_shape()[0])))
+    except (OSError, SafetensorError):
+        return ()  # whoever reads the weights says what is wrong with them
+
+
+def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool = False) -> Lora:
     """Return the LoRA configuration of a folder's adapter.
+
+    Args:
+        may_have_head: of scalars; so it may where one is expected.
 
     Raises:
         InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not
@@ -166,7 +206,8 @@ def read_config(folder: Path, expected: Lora | None = None) -> Lora:
         raise InvalidInput(f"the adapter is missing: no {CONFIG}", str(folder)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    found = lora_of(config, str(path))
+    may_have_head = may_have_head or (expected is not None and expected.head is not None)
+    found = lora_of(config, str(path), _scalars(folder / WEIGHTS) if may_have_head else None)
     if expected is not None:
         check_same(found, expected, str(folder))
     return found
@@ -182,7 +223,8 @@ def check_same(found: Lora, expected: Lora, place: str) -> None:
 
     Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`.
     """
-    theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout"}) for lora in (found, expected))
+    theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout", "head"}) for lora in (found, expected))
+    theirs["head"], ours["head"] = str(found.head or "of language"), str(expected.head or "of language")
     for name in theirs:
         if theirs[name] != ours[name]:
             raise InvalidInput(f"the adapter's {name} is {theirs[name]}, {ours[name]} is asked for", place)

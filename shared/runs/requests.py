@@ -22,6 +22,7 @@ from longshore.training import (
     SessionRun,
     Trainable,
     fields_fit_engine,
+    trains_the_language_head,
 )
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
@@ -99,6 +100,7 @@ class _DatasetRun(Frozen):
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
+    _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
@@ -283,6 +285,7 @@ class RLRun(Frozen):
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
 
+    _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)

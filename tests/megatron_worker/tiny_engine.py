@@ -94,7 +94,7 @@ class TinyEngine:
             self._base = _read(self._source / "model.safetensors")
         self._active = None if self._active == slot else self._active
 
-    def train_full(self, full: Full) -> None:
+    def train_full(self, full: Full, seed: int = 0) -> None:
         self._train(None, None, self._base)
 
     def _train(self, name: str | None, lora: Lora | None, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,49 @@
+"""A head of scalars in the place of the language model's: a linear of the final hidden state, whole on every rank.
+
+Ranks that share a bin compute the same values of it, so the hidden states' gradient is complete on each of them, and
+the weight's as often as there are such ranks (under context parallelism, of the targets that are a rank's own).
+
+Shape suffixes: N targets, H hidden size, L scalars.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.training import ScalarHead
+from megatron_worker.families.tensor_slices import TensorSlice
+from shared.models.peft import PREFIX
+
+MODULE = "score."
+"""What transformers calls it: names of its parameters begin so."""
+WEIGHT, BIAS = f"{MODULE}weight", f"{MODULE}bias"
+
+
+def head_slices(head: ScalarHead | None, hidden_size: int, last_stage: int = 0) -> list[TensorSlice]:
+    """Return a head's tensors under PEFT's names, which the last pipeline stage holds."""
+    if head is None:
+        return []
+    num = len(head.names)
+    shapes = {WEIGHT: (num, hidden_size)} | ({BIAS: (num,)} if head.per == "token" else {})
+    return [TensorSlice(PREFIX + name, name, shape, None, 0, num, stage=last_stage) for name, shape in shapes.items()]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    weight_LH: Tensor
+    bias_L: Tensor | None
+
+    @classmethod
+    def among(cls, parameters: Mapping[str, Tensor]) -> Self | None:
+        """Return a head's of an adapter's parameters on this rank; None: there is none."""
+        return cls(parameters[WEIGHT], parameters.get(BIAS)) if WEIGHT in parameters else None
+
+    def values(self, hidden_NH: Tensor) -> Tensor:
+        """Return the scalars of some targets, [N, L], in float32 (float64 for float64)."""
+        wide = torch.promote_types(torch.float32, hidden_NH.dtype)
+        bias_L = None if self.bias_L is None else self.bias_L.to(wide)
+        return F.linear(hidden_NH.to(wide), self.weight_LH.to(wide), bias_L)

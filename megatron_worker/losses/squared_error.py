@@ -1,0 +1,16 @@
+"""Weighted squared error of a head's scalar: the sum of w (v - target)^2, which the step divides by its sum of w."""
+
+from longshore.losses import SquaredError
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+
+
+def squared_error_loss(loss: SquaredError) -> LossFunction:
+    """Targets are the column `advantage`: what a loss learns from."""
+    return LossFunction(Outputs(logprob=False, values=True), lambda scores, batch: _sums(loss, scores, batch))
+
+
+def _sums(loss: SquaredError, scores: Scores, batch: Batch) -> LossSums:
+    assert scores.value_NL is not None
+    error_N = scores.value_NL[:, loss.scalar] - batch.advantage_N
+    loss_N = (batch.weight_N * error_N.square()).masked_fill(batch.weight_N == 0, 0.0)
+    return LossSums(loss=loss_N.sum(), weight=batch.weight_N.sum())
