@@ -151,10 +151,25 @@ class LossSums:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss over a bin: what it needs of the forward, and the sums it makes of it."""
+    """A loss over a bin: what it needs of the forward, and the sums it makes of it.
+
+    `baseline`: of a loss that compares with a value of the whole step.
+    """
 
     outputs: Outputs
     sums: Callable[[Scores, Batch], LossSums]
+    baseline: "Baseline | None" = None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A pass without gradients over all of a step, before that of the loss.
+
+    `loss_of` makes the loss, which has no baseline any more, of the pass's sums over all bins and ranks.
+    """
+
+    scored: LossFunction
+    loss_of: Callable[[Mapping[str, float]], LossFunction]
 
 
 @dataclass(frozen=True)

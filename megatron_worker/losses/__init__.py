@@ -4,8 +4,9 @@ from longshore.losses import CrossEntropy
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
+from megatron_worker.losses.kto import check_answers, kto_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.losses import DPO, KTO, Loss
 from shared.jobs.packed import Units
 
 
@@ -16,6 +17,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return cross_entropy.cross_entropy_loss(temperature)
         case DPO():
             return dpo_loss(loss)
+        case KTO():
+            return kto_loss(loss)
         case _:
             return policy_loss(loss, temperature)
 
@@ -27,5 +30,7 @@ def check_columns(units: Units, loss: Loss) -> None:
             pass
         case DPO():
             check_pairs(units)
+        case KTO():
+            check_answers(units)
         case _:
             check_policy_columns(units, loss)
