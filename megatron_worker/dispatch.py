@@ -285,8 +285,9 @@ class Dispatcher:
         """Return the loss of a step once its baseline, if it has one, is known; None if it was cancelled."""
         if loss.baseline is None:
             return loss
-        sums = yield from self.evaluate(slot, data, loss.baseline.scored, cancelled, step)
-        return None if sums is None else loss.baseline.loss_of(sums)
+        scored, loss_of = loss.baseline
+        sums = yield from self.evaluate(slot, data, scored, cancelled, step)
+        return None if sums is None else loss_of(sums)
 
     def score(
         self, slot: SlotName, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0

@@ -153,23 +153,13 @@ class LossSums:
 class LossFunction:
     """A loss over a bin: what it needs of the forward, and the sums it makes of it.
 
-    `baseline`: of a loss that compares with a value of the whole step.
+    `baseline`: what is summed over all bins and ranks of the step, without gradients, before the loss's own pass; and
+    what makes of these sums the loss of that pass.
     """
 
     outputs: Outputs
     sums: Callable[[Scores, Batch], LossSums]
-    baseline: "Baseline | None" = None
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A pass without gradients over all of a step, before that of the loss.
-
-    `loss_of` makes the loss, which has no baseline any more, of the pass's sums over all bins and ranks.
-    """
-
-    scored: LossFunction
-    loss_of: Callable[[Mapping[str, float]], LossFunction]
+    baseline: "tuple[LossFunction, Callable[[Mapping[str, float]], LossFunction]] | None" = None
 
 
 @dataclass(frozen=True)

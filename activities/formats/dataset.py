@@ -134,7 +134,8 @@ def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread
     """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
     refuse_unread(row, spec.read, spec.name, labels)
     unread.columns.update(row.fields.keys() - spec.read - _REFUSED, row.others)
-    if isinstance(row.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
+    label = None if labels else row.fields.get("label")
+    if isinstance(label, str | int | float | list) and label != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
     return with_label(example(row), row) if labels else example(row)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Baseline, Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses.columns import read_column
 from megatron_worker.losses.targets import sums_of_sequences
 from shared.errors import InvalidInput
@@ -28,7 +28,7 @@ def kto_loss(kto: KTO) -> LossFunction:
         divergence = max(0.0, sums["loss"] / sums["weight"]) if sums["weight"] else 0.0
         return LossFunction(Outputs(), lambda scores, batch: _sums(kto, divergence, scores, batch))
 
-    baseline = Baseline(LossFunction(Outputs(), _divergence), loss_of)
+    baseline = LossFunction(Outputs(), _divergence), loss_of
     return LossFunction(Outputs(), lambda scores, batch: _sums(kto, 0.0, scores, batch), baseline)
 
 

@@ -176,7 +176,8 @@ def in_bins(kto: KTO, bins: list[Columns]) -> tuple[dict[str, float], list[np.nd
 
     whole = loss_function(kto)
     assert whole.baseline is not None
-    loss = whole.baseline.loss_of(summed(whole.baseline.scored, backward=False))
+    scored, loss_of = whole.baseline
+    loss = loss_of(summed(scored, backward=False))
     return summed(loss, backward=True), [tensor.grad.numpy() for tensor in tensors if tensor.grad is not None]
 
 
