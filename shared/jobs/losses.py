@@ -66,6 +66,40 @@ class KTO(Frozen):
     reference: Reference = "base"
 
 
+class Preferences(Frozen):
+    """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
+
+    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        le=1000,
+        description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
+    )
+    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
+    rpo_alpha: float = Field(
+        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
+    )
+    desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of good answers")
+    undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of bad answers")
+
+    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
+
+    @property
+    def reads_labels(self) -> bool:
+        return self.objective == "kto"
+
+    def loss(self, reference: Reference) -> DPO | KTO:
+        """Return the loss against a reference, which some objectives do without."""
+        kind = KTO if self.reads_labels else DPO
+        shared = set(kind.model_fields) & set(Preferences.model_fields)
+        has_reference = self.objective not in _WITHOUT_REFERENCE
+        return kind(**self.model_dump(include=shared), reference=reference if has_reference else "base")
+
+
 Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO, Field(discriminator="kind")]
 
 

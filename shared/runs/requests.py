@@ -25,9 +25,9 @@ from longshore.training import (
 )
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import PRESETS, AdvantageKind, Objective, Preset, no_field_is_ignored, with_algorithm
+from shared.jobs.losses import PRESETS, AdvantageKind, Preferences, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource, ExamplesSource, PreferencesSource, check_preferences
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -143,7 +143,7 @@ class SFTRun(_DatasetRun):
         return self
 
 
-class DPORun(_DatasetRun):
+class DPORun(Preferences, _DatasetRun):
     """Preference optimisation (shared.jobs.losses.DPO, KTO), as a user asks for it: an example is a pair, or of kto an
     answer with its label and an answer to another prompt.
 
@@ -157,22 +157,6 @@ class DPORun(_DatasetRun):
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, with both answers")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
-    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")
-    beta: float = Field(
-        default=0.1,
-        gt=0,
-        le=1000,
-        description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
-    )
-    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
-    rpo_alpha: float = Field(
-        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
-    )
-    desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of good answers")
-    undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of bad answers")
     reference: str | None = Field(
         default=None,
         min_length=1,
@@ -180,17 +164,16 @@ class DPORun(_DatasetRun):
         description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
     )
 
-    @property
-    def reads_labels(self) -> bool:
-        return self.objective == "kto"
-
-    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
-
     @model_validator(mode="after")
-    def _datasets_fit(self) -> Self:
-        for name in ("dataset", "eval_dataset"):
-            check_preferences(getattr(self, name), name, self.reads_labels)
+    def _sources_fit(self) -> Self:
+        if not self.reads_labels:
+            _Pairs(dataset=self.dataset, eval_dataset=self.eval_dataset)  # its errors say at which field
         return self
+
+
+class _Pairs(Frozen):
+    dataset: PairsSource
+    eval_dataset: PairsSource | None
 
 
 DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]

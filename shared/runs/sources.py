@@ -64,17 +64,15 @@ def _preferences_alone(source: DatasetSource) -> DatasetSource:
     return source
 
 
-def check_preferences(source: DatasetSource | None, place: str, labels: bool) -> None:
-    """Raise ValueError for rows of pairs that are read in another way. `labels`: single answers are read, too."""
-    if source is None or labels:
-        return
+def _pairs_alone(source: DatasetSource) -> DatasetSource:
     if source.format not in ("auto", *PAIR_FORMATS):
-        formats = " or ".join(PAIR_FORMATS)
-        raise ValueError(f"{place}: all objectives but kto learn from preference pairs: format is auto, {formats}")
-    if source.prompt_field is not None or source.completion_field is not None:
         raise ValueError(
-            f"{place}: prompt_field and completion_field have no meaning here: the fields of pairs have their names"
+            f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}; the objective kto learns "
+            "from answers with a label, too"
         )
+    if source.prompt_field is not None or source.completion_field is not None:
+        raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
+    return source
 
 
 RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
@@ -84,6 +82,9 @@ ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
 
 
 PreferencesSource = Annotated[RowsSource, AfterValidator(_preferences_alone)]
+
+
+PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
 
 
 PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]

@@ -186,7 +186,7 @@ def test_a_row_without_a_label_behind_others_is_refused_by_its_line(tmp_path: Pa
 
 def test_answers_with_labels_are_no_pairs_and_bad_ones_no_examples(tmp_path: Path, chatml: ModelTokenizer) -> None:
     folder = rows_in(tmp_path, ROWS[1])
-    with pytest.raises(InvalidInput, match="dpo learns from pairs.*are what the objective kto learns from"):
+    with pytest.raises(InvalidInput, match=r"dpo learns from pairs.*are what the objective kto learns from"):
         write_units(folder, chatml, request_of(pairs=True), tmp_path / "units")
-    with pytest.raises(InvalidInput, match="label is false.*or train by kto"):
+    with pytest.raises(InvalidInput, match=r"label is false.*or train by kto"):
         write_units(folder, chatml, request_of(), tmp_path / "units")

@@ -6,7 +6,7 @@ from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference
 from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, KTO, Loss, with_reference
+from shared.jobs.losses import Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
@@ -70,12 +70,8 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
     match run:
         case SFTRun():
             return CrossEntropy()
-        case DPORun(objective="kto"):
-            weights = {"desirable_weight": run.desirable_weight, "undesirable_weight": run.undesirable_weight}
-            return KTO(beta=run.beta, **weights, reference=reference)
         case DPORun():
-            loss = DPO(**run.model_dump(include=set(DPO.model_fields) - {"kind", "reference"}))
-            return loss.model_copy(update={"reference": reference}) if loss.has_reference else loss
+            return run.loss(reference)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
