@@ -92,12 +92,15 @@ class Preferences(Frozen):
     def reads_labels(self) -> bool:
         return self.objective == "kto"
 
+    @property
+    def has_reference(self) -> bool:
+        return self.objective not in _WITHOUT_REFERENCE
+
     def loss(self, reference: Reference) -> DPO | KTO:
         """Return the loss against a reference, which some objectives do without."""
         kind = KTO if self.reads_labels else DPO
         shared = set(kind.model_fields) & set(Preferences.model_fields)
-        has_reference = self.objective not in _WITHOUT_REFERENCE
-        return kind(**self.model_dump(include=shared), reference=reference if has_reference else "base")
+        return kind(**self.model_dump(include=shared), reference=reference if self.has_reference else "base")
 
 
 Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO, Field(discriminator="kind")]
