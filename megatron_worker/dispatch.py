@@ -236,7 +236,7 @@ class Dispatcher:
         """Add the gradients of a step's examples to what the slot has accumulated.
 
         Yields between its passes, so that commands of other slots can be done there. A pipeline has a single pass, of
-        all bins of the step.
+        all bins of the step. A loss with a baseline has its passes first.
 
         Args:
             scores: takes the log-probabilities of this rank's share.
@@ -245,6 +245,7 @@ class Dispatcher:
             the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (sums.py), on every rank.
         """
         facts = self.facts
+        loss = (yield from self._with_baseline(slot, data, loss, lambda: False, step)) or loss
         sums = Sums(loss, facts.device)
         batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
         if scores is not None:
@@ -267,15 +268,18 @@ class Dispatcher:
             self.engine.zero_grad()
 
     def evaluate(
-        self, slot: SlotName, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
+        self, slot: SlotName, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool], step: int = 0
     ) -> Generator[None, None, dict[str, float] | None]:
-        """Return the loss's sums over the data's first step, as `forward_backward` does; None if it was cancelled.
+        """Return the loss's sums over a step of the data, as `forward_backward` does; None if it was cancelled.
 
         Yields between its passes, so that commands of other slots can be done there.
         """
-        facts = self.facts
+        facts, known = self.facts, (yield from self._with_baseline(slot, data, loss, cancelled, step))
+        if known is None:
+            return None
+        loss = known
         sums = Sums(loss, facts.device)
-        batches = data.batches(0, facts.dp_rank, facts.dp_size, facts.device)
+        batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
         for some in _in_passes(batches, BINS_A_PASS):
             if cancelled():
                 return None
@@ -284,6 +288,16 @@ class Dispatcher:
                     sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
             yield
         return self.engine.reduce(sums.totals)
+
+    def _with_baseline(
+        self, slot: SlotName, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool], step: int
+    ) -> Generator[None, None, LossFunction | None]:
+        """Return the loss of a step once its baseline, if it has one, is known; None if it was cancelled."""
+        if loss.baseline is None:
+            return loss
+        scored, loss_of = loss.baseline
+        sums = yield from self.evaluate(slot, data, scored, cancelled, step)
+        return None if sums is None else loss_of(sums)
 
     def score(
         self, slot: SlotName, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0

@@ -155,10 +155,15 @@ class LossSums:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss over a bin: what it needs of the forward, and the sums it makes of it."""
+    """A loss over a bin: what it needs of the forward, and the sums it makes of it.
+
+    `baseline`: what is summed over all bins and ranks of the step, without gradients, before the loss's own pass; and
+    what makes of these sums the loss of that pass.
+    """
 
     outputs: Outputs
     sums: Callable[[Scores, Batch], LossSums]
+    baseline: "tuple[LossFunction, Callable[[Mapping[str, float]], LossFunction]] | None" = None
 
 
 @dataclass(frozen=True)

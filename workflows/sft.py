@@ -103,7 +103,8 @@ class SFTWorkflow(RunHandlers):
                 max_tokens=run.max_tokens,
                 too_long=run.too_long,
                 max_lost_fraction=run.max_lost_fraction,
-                pairs=isinstance(run, DPORun),
+                pairs=isinstance(run, DPORun) and not run.reads_labels,
+                labels=run.reads_labels,
             ),
         )
         self._run.show(phase="packing")

@@ -4,6 +4,7 @@ A row is one line of JSONL, one record of Parquet, or one non-blank line of a `.
 `file:line` (Parquet: `file: row n`), the field and the rule.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.columns import GUARDED, Unread, refuse_unread
+from activities.formats.columns import GUARDED, Unread, is_given, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
+from activities.formats.labels import LABELLED, with_label
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
@@ -42,14 +44,18 @@ class Dataset(Generic[ItemT]):
         return map(self.parse, _rows(self.folder, self.files, self.columns))
 
 
-def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None) -> Dataset[Example]:
+def open_dataset(
+    folder: Path, source: DatasetSource, pairs: bool | None = None, labels: bool = False
+) -> Dataset[Example]:
     """Find a folder's data files and their format.
 
     Args:
         pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
+        labels: answers with a label are, or pairs (labels.py).
 
     Raises:
-        InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one.
+        InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one; or
+            `assistant_pattern` is no regular expression.
     """
     files = _data_files(folder, source)
     if source.prompt_field is not None and source.format not in ("auto", "prompt_completion"):
@@ -58,11 +64,21 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
         )
     spec = _spec_of(source)
     if source.format == "auto":
-        tell = partial(_as_named, spec) if source.prompt_field is not None else partial(_format_of, pairs=pairs)
+        tell = (
+            partial(_as_named, spec)
+            if source.prompt_field is not None
+            else partial(_format_of, pairs=pairs, labels=labels)
+        )
         spec = _detect(_rows(folder, files), tell, source)
     unread = Unread()
     example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
-    return Dataset(folder, files, spec, partial(_guarded, spec, example, unread), spec.columns, unread)
+    if source.assistant_pattern is not None:
+        try:
+            example = partial(_matching, example, re.compile(source.assistant_pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise InvalidInput(f"it is no regular expression: {error}", "assistant_pattern") from error
+    parse = partial(_guarded, spec, example, unread, labels)
+    return Dataset(folder, files, spec, parse, spec.columns, unread)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
@@ -114,14 +130,15 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     return found[0]
 
 
-def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread, row: Row) -> Example:
+def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread, labels: bool, row: Row) -> Example:
     """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
-    refuse_unread(row, spec.read, spec.name)
+    refuse_unread(row, spec.read, spec.name, labels)
     unread.columns.update(row.fields.keys() - spec.read - _REFUSED, row.others)
-    if isinstance(row.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
+    label = None if labels else row.fields.get("label")
+    if isinstance(label, str | int | float | list) and label != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
-    return example(row)
+    return with_label(example(row), row) if labels else example(row)
 
 
 def _last_answer(spec: FormatSpec, row: Row) -> Example:
@@ -138,19 +155,34 @@ def _last_answer(spec: FormatSpec, row: Row) -> Example:
     raise InvalidInput(f"assistant_turns is of conversations: rows of the format {spec.name} are none", "format")
 
 
+def _matching(example: Callable[[Row], Example], pattern: re.Pattern[str], row: Row) -> Example:
+    """Return the example of a row, of which answers without the pattern are not trained."""
+    match found := example(row):
+        case Chat(messages=messages, weights=weights):
+            matches = [pattern.search(message.get("content") or "") is not None for message in messages]
+            return replace(found, weights=[w * is_match for w, is_match in zip(weights, matches, strict=True)])
+        case PromptCompletion():
+            return found if pattern.search(found.completion) else replace(found, weight=0.0)
+    raise InvalidInput("assistant_pattern is of conversations: the row is none", row.place)
+
+
 def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:
     for name in spec.fields:
         refuse_missing(row, name)
     return spec
 
 
-def _format_of(row: Row, pairs: bool | None) -> FormatSpec:
+def _format_of(row: Row, pairs: bool | None, labels: bool = False) -> FormatSpec:
+    pairs = not is_given(row, "label") if labels else pairs
     found = [spec for spec in FORMATS if all(field in row.fields for field in spec.fields)]
     specs = [spec for spec in found if pairs in (None, spec.has_pairs)]
     if specs:
         return _only(specs, row)
     if found:
-        rule = f"dpo learns from pairs: {_known(True)}" if pairs else "pairs are what dpo learns from"
+        from_pairs = f"{f'kto learns from {LABELLED}, or' if labels else 'dpo learns'} from pairs: {_known(True)}"
+        if pairs and not labels and is_given(row, "label"):
+            from_pairs += f"; {LABELLED}, are what the objective kto learns from"
+        rule = from_pairs if pairs else "pairs are what dpo learns from"
         raise InvalidInput(f"the row looks like {_names(found)}; {rule}", row.place)
     single = f"{_known(False)} (or name prompt_field and completion_field)"
     known = {True: _known(True), False: single, None: f"{single}; {_known(True)}"}[pairs]

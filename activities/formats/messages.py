@@ -116,6 +116,8 @@ def _joined(row: Row, field: str, parts: list[JSON]) -> str:
         is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
         if not is_text:
             raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
+        if part.get("weight") not in (None, 1):
+            raise InvalidInput(f"{field}[{i}].weight: whole messages have weights, and not their parts", row.place)
     return "".join(part["text"] for part in parts)
 
 

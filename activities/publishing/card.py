@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from activities.sources.http import shown_uri
 from longshore.training import Full, Lora, SessionRun
+from shared.jobs.losses import Preferences
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
@@ -20,6 +21,9 @@ _SENT = {"rl": "trajectories that a client sent", "session": "commands that a cl
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
     data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
+    method = _METHODS[run.kind]
+    if isinstance(run, DPORun) and run.objective != "sigmoid":
+        method = f"Preference optimisation ({run.objective})"
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -31,7 +35,7 @@ def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, obje
             "---",
             f"# {kind} of {run.model}",
             "",
-            f"{_METHODS[run.kind]} by Longshore on {data}.",
+            f"{method} by Longshore on {data}.",
             "",
             "## Metrics",
             *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
@@ -69,6 +73,9 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
                 "label smoothing": f"{run.label_smoothing:g}",
                 "reference": "the base model" if reference == "base" else f"`{shown_uri(reference)}`",
             }
+            fields = run.model_dump(include=set(Preferences.model_fields), exclude_defaults=True)
+            own |= {name.replace("_", " "): str(value) for name, value in fields.items() if name != "beta"}
+            own |= {} if run.has_reference else {"reference": "none"}
     return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
         "batch": f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens",

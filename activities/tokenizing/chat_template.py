@@ -153,7 +153,7 @@ class ChatTemplate:
         found = self._block_spans(marked, messages, weights) if self._has_blocks else None
         if found is None:
             found = self._turn_spans(marked, messages, weights)
-        return Rendered(text, [span for span in found if span.weight > 0], hidden_thoughts=hidden)
+        return Rendered(text, [span for span in found if span.weight], hidden_thoughts=hidden)
 
     def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text that ends where the last answer begins."""

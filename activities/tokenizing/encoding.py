@@ -283,7 +283,7 @@ def _prompts_of(block: TokenBlock, tokenizer: ModelTokenizer) -> list[Prompt]:
     rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)
     for start, num_tokens, is_first in rows:
         ids = block.id_T[start : start + num_tokens].tolist()
-        untrained = int(np.argmax(block.weight_T[start : start + num_tokens] > 0)) if ids else 0
+        untrained = int(np.argmax(block.weight_T[start : start + num_tokens] != 0)) if ids else 0
         cut = untrained if untrained > len(tokenizer.prefix_ids) else min(_PROMPT_TOKENS, num_tokens // 2)
         if cut and is_first:
             prompt, reference = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:])

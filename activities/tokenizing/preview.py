@@ -21,7 +21,16 @@ from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import KeptPairs, KeptRows, Pair, Tally, TokenBlock, keep_pairs, keep_rows
+from activities.tokenizing.units import (
+    KeptPairs,
+    KeptRows,
+    LabelledAnswers,
+    Pair,
+    Tally,
+    TokenBlock,
+    keep_pairs,
+    keep_rows,
+)
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut, RunLength, check_epochs, length_of, length_of_draws
 from shared.runs.models import ModelRequest
@@ -68,20 +77,23 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     """Tokenize a dataset's first rows, and show some of them; with a cut, tell how long a run on them is."""
     if request.are_prompts:
         return _preview_of_prompts(dataset, tokenizer, request, cut)
-    opened = open_dataset(dataset, request.source)
+    opened = open_dataset(dataset, request.source, labels=request.labels)
     examples = _Counted(iter(opened), request)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     shown, tokens_U = list[PreviewRow](), array("q")
+    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_refused(batch.refused)
             tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             num_left = request.num_rows - len(shown)
-            if opened.format.has_pairs:
+            if request.labels:
+                kept: KeptRows | KeptPairs = answers.keep(batch.block)
+            elif opened.format.has_pairs:
                 pairs = keep_pairs(batch.block, request.max_tokens)
                 for number in range(min(len(pairs.pairs), num_left)):
                     shown.append(_pair_row(batch.block, pairs.pairs[number], number, tokenizer, _budget(shown)))
-                kept: KeptRows | KeptPairs = pairs
+                kept = pairs
             else:
                 rows = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
                 for row in range(min(len(batch.block.places), num_left)):
@@ -89,6 +101,9 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
                 kept = rows
             kept.count(tally)
             tokens_U.extend(kept.num_tokens_U.tolist())
+    rest = answers.rest()
+    rest.count(tally)
+    tokens_U.extend(rest.num_tokens_U.tolist())
     problem = _problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri)
     return Preview(
         report=tally.report(),

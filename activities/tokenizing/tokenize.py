@@ -13,7 +13,15 @@ from activities.formats.dataset import open_dataset
 from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, Tally, keep_pairs, keep_rows
+from activities.tokenizing.units import (
+    PAIR_COLUMNS,
+    KeptPairs,
+    KeptRows,
+    LabelledAnswers,
+    Tally,
+    keep_pairs,
+    keep_rows,
+)
 from longshore.fields import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report
@@ -29,7 +37,8 @@ UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 class TokenizeRequest(Frozen):
     """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with.
 
-    `pairs`: whether its rows are to be preference pairs, or none of them is to be one.
+    `pairs`: whether its rows are to be preference pairs, or none of them is to be one. `labels`: whether they are to be
+    answers with a label, or pairs, as KTO learns from them.
     """
 
     dataset: Artifact
@@ -39,10 +48,11 @@ class TokenizeRequest(Frozen):
     too_long: Literal["drop", "truncate"] = "drop"
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     pairs: bool = False
+    labels: bool = False
 
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
-        if self.pairs and self.too_long == "truncate":
+        if (self.pairs or self.labels) and self.too_long == "truncate":
             raise ValueError("pairs are never cut: too_long must be drop")
         return self
 
@@ -50,7 +60,7 @@ class TokenizeRequest(Frozen):
     def key(self) -> str:
         """The store key, by content: where the bytes came from does not matter."""
         fields = self.source.model_dump_json(exclude={"uri"})
-        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs"})
+        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs", "labels"})
         return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
 
 
@@ -100,14 +110,17 @@ def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: Tokenize
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
-    opened = open_dataset(dataset, request.source, request.pairs)
+    opened = open_dataset(dataset, request.source, request.pairs, request.labels)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     prompts = list[Prompt]()
-    writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs else UnitsWriter(folder)
+    writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs or request.labels else UnitsWriter(folder)
+    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
-            if request.pairs:
-                kept: KeptPairs | KeptRows = keep_pairs(batch.block, request.max_tokens)
+            if request.labels:
+                kept: KeptPairs | KeptRows = answers.keep(batch.block)
+            elif request.pairs:
+                kept = keep_pairs(batch.block, request.max_tokens)
             else:
                 kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
             kept.count(tally)
@@ -115,6 +128,9 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
             tally.add_refused(batch.refused)
             tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
             prompts += batch.prompts
+    rest = answers.rest()
+    rest.count(tally)
+    rest.write(writer)
     writer.close()
     tally.refuse_losses(request.max_lost_fraction, request.source.uri)
     report = tally.report()

@@ -2,14 +2,16 @@
 
 A preference pair is one unit: what both answers begin with once, the chosen and the rejected one as branches. The loss
 DPO tells them apart by columns alone: sequences 2k and 2k + 1 are a pair; the chosen has advantage +1, the rejected -1.
+So has an answer of KTO, with an answer to another prompt as its sequence 2k + 1, of advantage and weight 0.
 
 Legend: R rows of a block, two a pair; T tokens of a block, one row behind the other; L tokens of one row; U units.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +161,8 @@ def _first(report: Report) -> str:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Rows as tokens: ids and labels int64, weights float32 (0: not trained). Token t-1 predicts `label_T[t]`."""
+    """Rows as tokens: ids and labels int64, weights float32 (0: not trained; -1: a bad answer of KTO's). Token t-1
+    predicts `label_T[t]`."""
 
     places: list[str]
     id_T: NDArray[np.int64]
@@ -278,7 +281,7 @@ class KeptPairs:
         """Tell the tally what became of each pair."""
         tally.add_rows(np.array([pair.unit.num_tokens if pair.unit else 0 for pair in self.pairs], dtype=np.int64))
         kept = self.units
-        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), sum(unit.num_targets for unit in kept), 0)
+        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), sum(unit.num_trained for unit in kept), 0)
         for pair in self.pairs:
             if pair.unit is None:
                 tally.add_untrainable(pair.place, pair.reason)
@@ -314,6 +317,60 @@ def keep_pairs(block: TokenBlock, max_tokens: int) -> KeptPairs:
         except InvalidInput as error:
             pairs.append(Pair(place, None, reason=error.message))
     return KeptPairs(pairs)
+
+
+class LabelledAnswers:
+    """Rows with good and bad answers, as units of KTO: each answer, and behind its prompt that of the row before.
+
+    Of rows that are pairs it is that of the same side of the pair before. The first row has the last one's answer, so
+    that its unit comes last.
+    """
+
+    def __init__(self, max_tokens: int, are_pairs: bool) -> None:
+        self._max_tokens = max_tokens
+        self._are_pairs = are_pairs
+        self._first: dict[float, _Answer] = {}  # by the side of the pair
+        self._before: dict[float, _Answer] = {}
+
+    def keep(self, block: TokenBlock) -> KeptPairs:
+        """The units of a block's rows. None is cut: one of more than `max_tokens` tokens is too long."""
+        target_T, pairs = (block.weight_T != 0) & (block.position_T > 0), list[Pair]()
+        for place, first, num in zip(block.places, block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True):
+            row, at = slice(first, first + num), first + np.argmax(target_T[first : first + num])
+            if not target_T[at]:
+                pairs.append(Pair(place, None, reason="no token to train on"))
+                continue
+            answer = _Answer(place, block.id_T[row], target_T[row], float(block.weight_T[at]), int(at) - first)
+            side = answer.sign if self._are_pairs else 0.0
+            if side in self._before:
+                pairs.append(self._unit(answer, self._before[side]))
+            self._first.setdefault(side, answer)
+            self._before[side] = answer
+        return KeptPairs(pairs)
+
+    def rest(self) -> KeptPairs:
+        """The units of the first rows. Raises InvalidInput where there is no other row."""
+        for side, first in self._first.items():
+            if self._before[side] is first:
+                raise InvalidInput("kto compares with answers to other prompts, and there is no other row", first.place)
+        return KeptPairs([self._unit(first, self._before[side]) for side, first in self._first.items()])
+
+    def _unit(self, answer: "_Answer", other: "_Answer") -> Pair:
+        ids = np.concatenate([answer.id_L[: answer.begin], other.id_L[other.begin :]])
+        mask = np.concatenate([np.zeros(answer.begin, dtype=np.bool_), other.target_L[other.begin :]])
+        asked = replace(_row(ids, mask, 0.0), weight=np.zeros(len(ids), dtype=np.float32))
+        unit = build_tree([_row(answer.id_L, answer.target_L, answer.sign), asked])
+        return Pair(answer.place, unit, unit.num_tokens <= self._max_tokens)
+
+
+class _Answer(NamedTuple):
+    """A row's tokens, which are targets, +1 for a good answer or -1, and the index of its first token."""
+
+    place: str
+    id_L: NDArray[np.int64]
+    target_L: NDArray[np.bool_]
+    sign: float
+    begin: int
 
 
 def pair_unit(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_mask: Mask) -> TreeUnit:

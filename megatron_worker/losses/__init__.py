@@ -5,9 +5,10 @@ from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
+from megatron_worker.losses.kto import check_answers, kto_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
 from megatron_worker.losses.squared_error import squared_error_loss
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.losses import DPO, KTO, Loss
 from shared.jobs.packed import Units
 
 
@@ -20,6 +21,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return dpo_loss(loss)
         case SquaredError():
             return squared_error_loss(loss)
+        case KTO():
+            return kto_loss(loss)
         case _:
             return policy_loss(loss, temperature)
 
@@ -33,5 +36,7 @@ def check_columns(units: Units, loss: Loss) -> None:
             check_pairs(units)
         case SquaredError():
             check_finite(units, "advantage", f"the loss {loss.kind} learns it")
+        case KTO():
+            check_answers(units)
         case _:
             check_policy_columns(units, loss)

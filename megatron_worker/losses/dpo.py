@@ -1,7 +1,8 @@
-"""DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7), with smoothed labels (Mitchell 2023, conservative DPO).
+"""Losses of preference pairs: DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7) and its relatives (docs/losses.md).
 
-Sequences 2k and 2k + 1 of a unit are a pair; the chosen one's targets have advantage +1, the rejected one's -1. A
-pair's margin is then one sum: beta * sum_n w_n A_n (log p - log p_ref).
+Sequences 2k and 2k + 1 of a unit are a pair; the chosen one's targets have advantage +1, the rejected one's -1. An
+answer's reward is one sum, beta * sum_n w_n (log p - log p_ref); of some objectives it is divided by the answer's sum
+of weights, or has no reference. A pair's margin is the chosen answer's reward less the rejected one's.
 
 Shape suffixes: N live targets, P pairs, of a bin; in `check_pairs`, of all units.
 """
@@ -18,6 +19,9 @@ from shared.errors import InvalidInput
 from shared.jobs.losses import DPO
 from shared.jobs.packed import Units
 
+_AVERAGED = ("ipo", "simpo", "orpo")
+_TINY = 1e-6
+
 
 def dpo_loss(dpo: DPO) -> LossFunction:
     return LossFunction(outputs=Outputs(), sums=lambda scores, batch: _sums(dpo, scores, batch))
@@ -28,22 +32,58 @@ def _sums(dpo: DPO, scores: Scores, batch: Batch) -> LossSums:
     assert scores.logprob_N is not None
     live_N = batch.weight_N > 0
     pairs, pair_N = torch.unique(batch.sequence_N[live_N] // 2, return_inverse=True)
-    sign_N = batch.advantage_N[live_N]
-    reward_N = dpo.beta * batch.weight_N[live_N] * (scores.logprob_N - batch.ref_logprob_N)[live_N]
-    chosen_P, rejected_P = (
-        sums_of_sequences(reward_N.masked_fill(sign_N != sign, 0.0), pair_N, len(pairs)) for sign in (1, -1)
-    )
-    margin_P = chosen_P - rejected_P
-    loss_P = -(1 - dpo.label_smoothing) * logsigmoid(margin_P) - dpo.label_smoothing * logsigmoid(-margin_P)
-    weight = margin_P.new_tensor(float(len(pairs)))
+    sign_N, weight_N = batch.advantage_N[live_N], batch.weight_N[live_N]
+
+    def of_answer(value_N: Tensor, sign: int) -> Tensor:
+        return sums_of_sequences(value_N.masked_fill(sign_N != sign, 0.0), pair_N, len(pairs))
+
+    log_ratio_N = scores.logprob_N - batch.ref_logprob_N if dpo.has_reference else scores.logprob_N
+    reward_N = dpo.beta * weight_N * log_ratio_N[live_N]
+    chosen_P, rejected_P = of_answer(reward_N, 1), of_answer(reward_N, -1)
+    length_P = of_answer(weight_N, 1).clamp(min=_TINY)
+    if dpo.objective in _AVERAGED:
+        chosen_P, rejected_P = chosen_P / length_P, rejected_P / of_answer(weight_N, -1).clamp(min=_TINY)
+    loss_P = _losses(dpo, chosen_P, rejected_P)
     values_P = {
         "reward_chosen": chosen_P,
         "reward_rejected": rejected_P,
-        "reward_margin": margin_P,
-        "preference_accuracy": (margin_P > 0).to(margin_P.dtype),
+        "reward_margin": chosen_P - rejected_P,
+        "preference_accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
     }
+    if nll_weight := 1.0 if dpo.objective == "orpo" else dpo.rpo_alpha:
+        values_P["nll_chosen"] = -of_answer(weight_N * scores.logprob_N[live_N], 1) / length_P
+        loss_P = loss_P + nll_weight * values_P["nll_chosen"]
+    weight = chosen_P.new_tensor(float(len(pairs)))
     means: dict[str, tuple[Tensor, Tensor]] = {n: (value_P.detach().sum(), weight) for n, value_P in values_P.items()}
     return LossSums(loss=loss_P.sum(), weight=weight, means=means)
+
+
+def _losses(dpo: DPO, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """Return each pair's loss of the rewards of its answers, without the chosen answer's own likelihood."""
+    margin_P, share = chosen_P - rejected_P, dpo.label_smoothing
+    match dpo.objective:
+        case "sigmoid":
+            return -(1 - share) * logsigmoid(margin_P) - share * logsigmoid(-margin_P)
+        case "robust":
+            return (share * logsigmoid(-margin_P) - (1 - share) * logsigmoid(margin_P)) / (1 - 2 * share)
+        case "hinge":
+            return torch.relu(1 - margin_P)
+        case "ipo":
+            return ((margin_P - 0.5) / dpo.beta).square()
+        case "apo_zero":
+            return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
+        case "apo_down":
+            return torch.sigmoid(chosen_P) + torch.sigmoid(-margin_P)
+        case "simpo":
+            return -logsigmoid(margin_P - dpo.gamma)
+        case "orpo":
+            return -dpo.beta * logsigmoid(_log_odds(chosen_P / dpo.beta) - _log_odds(rejected_P / dpo.beta))
+
+
+def _log_odds(logprob_P: Tensor) -> Tensor:
+    """Return log(p / (1 - p)). Nearer to p = 1 than a millionth it is constant: its gradient would not be finite."""
+    logprob_P = logprob_P.clamp(max=-_TINY)
+    return logprob_P - torch.log(-torch.expm1(logprob_P))
 
 
 def check_pairs(units: Units) -> None:

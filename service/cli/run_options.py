@@ -38,8 +38,8 @@ _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
-    "dpo": ("prompt_field", "completion_field", "assistant_turns"),
-    "rl": ("completion_field", "assistant_turns"),
+    "dpo": ("assistant_turns", "assistant_pattern"),
+    "rl": ("completion_field", "assistant_turns", "assistant_pattern"),
 }
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
 # kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.

@@ -110,6 +110,7 @@ class Estimates:
             max_lost_fraction=run.max_lost_fraction,
             num_rows=0,
             max_rows=_ALL_ROWS,
+            labels=run.reads_labels,
         )
         cut = Cut(
             seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens

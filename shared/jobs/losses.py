@@ -5,7 +5,7 @@ Formulas and metrics: docs/losses.md.
 
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, cast, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from longshore.fields import Artifact, Frozen
 from longshore.losses import (
@@ -23,18 +23,100 @@ from longshore.losses import (
 )
 from longshore.training import ScalarHead
 
+PairObjective = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
+Objective = Literal[PairObjective, "kto"]
+_PAIRS: tuple[PairObjective, ...] = get_args(PairObjective)
+_WITHOUT_REFERENCE = ("simpo", "orpo")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "label_smoothing": ("sigmoid", "robust"),
+    "gamma": ("simpo",),
+    "rpo_alpha": tuple(each for each in _PAIRS if each != "orpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "reference": tuple(each for each in get_args(Objective) if each not in _WITHOUT_REFERENCE),
+}
+"""The objectives that read a field of a loss, or of a run, on preferences."""
+
+
+def no_field_is_ignored(self: Any) -> Any:
+    """Validate a loss or a run with an `objective`: a field that it does not read has its default."""
+    for name, readers in _READ_BY.items():
+        field = type(self).model_fields.get(name)
+        if field is not None and getattr(self, name) != field.default and self.objective not in readers:
+            raise ValueError(f"{name} would be ignored by {self.objective}: it is read by {', '.join(readers)}")
+    return self
+
 
 class DPO(Frozen):
-    """Direct preference optimisation (arXiv:2305.18290) of pairs: sequences 2k and 2k + 1 of a unit, of which the
-    chosen has advantage +1, the rejected -1."""
+    """Direct preference optimisation (arXiv:2305.18290) and its relatives, of pairs: sequences 2k and 2k + 1 of a
+    unit, of which the chosen has advantage +1, the rejected -1. Formulas: docs/losses.md."""
 
     kind: Literal["dpo"] = "dpo"
-    beta: float = Field(default=0.1, gt=0)
+    objective: PairObjective = "sigmoid"
+    beta: float = Field(default=0.1, gt=0, description="scale of rewards; of ipo tau, of orpo lambda")
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    gamma: float = Field(default=0.5, ge=0, description="of simpo: the margin by which the chosen answer is to lead")
+    rpo_alpha: float = Field(default=0.0, ge=0, description="weight of the chosen answer's likelihood beside the loss")
+    reference: Reference = "base"
+
+    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
+
+    @property
+    def has_reference(self) -> bool:
+        """True if log-probabilities are against those of a reference model."""
+        return self.objective not in _WITHOUT_REFERENCE
+
+
+class KTO(Frozen):
+    """Kahneman-Tversky optimisation (arXiv:2402.01306) of single answers: sequence 2k of a unit, with advantage +1
+    where it is desirable, -1 where it is not. Sequence 2k + 1 answers another prompt: its advantage and weight are 0,
+    and it is scored only."""
+
+    kind: Literal["kto"] = "kto"
+    beta: float = Field(default=0.1, gt=0)
+    desirable_weight: float = Field(default=1.0, gt=0)
+    undesirable_weight: float = Field(default=1.0, gt=0)
     reference: Reference = "base"
 
 
-Loss = Annotated[CrossEntropy | PolicyLoss | DPO | SquaredError, Field(discriminator="kind")]
+class Preferences(Frozen):
+    """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
+
+    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        le=1000,
+        description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
+    )
+    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
+    rpo_alpha: float = Field(
+        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
+    )
+    desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of good answers")
+    undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of bad answers")
+
+    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
+
+    @property
+    def reads_labels(self) -> bool:
+        return self.objective == "kto"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.objective not in _WITHOUT_REFERENCE
+
+    def loss(self, reference: Reference) -> DPO | KTO:
+        """Return the loss against a reference, which some objectives do without."""
+        kind = KTO if self.reads_labels else DPO
+        shared = set(kind.model_fields) & set(Preferences.model_fields)
+        return kind(**self.model_dump(include=shared), reference=reference if self.has_reference else "base")
+
+
+Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO | SquaredError, Field(discriminator="kind")]
 
 
 def check_head(loss: Loss, head: ScalarHead | None) -> None:
@@ -54,6 +136,8 @@ def reference_of(loss: Loss) -> Reference | None:
         case CrossEntropy() | SquaredError():
             return None
         case DPO():
+            return loss.reference if loss.has_reference else None
+        case KTO():
             return loss.reference
         case _:
             return loss.kl.model if loss.kl else None

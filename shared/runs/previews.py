@@ -62,6 +62,7 @@ class PreviewRequest(Frozen):
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
     max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
     are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
+    labels: bool = Field(default=False, description="rows are learned from by kto: they are counted, and none is shown")
 
 
 class PreviewStart(Frozen):

@@ -26,9 +26,9 @@ from longshore.training import (
 )
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import PRESETS, AdvantageKind, Preset, with_algorithm
+from shared.jobs.losses import PRESETS, AdvantageKind, Preferences, Preset, with_algorithm
 from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -85,6 +85,11 @@ class _DatasetRun(Frozen):
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
     keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="checkpoints that stay, the newest")
 
+    @property
+    def reads_labels(self) -> bool:
+        """True if rows are answers with a label, or pairs that are read as two such answers."""
+        return False
+
     @model_validator(mode="after")
     def _one_length_one_batch(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
@@ -140,27 +145,37 @@ class SFTRun(_DatasetRun):
         return self
 
 
-class DPORun(_DatasetRun):
-    """Direct preference optimisation (shared.jobs.losses.DPO), as a user asks for it: an example is a pair.
+class DPORun(Preferences, _DatasetRun):
+    """Preference optimisation (shared.jobs.losses.DPO, KTO), as a user asks for it: an example is a pair, or of kto an
+    answer with its label and an answer to another prompt.
 
-    A pair's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
+    An example's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
     """
 
     kind: Literal["dpo"] = "dpo"
-    dataset: PairsSource = Field(description="preference pairs")
-    eval_dataset: PairsSource | None = Field(default=None, description="held-out pairs")
+    dataset: PreferencesSource = Field(description="preference pairs; of kto answers with a label, too")
+    eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, with both answers")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
-    beta: float = Field(default=0.1, gt=0, le=1000, description="strength of the pull towards the reference")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
     reference: str | None = Field(
         default=None,
         min_length=1,
         max_length=2048,
         description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
     )
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        if not self.reads_labels:
+            _Pairs(dataset=self.dataset, eval_dataset=self.eval_dataset)  # its errors say at which field
+        return self
+
+
+class _Pairs(Frozen):
+    dataset: PairsSource
+    eval_dataset: PairsSource | None
 
 
 DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]

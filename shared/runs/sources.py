@@ -24,6 +24,12 @@ class DatasetSource(Frozen):
     assistant_turns: Literal["all", "last"] = Field(
         default="all", description="which answers of a conversation are trained; last: it has to end with one"
     )
+    assistant_pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=500,
+        description="of these, only answers in which this regular expression is found are trained",
+    )
 
 
 def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
@@ -39,8 +45,8 @@ def _prompts_alone(source: DatasetSource) -> DatasetSource:
         )
     if source.completion_field is not None:
         raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
-    if source.assistant_turns != "all":
-        raise ValueError("assistant_turns has no meaning here: the model answers")
+    if source.assistant_turns != "all" or source.assistant_pattern is not None:
+        raise ValueError("assistant_turns and assistant_pattern have no meaning here: the model answers")
     return source
 
 
@@ -50,13 +56,22 @@ def _no_pairs(source: DatasetSource) -> DatasetSource:
     return source
 
 
+def _preferences_alone(source: DatasetSource) -> DatasetSource:
+    if source.format in ("text", "tokenized"):
+        raise ValueError(f"rows of the format {source.format} have no answers that could be preferred")
+    if source.assistant_turns != "all" or source.assistant_pattern is not None:
+        raise ValueError("assistant_turns and assistant_pattern have no meaning here: whole answers are learned from")
+    return source
+
+
 def _pairs_alone(source: DatasetSource) -> DatasetSource:
     if source.format not in ("auto", *PAIR_FORMATS):
-        raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
+        raise ValueError(
+            f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}; the objective kto learns "
+            "from answers with a label, too"
+        )
     if source.prompt_field is not None or source.completion_field is not None:
         raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
-    if source.assistant_turns != "all":
-        raise ValueError("assistant_turns has no meaning here: of a pair both answers are learned from")
     return source
 
 
@@ -64,6 +79,9 @@ RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
 
 
 ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
+
+
+PreferencesSource = Annotated[RowsSource, AfterValidator(_preferences_alone)]
 
 
 PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]

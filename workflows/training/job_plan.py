@@ -6,7 +6,7 @@ from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference
 from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, Loss, with_reference
+from shared.jobs.losses import Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
@@ -71,7 +71,7 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
         case SFTRun():
             return CrossEntropy()
         case DPORun():
-            return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
+            return run.loss(reference)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:

@@ -122,7 +122,8 @@ async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> RunView:
 
 @router.post("/runs/dpo", status_code=201)
 async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> RunView:
-    """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
+    """Start a run that learns from preferences: pairs, or answers with a label. The same Idempotency-Key gives the same
+    run."""
     return await submit(run)
 
 

@@ -37,11 +37,12 @@ _EXAMPLES = """\b
 Examples:
   longshore submit sft -m org/model -d train.jsonl --epochs 3 --wait
   longshore submit dpo -m org/model -d pairs.jsonl --beta 0.1
+  longshore submit dpo -m org/model -d answers.jsonl --objective kto
   longshore submit rl -m org/model --prompts prompts.jsonl --grader grader.json --algorithm grpo --steps 100
 """
 _KINDS = {
     "sft": "Start supervised fine-tuning.",
-    "dpo": "Start direct preference optimisation (DPO) on pairs of a chosen and a rejected answer.",
+    "dpo": "Start preference optimisation: DPO or --objective of its kin on pairs of answers, KTO on labelled ones.",
     "rl": "Start a reinforcement-learning run: on its own rollouts with --prompts, else it waits for `longshore step`.",
 }
 # The fields of a request to /validate and /preview that have other names in a run.

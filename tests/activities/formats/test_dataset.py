@@ -59,6 +59,26 @@ def test_of_a_conversation_the_last_answer_alone_can_be_trained(tmp_path: Path) 
     assert "assistant_turns is of conversations" in refusal(tmp_path, assistant_turns="last")
 
 
+def test_answers_that_a_pattern_is_found_in_are_trained_alone(tmp_path: Path) -> None:
+    said = [USER, {"role": "assistant", "content": "<final> 7"}, USER, {"role": "assistant", "content": "hm"}]
+    lines(tmp_path, {"messages": said}, {"messages": [*said[2:], USER, said[1] | {"weight": 0.5}]})
+    found = read(tmp_path, assistant_pattern=r"^<final>\s\d$")
+    assert [chat.weights for chat in found if isinstance(chat, Chat)] == [[0, 1, 0, 0], [0, 0, 0, 0.5]]
+    found = read(tmp_path, assistant_pattern="<final>", assistant_turns="last")
+    assert [chat.weights for chat in found if isinstance(chat, Chat)] == [[0, 0, 0, 0], [0, 0, 0, 0.5]]
+    lines(tmp_path, {"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "d"})
+    assert [row.weight for row in read(tmp_path, assistant_pattern="c") if isinstance(row, PromptCompletion)] == [1, 0]
+    assert "assistant_pattern: it is no regular expression: missing )" in refusal(tmp_path, assistant_pattern="(")
+    lines(tmp_path, {"text": "t"})
+    assert "assistant_pattern is of conversations" in refusal(tmp_path, assistant_pattern="t")
+
+
+def test_a_weight_of_a_part_of_a_message_is_refused(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a", "weight": 1}, {"type": "text", "text": "b", "weight": 0.0}]
+    told = refusal(lines(tmp_path, {"messages": [USER, {"role": "assistant", "content": parts}]}))
+    assert "rows.jsonl:1" in told and "messages[1].content[1].weight: whole messages have weights" in told
+
+
 def test_prompt_and_completion_by_default_and_by_any_name(tmp_path: Path) -> None:
     lines(tmp_path, {"prompt": "p", "completion": "c", "question": "q", "answer": "a"})
     assert read(tmp_path) == [PromptCompletion("rows.jsonl:1", "p", "c")]

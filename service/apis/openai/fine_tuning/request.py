@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from longshore.fields import Frozen
 from service.runs.own_settings import OwnSettings
 from shared.grading.graders import Grader
-from shared.jobs.losses import AdvantageKind, Preset
+from shared.jobs.losses import AdvantageKind, Objective, Preset
 from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, WandbRun
 from shared.runs.sources import Format
 
@@ -124,7 +124,14 @@ class LongshoreSettings(OwnSettings):
     format: Format | None = None
     prompt_field: str | None = None
     completion_field: str | None = None
+    assistant_turns: Literal["all", "last"] | None = None
+    assistant_pattern: str | None = None
+    objective: Objective | None = None
     label_smoothing: float | None = None
+    gamma: float | None = None
+    rpo_alpha: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
     reference: str | None = None
     algorithm: Preset | None = None
     advantages: AdvantageKind | None = None

@@ -25,7 +25,7 @@ from shared.runs.rollouts import Rollouts
 
 _KEPT_CHECKPOINTS = 3
 _GROUP_SIZE = Rollouts.model_fields["group_size"].default
-_DATASET_FIELDS = ("format", "prompt_field", "completion_field")
+_DATASET_FIELDS = ("format", "prompt_field", "completion_field", "assistant_turns", "assistant_pattern")
 _ROLLOUT_FIELDS = (
     "steps",
     "group_size",
