@@ -14,6 +14,7 @@ from shared.chat.sampler_control import SamplerReady
 
 _EXECUTABLE = os.environ.get("LONGSHORE_TEST_VLLM", str(Path(__file__).parents[2] / ".venv-vllm/bin/vllm"))
 IS_THERE = Path(_EXECUTABLE).exists()
+PYTHON = str(Path(_EXECUTABLE).with_name("python"))
 VLLM_COMMAND = f"{_EXECUTABLE} --enforce-eager"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 

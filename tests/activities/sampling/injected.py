@@ -87,17 +87,19 @@ def check_that_faults_are_noticed(
         draw_group(opened.client, name, 0, 0, PromptRow("rows.jsonl:1", policy.probe, {}), DRAWING)
 
 
-def transformers_logprobs(model: Path, adapter: Path | None, probe: tuple[int, ...]) -> tuple[float, ...]:
-    """By transformers and PEFT in float32, of probe[1:]: an opinion independent of ours."""
+def transformers_logprobs(
+    model: Path, adapter: Path | None, probe: tuple[int, ...], dtype: str = "float32"
+) -> tuple[float, ...]:
+    """By transformers and PEFT, of probe[1:]: an opinion independent of ours."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         if adapter is not None:
             whole = PeftModel.from_pretrained(whole, adapter)
-        logprobs = torch.log_softmax(whole(torch.tensor([probe])).logits[0], dim=-1)
+        logprobs = torch.log_softmax(whole(torch.tensor([probe])).logits[0].float(), dim=-1)
     return tuple(logprobs[torch.arange(len(probe) - 1), torch.tensor(probe[1:])].tolist())
 
 
