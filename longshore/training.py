@@ -164,10 +164,8 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     """Validate models that have these fields. Raises ValueError for what an engine, or nobody, computes."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
-    if asked.quantize_base is not None and asked.engine != "megatron":
-        raise ValueError(f"quantize_base: the engine {asked.engine} holds weights as they are; use megatron")
-    if asked.optimizer_states != "float32" and asked.engine != "megatron":
-        raise ValueError(f"optimizer_states: the engine {asked.engine} holds moments in float32; use megatron")
+    if rule := held_otherwise(asked.engine, asked.quantize_base, asked.optimizer_states):
+        raise ValueError(rule)
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
         raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
@@ -179,6 +177,15 @@ def trains_the_language_head(asked: HasBaseT) -> HasBaseT:
     if (head := asked.trainable.head) is not None:
         raise ValueError(f"trainable.head: what this learns from is of the language head, not of {head}; drop it")
     return asked
+
+
+def held_otherwise(engine: EngineName, quantize: Quantization | None, states: OptimizerStates) -> str | None:
+    """Return why an engine does not hold weights or moments so, beginning with the field; None if it does."""
+    if quantize is not None and engine != "megatron":
+        return f"quantize_base: the engine {engine} holds weights as they are; use megatron"
+    if states != "float32" and engine != "megatron":
+        return f"optimizer_states: the engine {engine} holds moments in float32; use megatron"
+    return None
 
 
 class Adam(Frozen):

@@ -30,6 +30,7 @@ from shared.models.peft import read_config
 T = TypeVar("T")
 BINS_A_PASS = 8
 LOGPROBS = Outputs()
+WAYS: dict[Recompute, tuple[bool, ...]] = {"off": (False,), "on": (True,), "auto": (False, True)}
 SlotName = str | None
 """The name of an adapter with its gradients and optimizer state; None: the base model, trained itself or frozen."""
 
@@ -108,7 +109,7 @@ class Dispatcher:
 
         Raises:
             InvalidInput: the adapter is missing, damaged or not of `trainable`'s shape, or the base is to be trained
-                from one.
+                from one, or is quantized.
         """
         self.slots.add(slot)  # before it is made: what an error left of it on some rank is dropped on all
         match trainable:
@@ -120,6 +121,8 @@ class Dispatcher:
                 self.engine.add_adapter(slot, trainable, seed)
             case Full() if adapter is not None:
                 raise InvalidInput("full training does not start from an adapter", "initial_adapter")
+            case Full() if not self.facts.trains_base:
+                raise InvalidInput("quantized weights are frozen: train an adapter, or drop quantize_base", "the base")
             case Full():
                 self.engine.train_full(trainable, seed)
                 self.planner = Planner(self.facts)  # passes hold other bytes from now on
@@ -213,7 +216,7 @@ class Dispatcher:
         Raises:
             InvalidInput: an example does not fit.
         """
-        ways = {"off": (False,), "on": (True,), "auto": (False, True)}[recompute]
+        ways = WAYS[recompute]
         if recorded is not None and recorded[0] >= data.longest_unit and recorded[1] in ways:
             tokens, recomputes = recorded
             self.set_recompute(slot, recomputes)

@@ -216,6 +216,7 @@ class Facts:
     Attributes:
         windows: of its layers of attention (None: of those without).
         routes: of its model's experts, where it takes a bin's.
+        trains_base: its weights can be trained; quantized ones are frozen.
     """
 
     layout: Layout
@@ -228,6 +229,7 @@ class Facts:
     hidden_size: int
     windows: frozenset[int | None] = frozenset({None})
     routes: RouteShape | None = None
+    trains_base: bool = True
 
     @property
     def device_name(self) -> str:
@@ -286,7 +288,7 @@ class Engine(Protocol):
     facts: Facts
     recompute: bool
     """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
-    Gradients are the same bits. The adapter that is active must be that of the forward."""
+    Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
     # What to train: one of these is called before the first step of a job.
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:

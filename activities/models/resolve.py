@@ -175,7 +175,7 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
 
 
 def _takes_any_family(request: ModelRequest) -> bool:
-    return request.engine == "fsdp"
+    return request.any_family or request.engine == "fsdp"
 
 
 def check_contents(location: Location, config: DenseConfig, read_all: bool = False) -> Weights:

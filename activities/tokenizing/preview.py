@@ -55,7 +55,8 @@ class PreviewDataset:
         host, request, tenant = self._host, start.request, start.tenant
         run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a run of its own, for the download
         try:
-            model = Resolve(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
+            asked = ModelRequest(uri=request.model_uri, tenant=tenant, any_family=True)
+            model = Resolve(host).resolve_model(asked).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(host, keeps_parts=False).download(download).dataset
             kind: Kind = "short" if request.max_rows <= _FEW_ROWS else "dataset"

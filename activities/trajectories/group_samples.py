@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import Field
 from temporalio import activity
 
@@ -19,9 +20,10 @@ from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import content_key, grouped, grouped_report, is_grouped
 from shared.storage.store import ObjectStore, uri_of
 
-_VERSION = "groups-2"  # raise it when the same completions and grades would make other groups
+_VERSION = "groups-3"  # raise it when the same completions and grades would make other groups
 
 GROUPS = "groups.jsonl"
+_SHUFFLES = 16  # that are drawn for each group
 
 
 class Drawn(Frozen):
@@ -35,7 +37,8 @@ class GroupSamplesRequest(Drawn):
     """What was drawn first, and what was drawn again of some groups, which counts in the place of it.
 
     `tells_equal`: which groups have equal grades is answered. `shuffle_seed`: rewards change places within each group,
-    which leaves nothing to learn: a control experiment.
+    so that they say nothing
+    of the truth: a control experiment.
     """
 
     redrawn: tuple[Drawn, ...] = ()
@@ -126,6 +129,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
     latest = {
         group.group: (group, graded, starts[number]) for number, one in enumerate(later, 1) for group, graded in one
     }
+    shown = 0.0  # of the truth by shuffled rewards
     with (folder / GROUPS).open("wb") as file:
         for each in first:
             drawn, graded, start = latest.get(each[0].group, (*each, 0))
@@ -134,7 +138,9 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
                 num_groups += 1
                 num_trajectories += len(graded)
                 equal_groups += [drawn.group] if len({reward for *_, reward in graded}) == 1 else []
-                group = _trajectories(drawn, graded, request.shuffle_seed, start)
+                if request.shuffle_seed is not None:
+                    graded, shown = _shuffled(graded, request.shuffle_seed, drawn.group, shown)
+                group = _trajectories(drawn, graded, start)
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
     made = GroupsMade(
         num_groups=num_groups,
@@ -155,15 +161,25 @@ def _read_round(completions: Path, grades: Path) -> Iterator[tuple[SampledGroup,
 _Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, in order, and their rewards
 
 
-def _trajectories(group: SampledGroup, graded: _Graded, shuffle_seed: int | None, routes_start: int) -> TrajectoryGroup:
-    order = range(len(graded))
-    if shuffle_seed is not None:
-        order = packing.epoch_order(len(graded), shuffle_seed, group.group).tolist()
+def _shuffled(graded: _Graded, seed: int, group: int, shown: float) -> tuple[_Graded, float]:
+    """Return a group with its rewards in other places, and the sum of all groups' correlations with the true ones.
+
+    Of some shuffles the one is taken that brings the sum nearest to zero. By chance alone that of 50 groups of 8 is a
+    twentieth of the truth's or more, in either direction, and a run learns it.
+    """
+    true_G = np.array([reward for _, _, reward in graded])
+    apart_G = true_G - true_G.mean()
+    square = float(apart_G @ apart_G) or 1.0
+    orders = [packing.epoch_order(len(graded), seed, group * _SHUFFLES + number) for number in range(_SHUFFLES)]
+    sums = [shown + float(apart_G @ apart_G[order_G]) / square for order_G in orders]
+    best = min(range(_SHUFFLES), key=lambda number: abs(sums[number]))
+    rewards = true_G[orders[best]].tolist()
+    return [(*each[:2], reward) for each, reward in zip(graded, rewards, strict=True)], sums[best]
+
+
+def _trajectories(group: SampledGroup, graded: _Graded, routes_start: int) -> TrajectoryGroup:
     return TrajectoryGroup(
-        trajectories=tuple(
-            _trajectory(group, sample, grade, graded[other][2], routes_start)
-            for (sample, grade, _), other in zip(graded, order, strict=True)
-        ),
+        trajectories=tuple(_trajectory(group, *each, routes_start) for each in graded),
         metadata={"place": group.place, "row": group.row},
     )
 

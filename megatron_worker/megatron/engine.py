@@ -83,7 +83,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
         ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.needs.windows
-        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes)
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, quantize is None)
         self._read_base()
 
     def _read_base(self) -> None:

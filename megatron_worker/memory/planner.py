@@ -44,6 +44,7 @@ class PlannedSlot(NamedTuple):
     lora: Lora | None
     keeps_graph: bool
     least_saved_tokens: int
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Planner:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._backbones: dict[tuple[Lora | None, bool, bool], PassCost] = {}
+        self._backbones: dict[tuple[Lora | None, bool, bool, bool], PassCost] = {}
         self._heads: dict[tuple[HeadCall, int, bool], PassCost] = {}
         self._excess: dict[frozenset[str], float] = {}
 
@@ -119,7 +120,7 @@ class Planner:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
         load = _no_load(slot).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
-            backbone = slot.lora, slot.keeps_graph, branches
+            backbone = slot.lora, slot.keeps_graph, slot.recomputes, branches
             if backbone not in self._backbones:
                 self._backbones[backbone] = measure_backbone(engine, slot.keeps_graph, branches, budget_bytes)
         for head in sorted(
@@ -192,7 +193,7 @@ class Planner:
             branches = load.size.num_shared > 0
             has_masks = branches or any(self._facts.windows)
             masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if has_masks else 0.0
-            backbone = self._backbones[slot.lora, slot.keeps_graph, branches].at(load.size.num_tokens)
+            backbone = self._backbones[slot.lora, slot.keeps_graph, slot.recomputes, branches].at(load.size.num_tokens)
             peak = max(peak, live + backbone.forward + masks)
             live += (backbone.kept + masks) * slot.keeps_graph
             heads = []

@@ -98,7 +98,8 @@ def tells_routes(options: argparse.Namespace) -> bool:
     if not options.tell_routes:
         return False
     place = options.model / "config.json"
-    return shape_of(read_model_config(json.loads(place.read_bytes()), str(place))).routes is not None
+    config = read_model_config(json.loads(place.read_bytes()), str(place), any_family=True)
+    return shape_of(config).routes is not None
 
 
 def _lora_options(rank: int) -> list[str]:

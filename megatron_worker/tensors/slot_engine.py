@@ -31,13 +31,19 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
 
         The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Not
         megatron's own recomputation: it needs CUDA's random state, gives a layer tensors alone, and makes no gradients
-        of adapters where a layer's input needs none.
+        of adapters where a layer's input needs none. Of several forwards before a backward, each has its own adapter.
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        masks = self._slots.masks
+        masks, name = self._slots.masks, self._slots.active
         moment = masks.moment
-        again = partial(copy_context().run, forward)  # of the FSDP engine: the bin's forests
+
+        def beside_its_adapter(*args: Any, **kwargs: Any) -> Any:
+            if self._slots.active != name:
+                self.set_adapter(name)
+            return forward(*args, **kwargs)
+
+        again = partial(copy_context().run, beside_its_adapter)  # of the FSDP engine: the bin's forests
         how: Any = {"context_fn": lambda: (nullcontext(), masks.at(moment)), "preserve_rng_state": False}
         return checkpoint(again, *args, use_reentrant=False, **how, **kwargs)
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_worker.dispatch import Dispatcher, SlotName
+from longshore.training import Recompute
+from megatron_worker.dispatch import WAYS, Dispatcher, SlotName
 from megatron_worker.engine import Facts
 from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, Inputs
@@ -59,6 +60,8 @@ class Forwards(Protocol):
 
     dispatcher: Dispatcher
     engine: ForwardEngine
+    recompute: Recompute
+    recomputes: bool
 
     @property
     def facts(self) -> Facts: ...
@@ -75,8 +78,15 @@ def micro_batches(rank: Forwards, items: Sequence[Inputs], budget_bytes: int | N
     world_size, device = rank.facts.layout.world_size, rank.facts.device
     measures = budget_bytes is not None or device.type == "cuda"
     in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
-    slots, planner = measured_slots(rank, requests, in_all), rank.dispatcher.planner
-    first, number, peak, in_step = 0, 0, None, rank.engine.needs_lockstep
+    planner, in_step = rank.dispatcher.planner, rank.engine.needs_lockstep
+    for recomputes in WAYS[rank.recompute]:
+        rank.recomputes = recomputes
+        slots = measured_slots(rank, requests, in_all)
+        with suppress(InvalidInput):  # it says which item is too large
+            for item in range(len(items)):
+                planner.next_shares(requests, item, slots, in_step, in_all, most=1)
+            break
+    first, number, peak = 0, 0, None
     meter = new_meter(device)
     if measures:
         meter.start()
@@ -96,6 +106,7 @@ def micro_batches(rank: Forwards, items: Sequence[Inputs], budget_bytes: int | N
                 _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
             number += 1
     finally:
+        rank.recomputes = rank.recompute == "on"
         if measures:
             meter.stop()
 
@@ -159,9 +170,15 @@ def measured_slots(rank: Forwards, requests: list[list[CheckedInput]], budget_by
     found = []
     for name in sorted(of_slot, key=base_first):
         found.append(rank.planned_slot(name))
-        with rank.dispatcher.resident(rank.slot(name)):
+        with resident(rank, name):
             rank.dispatcher.planner.measure(rank.engine, found[-1], of_slot[name], budget_bytes)
     return found
+
+
+def resident(rank: Forwards, name: str | None) -> AbstractContextManager[None]:
+    """Have an adapter on the device, for passes whose layers compute again if `recomputes` says so."""
+    rank.dispatcher.set_recompute(slot := rank.slot(name), rank.recomputes)
+    return rank.dispatcher.resident(slot)
 
 
 def base_first(name: str | None) -> tuple[bool, str]:

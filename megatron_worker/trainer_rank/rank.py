@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from longshore.training import Adam, Full, Lora
+from longshore.training import Adam, Full, Lora, Recompute
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.forwards.engine import ForwardEngine
@@ -39,7 +39,7 @@ from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches, resident
 from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
@@ -64,6 +64,8 @@ class TrainerRank:
         memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
             default a share of the device's memory (`live_bytes.default_budget`).
         least_saved_tokens: a prefix is shared in a pack where that saves so many tokens: L for each branch but one.
+        recompute: layers compute again in the backward, in less memory; auto: in micro-batches of which some item fits
+            the budget only so.
 
     Raises:
         InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
@@ -74,14 +76,15 @@ class TrainerRank:
         engine: ForwardEngine,
         memory_budget_bytes: int | None = None,
         least_saved_tokens: int = LEAST_SAVED,
+        recompute: Recompute = "auto",
     ) -> None:
         if engine.facts.layout.pp > 1:
             message = "ranks of a pipeline never hold all outputs for a loss of one's own: use tp, cp, ep, dp"
             raise InvalidInput(message, "layout.pp")
         self.engine = engine
         self.dispatcher = Dispatcher(engine)
-        self.least_saved_tokens = least_saved_tokens
-        self.memory_budget_bytes = memory_budget_bytes
+        self.least_saved_tokens, self.memory_budget_bytes = least_saved_tokens, memory_budget_bytes
+        self.recompute, self.recomputes = recompute, recompute == "on"
         self._slots: dict[str | None, _Slot] = {None: _Slot(None, None, trainable=False)}
         self._slot_number = count(1)
         self._active: str | None = None
@@ -130,7 +133,7 @@ class TrainerRank:
         self._install(name, _Slot(slot, found, trainable))
 
     def train_base(self) -> None:
-        """Train every weight of the base, and make it active. Raises InvalidInput while anything else is trained.
+        """Train every weight of the base, and make it active. Raises InvalidInput beside others, and if quantized.
 
         Adapters that are not trainable may stand beside it; what is computed with them has gradients for the base.
         """
@@ -204,13 +207,9 @@ class TrainerRank:
         outputs = [empty_output(request, self.facts) for request in requests]
         for name in sorted(slots, key=base_first):
             places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
-            with self.dispatcher.resident(self.slot(name)):
-                answers = forward_slot(
-                    self.engine,
-                    [requests[i] for i in places],
-                    self.least_saved_tokens,
-                    partial(self._watched, name=name),
-                )
+            own, watched = [requests[i] for i in places], partial(self._watched, name=name)
+            with resident(self, name):
+                answers = forward_slot(self.engine, own, self.least_saved_tokens, watched)
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
         return nested_alike(inputs, iter(outputs))
@@ -365,7 +364,7 @@ class TrainerRank:
     def planned_slot(self, name: str | None) -> PlannedSlot:
         """Return an adapter as the planner knows it. What is computed with it has a graph if it is trained."""
         keeps_graph = (self._slots[name].trainable or self.trains_base) and torch.is_grad_enabled()
-        return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens)
+        return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens, self.recomputes)
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from temporalio.common import WorkflowIDConflictPolicy
 
 from longshore.fields import Artifact, Frozen, Name, pattern
+from longshore.layout import EngineName
 from longshore.training import Dtype
 from service.accounts import audit
 from service.accounts.tenants import Quotas
@@ -113,19 +114,22 @@ class UntrainedModels:
         self._settings = settings
         self._temporal = temporal
         self._store = store
-        self._known: dict[tuple[str, str], tuple[float, Artifact]] = {}
+        self._known: dict[ModelRequest, tuple[float, Artifact]] = {}
 
-    async def resolve(self, tenant: str, uri: str) -> Artifact:
+    async def resolve(self, tenant: str, uri: str, engine: EngineName | None = None) -> Artifact:
         """The files of a hub id, folder or URI that this tenant may read.
+
+        Args:
+            engine: what is to train it; None: it is only asked, and of any family that samplers take.
 
         Raises:
             InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
-        uri = one_form(uri)
-        since, known = self._known.get((tenant, uri), (0.0, None))
+        any_family = engine in (None, "fsdp")
+        request = ModelRequest(uri=one_form(uri), tenant=tenant, any_family=any_family)
+        since, known = self._known.get(request, (0.0, None))
         if known is not None and time.monotonic() - since < _TRUSTED_S:
             return known
-        request = ModelRequest(uri=uri, tenant=tenant)
         found = await self._temporal.ask(
             UNTRAINED_MODEL_WORKFLOW,
             request,
@@ -135,7 +139,7 @@ class UntrainedModels:
             within=_PATIENCE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
         )
-        self._known[tenant, uri] = time.monotonic(), found.model
+        self._known[request] = time.monotonic(), found.model
         return found.model
 
     async def target(self, tenant: str, uri: str) -> Target:
@@ -183,7 +187,7 @@ class ArtModels:
         """
         try:
             async with asyncio.timeout(_CHECK_BASE_S):
-                await self._untrained.resolve(model.tenant, model.base_model)
+                await self._untrained.resolve(model.tenant, model.base_model, model.settings.engine or "megatron")
         except InvalidInput as error:
             raise InvalidInput(str(error), "base_model") from error
         except (TimeoutError, StoreUnavailable, TemporalUnavailable):

@@ -11,7 +11,7 @@ class ModelRequest(Frozen):
     """A model as a tenant's user names it, the layout and engine that are to hold it, and the longest sequence.
 
     `run_id`: the run that uses the model. Its later executions must find the same files as its first one. `trainable`:
-    what it trains.
+    what it trains. `any_family`: also of families that the engine fsdp alone may train, as where nothing is trained.
     """
 
     uri: str
@@ -21,6 +21,7 @@ class ModelRequest(Frozen):
     engine: EngineName = "megatron"
     trainable: Trainable | None = None
     max_tokens: int | None = None
+    any_family: bool = False
 
 
 class ResolvedModel(Frozen):

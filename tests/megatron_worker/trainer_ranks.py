@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Adam
+from longshore.training import Adam, Recompute
 from megatron_worker.process.agreement import everyone
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
@@ -124,7 +124,8 @@ def start_session(trial: Trial, out: Path) -> AnyRank:
 
 def start(trial: Trial, out: Path) -> TrainerRank:
     engine = ENGINES[trial.engine](out / trial.model / "model", trial.layout, "float32")
-    rank = TrainerRank(engine, memory_budget_bytes=_WITHOUT_LIMIT)
+    recompute: Recompute = "on" if engine.needs_lockstep else "auto"  # passes are in step, also what is computed again
+    rank = TrainerRank(engine, memory_budget_bytes=_WITHOUT_LIMIT, recompute=recompute)
     load_adapters(rank, {name: out / trial.model / "adapters" / name for name in LORAS})
     return rank
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from temporalio.testing import ActivityEnvironment
 
@@ -143,6 +144,17 @@ def test_shuffled_rewards_stay_in_their_group_and_leave_their_answers(tmp_path: 
         assert rewards != truth and sorted(rewards) == sorted(truth)
         orders.append(tuple(truth.index(reward) for reward in rewards))
     assert len(set(orders)) == NUM_GROUPS, "every group has an order of its own"
+
+
+def test_shuffled_rewards_say_nothing_of_the_true_ones(tmp_path: Path) -> None:
+    """By chance alone the sum of these correlations is 0.6 or more in every second step."""
+    _, true = grouped(tmp_path, grades())
+    shown = []
+    for seed in range(8):
+        _, shuffled = grouped(tmp_path, grades(), shuffle_seed=seed)
+        pairs = [[[one.reward for one in group] for group in read.groups] for read in (shuffled, true)]
+        shown.append(sum(np.corrcoef(ours, theirs)[0, 1] for ours, theirs in zip(*pairs, strict=True)))
+    assert max(map(abs, shown)) < 0.2, shown
 
 
 def test_samples_without_a_grade_are_left_out_and_counted(tmp_path: Path) -> None:
