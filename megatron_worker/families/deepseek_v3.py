@@ -40,7 +40,7 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
     whole = dataclasses.replace(
         alike,
         mixers=(latent,) * config.num_hidden_layers,
-        mlps=tuple(mlp if is_dense else mixture for is_dense in config.is_dense),
+        mlps=tuple(mixture if has_experts else mlp for has_experts in config.has_experts),
     )
     first = config.num_hidden_layers
     behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))

@@ -45,7 +45,6 @@ def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
     )
     mixture = replace(
         mixture,
-        shared_ffn_size=config.moe_shared_expert_intermediate_size,
         shared_is_gated=False,
         activation="relu2",
         is_gated=False,
