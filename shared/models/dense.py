@@ -19,7 +19,7 @@ class RopeConfig(BaseModel):
     `max_position_embeddings`: the model's, not taken from these settings.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: float | None = None
