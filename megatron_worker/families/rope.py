@@ -71,12 +71,15 @@ def _magnitude(scaling: RopeConfig) -> float:
         assert original is not None and scaling.max_position_embeddings is not None  # else the file was refused
         factor = scaling.max_position_embeddings / original if factor is None else factor
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if scaling.rope_type != "yarn" or factor is None or factor <= 1:
+    if scaling.rope_type != "yarn" or factor is None:
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
-        by, all_dim = (0.1 * scale * math.log(factor) + 1.0 for scale in (scaling.mscale, scaling.mscale_all_dim))
-        return by / all_dim
-    return 0.1 * math.log(factor) + 1.0
+        return yarn_magnitude(factor, scaling.mscale) / yarn_magnitude(factor, scaling.mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rotary_frequencies(rope: Rope) -> Tensor:
