@@ -1,7 +1,7 @@
 """What a model's weights hold: tensors of the sizes that its configuration says, of finite numbers."""
 
 import re
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from shared.errors import InvalidInput
 from shared.models.config import prefix_of
 from shared.models.dense import DenseConfig
 from shared.models.merging import FLOATS, floats_of
-from shared.models.shape import ModelShape, shape_of
+from shared.models.shape import ModelShape, Of, shape_of
 
 _OF_LAYER = re.compile(
     r"layers\.(?P<layer>\d+)\.(?:(?P<norm>\w*norm)|\w+\.(?P<head_norm>[qk]_norm)"
@@ -32,13 +32,13 @@ def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> N
     whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
     for name, tensor in weights.tensors.items():
         own = name.removeprefix(f"{prefix}.")
-        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape, config.norms_all_heads)
+        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape, config)
         if expected is not None and tensor.shape != expected:
             rule = f"tensor {name} is {tensor.shape}, config.json says {expected}"
             raise InvalidInput(rule, location.place(weights.file_of[name]))
 
 
-def _of_layer(name: str, shape: ModelShape, norms_all_heads: bool) -> tuple[int, ...] | None:
+def _of_layer(name: str, shape: ModelShape, config: DenseConfig) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a layer; None where it is not known."""
     match = _OF_LAYER.fullmatch(name)
     if match is None or (layer := int(match["layer"])) >= shape.num_layers:
@@ -46,12 +46,12 @@ def _of_layer(name: str, shape: ModelShape, norms_all_heads: bool) -> tuple[int,
     if match["norm"]:
         return (shape.hidden_size,)
     if match["head_norm"]:
-        num_heads = shape.num_heads if match["head_norm"] == "q_norm" else shape.num_kv_heads
-        head_dim = shape.layers[layer].head_dim if shape.layers else shape.head_dim
-        return (head_dim * (num_heads if norms_all_heads else 1),)
+        head_dim, num_kv_heads = config.heads_of(layer)
+        num_heads = shape.num_heads if match["head_norm"] == "q_norm" else num_kv_heads
+        return (head_dim * (num_heads if config.norms_all_heads else 1),)
     if match["linear"] not in LINEARS:
         return None
-    of: Literal["", "experts", "shared"] = "experts" if match["of"] else "shared" if match["shared"] else ""
+    of: Of = "experts" if match["of"] else "shared" if match["shared"] else ""
     in_size, out_size = shape.linear_size(cast(Linear, match["linear"]), of, layer)
     if not in_size or not out_size:
         return None

@@ -1,34 +1,26 @@
 """Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from activities.confined.fork_server import sign
 from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
-from shared.field_rules import first_rule, refused_value
-from shared.models.config import decoder_settings, prefix_of, read_model_config
+from shared.models.config import prefix_of, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import LatentConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import layer_of
-from shared.models.merging import FLOATS
+from shared.models.merging import FLOATS, Entry, parse_header
 from shared.models.peft import module_of
 from shared.models.shape import ModelShape, shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -52,28 +44,7 @@ _OF_LAYER = re.compile(
 )
 
 
-class TensorEntry(BaseModel):
-    """One tensor: its dtype in safetensors' letters, shape, and first and last byte after the header."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int] = Field(description="bytes")
-
-    @property
-    def is_consistent(self) -> bool:
-        start, end = self.data_offsets
-        item_bytes = ITEM_BYTES.get(self.dtype)
-        if item_bytes is None or min(self.shape, default=0) < 0:
-            return False
-        return 0 <= start <= end and end - start == math.prod(self.shape) * item_bytes
-
-
-_entries: TypeAdapter[dict[str, TensorEntry]] = TypeAdapter(dict[str, TensorEntry])
-
-
-def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, TensorEntry]:
+def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, Entry]:
     """The tensors of a file by name, from its first bytes alone.
 
     Args:
@@ -90,53 +61,21 @@ def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str
         raise InvalidInput("no safetensors file: its first bytes are not the size of a header", place)
     if header_bytes > size - 8:
         raise InvalidInput(f"truncated: a header of {header_bytes:,} bytes in a file of {size:,}", place)
-    tensors = _parse(read(8, header_bytes), place)
-    data_bytes = max((entry.data_offsets[1] for entry in tensors.values()), default=0)
-    if data_bytes != size - 8 - header_bytes:
-        expected = 8 + header_bytes + data_bytes
+    entries = parse_header(read(8, header_bytes), place)
+    expected = 8 + header_bytes + (entries[-1].stop if entries else 0)
+    if expected != size:
         raise InvalidInput(
             f"truncated or damaged: the header tells of {expected:,} bytes, the file has {size:,}", place
         )
-    return tensors
-
-
-def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
-    try:
-        tensors = TypeAdapter(dict[str, dict]).validate_json(header)
-        tensors.pop("__metadata__", None)
-        entries = _entries.validate_python(tensors)
-    except ValidationError as error:
-        raise InvalidInput(f"the safetensors header is damaged: {first_rule(error)}", place) from error
-    for name, entry in entries.items():
-        if not entry.is_consistent:
-            raise InvalidInput(f"tensor {name} of dtype {entry.dtype} does not fit its place in the file", place)
-    return entries
+    return {entry.name: entry for entry in entries}
 
 
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a folder by name, and the file of each."""
 
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, Entry]
     file_of: dict[str, str]
-
-
-class _Config(BaseModel):
-    """The fields of `config.json` that are checked more strictly than what reads them."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model_type: str
-    num_hidden_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int | None = Field(default=None, ge=1)
-    intermediate_size: int = Field(default=0, ge=0)
-    vocab_size: int = Field(ge=1)
-    tie_word_embeddings: bool = False
-    hidden_act: Literal["silu"] = "silu"
-    num_experts: int | None = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    moe_intermediate_size: int | None = Field(default=0, ge=0)
 
 
 class _Index(BaseModel):
@@ -158,14 +97,7 @@ def read_config(location: Location, any_family: bool = False) -> DenseConfig:
     """Read `config.json`. Raises InvalidInput as `read_shape` does."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
-    raw = location.read_json("config.json")
-    place = location.place("config.json")
-    decoder = decoder_settings(raw, place, any_family)
-    try:
-        _Config.model_validate(decoder)
-    except ValidationError as error:
-        raise InvalidInput(refused_value(error), place) from error
-    return read_model_config(raw, place, any_family)
+    return read_model_config(location.read_json("config.json"), location.place("config.json"), any_family)
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
@@ -255,7 +187,7 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
         InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
     """
     files = weight_files(location)
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, Entry] = {}
     file_of: dict[str, str] = {}
     for file in files:
         if file != INDEX:
@@ -292,7 +224,7 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
             raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
 
 
-def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], embedded: str, location: Location) -> None:
+def _check_tied(tensors: dict[str, Entry], file_of: dict[str, str], embedded: str, location: Location) -> None:
     """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
     output, embedding = tensors[_OUTPUT], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
@@ -306,22 +238,21 @@ def _check_tied(tensors: dict[str, TensorEntry], file_of: dict[str, str], embedd
         raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
 
 
-def tensor_bytes(location: Location, file: str, tensor: TensorEntry) -> Iterator[bytes]:
+def tensor_bytes(location: Location, file: str, tensor: Entry) -> Iterator[bytes]:
     """Yield a tensor's bytes, a few megabytes at a time."""
     begin = 8 + int.from_bytes(location.store.read_range(file, 0, 8), "little")
-    start, end = (begin + offset for offset in tensor.data_offsets)
-    for at in range(start, end, _BLOCK_BYTES):
-        yield location.store.read_range(file, at, min(_BLOCK_BYTES, end - at))
+    for at in range(begin + tensor.start, begin + tensor.stop, _BLOCK_BYTES):
+        yield location.store.read_range(file, at, min(_BLOCK_BYTES, begin + tensor.stop - at))
 
 
-def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
+def read_tensors(location: Location, name: str) -> dict[str, Entry]:
     def read(start: int, length: int) -> bytes:
         return location.store.read_range(name, start, length)
 
     return read_tensor_entries(read, location.files[name].size, location.place(name))
 
 
-def check_dtypes(tensors: dict[str, TensorEntry], place: str) -> None:
+def check_dtypes(tensors: dict[str, Entry], place: str) -> None:
     """Raises InvalidInput for weights that are no floats of a kind that we train."""
     for name, tensor in tensors.items():
         if name.endswith((".weight", ".bias")) and tensor.dtype not in FLOATS:
@@ -333,9 +264,9 @@ def _file_of_weights(location: Location) -> str:
     return location.place(INDEX if INDEX in location.files else WEIGHTS)
 
 
-def _check_whole(tensors: dict[str, TensorEntry], config: DenseConfig, location: Location) -> None:
-    """Check that a layer has what any other of its kind has."""
-    prefix, names, kinds = prefix_of(config, tensors), config.names, config.layer_kinds
+def _check_whole(tensors: dict[str, Entry], config: DenseConfig, location: Location) -> None:
+    """Check that a layer has what any other has that has the same linears."""
+    prefix, names, kinds = prefix_of(config, tensors), config.names, shape_of(config).linears_of_layers
     needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (
         not config.tie_word_embeddings
     )

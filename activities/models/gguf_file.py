@@ -18,7 +18,7 @@ from activities.confined.fork_server import sign
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
 from shared.models.dense import RopeConfig
-from shared.models.merging import FLOATS
+from shared.models.merging import FLOATS, header_of
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -195,19 +195,15 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
 
 def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path) -> None:
     """Write the tensors in the order of the file, a few megabytes at a time."""
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    tensors = [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
-    at = 0
+    entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
     for tensor in tensors:
         if (name := hugging_face_name(tensor.name)) is None:
             raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
         kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
-        num_bytes, shape = tensor.n_elements * FLOATS[kind], [int(size) for size in reversed(tensor.shape)]
-        content[name] = {"dtype": kind, "shape": shape, "data_offsets": (at, at + num_bytes)}
-        at += num_bytes
-    text = json.dumps(content).encode()
+        shape = [int(size) for size in reversed(tensor.shape)]
+        entries.append((name, kind, shape, int(tensor.n_elements) * FLOATS[kind]))
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(entries))
         for tensor in tensors:
             with _as_damaged(f"{place}: tensor {tensor.name}"):
                 file.writelines(_numbers(tensor, config))

@@ -14,7 +14,6 @@ from activities.models.contents import check_finite, check_shapes
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
-    TensorEntry,
     Weights,
     check_chat_template,
     check_dtypes,
@@ -35,8 +34,9 @@ from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.merging import Entry
 from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
-from shared.models.shape import ModelShape, check_layout, check_max_tokens
+from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
 from shared.storage.artifacts import (
@@ -221,7 +221,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
 
 
-def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
+def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
     if match is None or (size := lora.of(module)) is None:
@@ -232,7 +232,7 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: M
     if rank != size.rank:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
     linear = cast(Target, module.rpartition(".")[2])
-    of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""
+    of: Of = "experts" if match["expert"] else "shared" if match["shared"] else ""
     in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"] or 0))
     found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
     if fits and found != fits:

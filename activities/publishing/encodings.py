@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.models.files import ITEM_BYTES
 from activities.models.gguf_names import swapped
-from shared.models.merging import Entry, Floats, bytes_of, floats_of
+from shared.models.merging import ITEM_BYTES, Entry, Floats, bytes_of, floats_of
 
 FP8_BLOCK = 128
 MLX_GROUP = 64

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from activities.confined.fork_server import sign
-from activities.models.files import INDEX, ITEM_BYTES
+from activities.models.files import INDEX
 from activities.models.gguf_names import GGUF_FAMILIES
 from activities.publishing.encodings import FP8_BLOCK, MLX_GROUP, Encoding, Fp8, Mlx, Written
 from activities.publishing.gguf_writing import begin_gguf, ggml_of
@@ -23,7 +23,7 @@ from shared.models.config import read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.end_tokens import GENERATION
 from shared.models.families import MixtureConfig
-from shared.models.merging import Entry, Floats, Merger, floats_of, read_header
+from shared.models.merging import ITEM_BYTES, Entry, Floats, Merger, floats_of, header_of, read_header
 from shared.models.peft import WEIGHTS, read_config
 from shared.runs.exports import Export
 
@@ -121,15 +121,9 @@ def _write_shard(source: ExportSource, shard: str, plan: Plan, merger: Merger, p
     """Write a file of safetensors. Returns where its tensors lie, by what its library can open."""
     from safetensors import safe_open
 
-    content: dict[str, Any] = {"__metadata__": {"format": "mlx" if source.export.format == "mlx" else "pt"}}
-    at = 0
-    for each in (each for entry, how in plan.items() for each in _tensors(entry, how)):
-        content[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": (at, at + each.num_bytes)}
-        at += each.num_bytes
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = (each for entry, how in plan.items() for each in _tensors(entry, how))
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(tensors, "mlx" if source.export.format == "mlx" else "pt"))
         for _ in _encode(source, shard, plan, merger, file):
             pass
     with safe_open(path, framework="np"), path.open("rb") as file:

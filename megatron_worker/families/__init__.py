@@ -134,12 +134,12 @@ def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = F
 
 
 def _sized(config: DenseConfig, attention: Attention) -> Architecture:
-    """Return an architecture whose layers are all alike."""
+    """Return an architecture whose layers have the same attention, and experts where the config says so."""
+    mixture = _mixture(config) if isinstance(config, MixtureConfig) else None
     return Architecture(
         family=config.model_type,
         mixers=(attention,) * config.num_hidden_layers,
-        mlps=(_mixture(config) if isinstance(config, MixtureConfig) else Mlp(config.intermediate_size),)
-        * config.num_hidden_layers,
+        mlps=tuple(mixture if has_experts else Mlp(config.intermediate_size) for has_experts in config.has_experts),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
@@ -152,10 +152,16 @@ def _sized(config: DenseConfig, attention: Attention) -> Architecture:
 
 
 def _mixture(config: MixtureConfig) -> Mixture:
+    grouped = config if isinstance(config, LatentConfig | NemotronHConfig) else None
     return Mixture(
         num_experts=config.num_experts,
         ffn_size=config.moe_intermediate_size,
         experts_per_token=config.num_experts_per_tok,
         is_normalised=config.norm_topk_prob,
         shared_ffn_size=config.shared_ffn_size,
+        shared_is_gated=grouped is None,
+        scoring="sigmoid" if grouped else "softmax",
+        num_groups=grouped.n_group if grouped else 1,
+        chosen_groups=grouped.topk_group if grouped else 1,
+        scale=grouped.routed_scaling_factor if grouped else 1.0,
     )

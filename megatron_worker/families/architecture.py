@@ -294,19 +294,23 @@ class Architecture:
     @property
     def windows(self) -> frozenset[int | None]:
         """The windows of the layers of attention; None: of those that have none."""
-        attending = [mixer for mixer in self.mixers if isinstance(mixer, Attention | LatentAttention)]
-        return frozenset(mixer.window if isinstance(mixer, Attention) else None for mixer in attending)
+        return frozenset(mixer.window for mixer in self.mixers if isinstance(mixer, Attention))
+
+    @property
+    def has_sinks(self) -> bool:
+        """Some layers of attention have."""
+        return any(isinstance(mixer, Attention) and mixer.has_sinks for mixer in self.mixers)
+
+    def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
+        """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""
+        ropes = {mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope}
+        return {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     @property
     def conv_width(self) -> int | None:
         """Of the convolutions of recurrent layers, which are all alike. None: there are none."""
         widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, DeltaNet | Mamba2))
         return next(widths, None)
-
-    def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
-        """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""
-        ropes = {mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope}
-        return {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     @property
     def num_experts(self) -> int:

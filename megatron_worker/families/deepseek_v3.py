@@ -7,16 +7,16 @@ others, and the corrections of the routers, which are computed with in float32 a
 import dataclasses
 import math
 
-from megatron_worker.families.architecture import Architecture, LatentAttention, Mixture, Mlp
+from megatron_worker.families.architecture import Architecture, LatentAttention
+from megatron_worker.families.rope import yarn_magnitude
 from megatron_worker.families.routing import corrections
 from megatron_worker.families.tensor_slices import TensorSlice
 from shared.models.families import LatentConfig
 
 
 def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
-    """Return the architecture, given one whose layers are all attention and experts."""
-    attention, (mixture, *_) = alike.attention, alike.mlps
-    assert isinstance(mixture, Mixture)
+    """Return the architecture, given one whose layers are plain attention."""
+    attention = alike.attention
     latent = LatentAttention(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_heads,
@@ -28,23 +28,11 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
         value_size=config.v_head_dim,
         is_interleaved=config.rope_interleave,
     )
-    mixture = dataclasses.replace(
-        mixture,
-        shared_is_gated=False,
-        scoring="sigmoid",
-        num_groups=config.n_group,
-        chosen_groups=config.topk_group,
-        scale=config.routed_scaling_factor,
-    )
-    mlp = Mlp(config.intermediate_size)
-    whole = dataclasses.replace(
-        alike,
-        mixers=(latent,) * config.num_hidden_layers,
-        mlps=tuple(mlp if is_dense else mixture for is_dense in config.is_dense),
-    )
     first = config.num_hidden_layers
     behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))
-    return dataclasses.replace(whole, carried=(*alike.carried, *behind, *(s.name for s in corrections(whole))))
+    return dataclasses.replace(
+        alike, mixers=(latent,) * first, carried=(*alike.carried, *behind, *(s.name for s in corrections(alike)))
+    )
 
 
 def _scale(config: LatentConfig) -> float | None:
@@ -52,8 +40,7 @@ def _scale(config: LatentConfig) -> float | None:
     rope = config.rope
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor is None:
         return None
-    magnitude = 1.0 if rope.factor <= 1 else 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-    return magnitude**2 / math.sqrt(config.size_of_heads)
+    return yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2 / math.sqrt(config.size_of_heads)
 
 
 def latent_slices(a: LatentAttention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:

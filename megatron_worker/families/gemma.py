@@ -76,7 +76,7 @@ def _mlp(config: GemmaConfig, layer: int) -> Mlp | Mixture:
     return Mixture(
         num_experts=config.num_experts,
         ffn_size=config.moe_intermediate_size,
-        experts_per_token=config.top_k_experts,
+        experts_per_token=config.num_experts_per_tok,
         shared_ffn_size=mlp.ffn_size,
         shared_is_gated=False,
         activation=mlp.activation,

@@ -5,11 +5,6 @@ trained is written in the run's dtype.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -29,24 +24,6 @@ def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
     )
     mixers = tuple(dataclasses.replace(attention, window=window) for window in config.windows)
     return dataclasses.replace(alike, mixers=mixers, mlps=(mixture,) * len(mixers))
-
-
-def stacked_expert(
-    x_TH: Tensor,
-    gate: ClampedGate,
-    up_HF: Any,
-    up_bias_F: Tensor,
-    down_FH: Any,
-    down_bias_H: Tensor,
-    *,
-    product: Callable[[Tensor, Tensor, Any], Tensor] = torch.addmm,
-) -> Tensor:
-    """Return an expert's output, [T, H]. Gates and ups stand in turns, so that F is twice its feed-forward size.
-
-    `product`: of a bias, an input and a weight, which is a Tensor unless another product takes it.
-    """
-    gate_up_TF = product(up_bias_F, x_TH, up_HF)
-    return product(down_bias_H, gate(gate_up_TF[:, ::2], gate_up_TF[:, 1::2]), down_FH)
 
 
 def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:

@@ -32,8 +32,6 @@ def named_as_in(folder: Path, config: NemotronHConfig) -> NemotronHConfig:
 
 def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
     """Return the architecture, given one whose layers are all attention and experts."""
-    (mixture, *_) = alike.mlps
-    assert isinstance(mixture, Mixture)
     mamba = Mamba2(
         num_heads=config.mamba_num_heads,
         head_size=config.mamba_head_dim,
@@ -43,29 +41,19 @@ def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:
         conv_bias=config.use_conv_bias,
         least_step=config.time_step_min,
     )
-    mixture = replace(
-        mixture,
-        shared_ffn_size=config.moe_shared_expert_intermediate_size,
-        shared_is_gated=False,
-        activation="relu2",
-        is_gated=False,
-        scoring="sigmoid",
-        num_groups=config.n_group,
-        chosen_groups=config.topk_group,
-        scale=config.routed_scaling_factor,
-        latent_size=config.moe_latent_size or 0,
-    )
     mixers: dict[str, Mixer] = {"mamba": mamba, "attention": replace(alike.attention, rope=None)}
-    mlps: dict[str, Mlp | Mixture] = {
-        "mlp": Mlp(config.intermediate_size, activation="relu2", is_gated=False),
-        "moe": mixture,
-    }
-    whole = replace(
-        alike,
-        mixers=tuple(map(mixers.get, config.blocks)),
-        mlps=tuple(map(mlps.get, config.blocks)),
+    mlps = tuple(
+        _ungated(mlp, config) if block in ("mlp", "moe") else None
+        for mlp, block in zip(alike.mlps, config.blocks, strict=True)
     )
+    whole = replace(alike, mixers=tuple(map(mixers.get, config.blocks)), mlps=mlps)
     return replace(whole, carried=(*config.carried, *(s.name for s in corrections(whole))))
+
+
+def _ungated(mlp: Mlp | Mixture | None, config: NemotronHConfig) -> Mlp | Mixture:
+    assert mlp is not None
+    ungated = replace(mlp, activation="relu2", is_gated=False)
+    return replace(ungated, latent_size=config.moe_latent_size or 0) if isinstance(ungated, Mixture) else ungated
 
 
 def mamba_slices(mamba: Mamba2, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,52 +60,28 @@ class BinPlan:
     recurrence: RecurrentPlan | None = None  # for models with recurrent layers
 
 
-@dataclass(frozen=True)
-class LayerNeeds:
-    """What the layers of a model want planned of each bin.
-
-    Attributes:
-        frequencies: of each rotary embedding, in radians a position, [D / 2].
-        conv_width: of the convolutions of its recurrent layers; None: it has none.
-        windows: of its layers of attention; None: of those that have none.
-        has_sinks: some of them have.
-        max_positions: tokens of the longest sequence; None: there is no limit.
-    """
-
-    frequencies: Mapping[Rope, Tensor]
-    conv_width: int | None = None
-    windows: frozenset[int | None] = frozenset({None})
-    has_sinks: bool = False
-    max_positions: int | None = None
-
-    @classmethod
-    def of(cls, architecture: Architecture, device: torch.device) -> Self:
-        attention = [mixer for mixer in architecture.mixers if isinstance(mixer, Attention)]
-        return cls(
-            architecture.frequencies(device),
-            architecture.conv_width,
-            architecture.windows,
-            any(mixer.has_sinks for mixer in attention),
-            architecture.max_positions,
-        )
-
-
 def plan_bin(
-    position_T: Tensor, parent_T: Tensor, needs: LayerNeeds, dtype: torch.dtype, context: Context | None = None
+    position_T: Tensor,
+    parent_T: Tensor,
+    a: Architecture,
+    frequencies: Mapping[Rope, Tensor],
+    dtype: torch.dtype,
+    context: Context | None = None,
 ) -> BinPlan:
-    """Plan a bin. Raises InvalidInput when a tree's tokens do not stand depth first.
+    """Plan a bin for a model's layers. Raises InvalidInput when a tree's tokens do not stand depth first.
 
     Args:
         position_T: of this rank's tokens; `parent_T` is the whole bin's.
+        frequencies: see Architecture.
     """
     lengths = chain_lengths(parent_T) if context is None else None
     forests = {
         window: plan_forest(parent_T, dtype, context.chunks if context else (), window)
-        for window in needs.windows
-        if lengths is None or needs.has_sinks or (window is not None and max(lengths, default=0) > window)
+        for window in a.windows
+        if lengths is None or a.has_sinks or (window is not None and max(lengths, default=0) > window)
     }
-    rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in needs.frequencies.items()}
-    recurrence = None if needs.conv_width is None else plan_recurrence(parent_T, needs.conv_width)
+    rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in frequencies.items()}
+    recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()

@@ -82,7 +82,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             self._new_base_optimizer,
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.needs.windows
+        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
         self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, quantize is None)
         self._read_base()
 

@@ -22,7 +22,6 @@ from torch.nn import Parameter
 
 from megatron_worker.families import routing
 from megatron_worker.families.architecture import Mixture, activate
-from megatron_worker.families.gpt_oss import stacked_expert
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -99,7 +98,10 @@ class PlainStack(torch.nn.Module):
 
 
 class StackedExperts(torch.nn.Module):
-    """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate."""
+    """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate.
+
+    Gates and ups stand in turns.
+    """
 
     def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -111,9 +113,10 @@ class StackedExperts(torch.nn.Module):
         self.down_proj_bias = Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
 
     def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
-        stacks = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        product = torch.addmm if isinstance(self.down_proj, Tensor) else quantized_product
-        return stacked_expert(hidden_MH, self._gate, *(stack[number] for stack in stacks), product=product)
+        product: Callable[..., Tensor] = torch.addmm if isinstance(self.down_proj, Tensor) else quantized_product
+        made_MF = product(self.gate_up_proj_bias[number], hidden_MH, self.gate_up_proj[number])
+        gated_MF = self._gate(made_MF[:, ::2], made_MF[:, 1::2])
+        return product(self.down_proj_bias[number], gated_MF, self.down_proj[number])
 
 
 class SharedGate(torch.nn.Module):

@@ -7,6 +7,7 @@ Shape suffixes: T tokens of a padded bin, t those of this rank, s those that it 
 bin, M those whose hidden states are this rank's; L layers with experts, K experts of a token.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.engine import Batch
-from megatron_worker.families.rope import check_lengths
-from megatron_worker.megatron.attention import BinPlan, Context, LayerNeeds, plan_bin
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.rope import Rope, check_lengths
+from megatron_worker.megatron.attention import BinPlan, Context, plan_bin
 from megatron_worker.megatron.parallel.collectives import sum_alike
 from megatron_worker.megatron.parallel.mesh import Mesh
 
@@ -47,12 +49,14 @@ class LocalBin:
         return sum_alike(zeros_N.index_copy(0, self.target_M, values_M), self.context.group)
 
 
-def localised(batch: Batch, mesh: Mesh, needs: LayerNeeds, dtype: torch.dtype) -> LocalBin:
+def localised(
+    batch: Batch, mesh: Mesh, a: Architecture, frequencies: Mapping[Rope, Tensor], dtype: torch.dtype
+) -> LocalBin:
     """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first, or a sequence is too long.
 
     All ranks of a bin raise alike.
     """
-    check_lengths(batch.position_T, needs.max_positions)
+    check_lengths(batch.position_T, a.max_positions)
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
     hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None
@@ -67,7 +71,7 @@ def localised(batch: Batch, mesh: Mesh, needs: LayerNeeds, dtype: torch.dtype) -
     rows = len(token_id_t) // (mesh.tp.size if mesh.layout.sp else 1)
     return LocalBin(
         token_id_t=token_id_t,
-        plan=plan_bin(position_t, parent_T, needs, dtype, context),
+        plan=plan_bin(position_t, parent_T, a, frequencies, dtype, context),
         rows=rows,
         hidden_index_M=hidden_index_M,
         label_M=label_M,

@@ -41,7 +41,7 @@ from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.head.scalar import HeadWeights
-from megatron_worker.megatron.attention import CoreAttention, LayerNeeds, PackedSelfAttention
+from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
 from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
 from megatron_worker.megatron.layers.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
@@ -157,8 +157,7 @@ class MegatronModel:
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
         self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap, a.logit_divisor)
-        self.dtype = dtype
-        self.needs = LayerNeeds.of(a, mesh.device)
+        self.dtype, self.frequencies = dtype, a.frequencies(mesh.device)
         self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)

@@ -64,7 +64,8 @@ class PipelinePasses:
         return None if hidden_tH is None else part.of_all_targets(hidden_tH.index_select(0, part.hidden_index_M))
 
     def _localised(self, batch: Batch) -> LocalBin:
-        return localised(batch, self._mesh, self._model.needs, self._model.dtype)
+        model = self._model
+        return localised(batch, self._mesh, model.architecture, model.frequencies, model.dtype)
 
     def _through_stages(self, part: LocalBin) -> Tensor | None:
         """Return the last stage's hidden states on that stage; None on others."""

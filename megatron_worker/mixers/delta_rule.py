@@ -115,9 +115,8 @@ def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def gated_delta_rule(
     query_THK: Tensor, key_THK: Tensor, value_TGV: Tensor, log_decay_TG: Tensor, step_TG: Tensor, plan: RecurrentPlan
-) -> tuple[Tensor, Tensor]:
-    """Return the tokens' outputs, [T, G, V] in the values' dtype, and the states behind the last level's chunks,
-    [chunks, G, K, V] float32.
+) -> Tensor:
+    """Return the tokens' outputs, [T, G, V] in the values' dtype.
 
     Queries and keys are divided by their lengths, queries by the root of their size too.
     """
@@ -153,7 +152,7 @@ def gated_delta_rule(
             states = before * whole_decay[here] + key[here] @ change
         start += num_chunks
     output_XCGV = torch.cat(outputs).transpose(1, 2)
-    return output_XCGV.flatten(0, 1).index_select(0, plan.place_T).to(value_TGV.dtype), states
+    return output_XCGV.flatten(0, 1).index_select(0, plan.place_T).to(value_TGV.dtype)
 
 
 def heads_of(mixed_TJ: Tensor, a: DeltaNet, num_ranks: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,9 +3,8 @@
 **Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
 never depend on what else is going on: a prompt is read alone, whatever waits; a step always computes every slot, empty
 or not, with experts too (experts.py); attention goes over blocks of BLOCK positions, and blocks behind a sequence's
-end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1), nor do blocks before its window, which
-the first block in it rescales by exp(-1e30) = 0. What is left is that a product gives equal rows for equal inputs in
-every row; `reliable_width` (generation.py) checks that.
+end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1). What is left is that a product gives
+equal rows for equal inputs in every row; `reliable_width` (generation.py) checks that.
 
 Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
 of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
@@ -20,15 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import architecture, read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
+from megatron_worker.families.architecture import Architecture, Attention, Mixer, Mixture
 from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.rope import Rope
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.mixers.delta_rule import plan_recurrence
-from megatron_worker.mixers.tree_attention import plan_forest
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
-from megatron_worker.sampler.layers.delta_net import RecurrentState, SamplerDeltaNet, fuse_delta_net
 from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, Norm, fuse_mlp
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
@@ -37,27 +33,25 @@ from shared.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, and its place among those that mix tokens in its way. Norms are before mixer and MLP, or behind them."""
+    """Attention and an MLP, or experts in its place, each with the norm before it."""
 
-    mixer_norm: Norm
-    mixer: SamplerAttention | SamplerDeltaNet
-    place: int
+    attention_norm: Norm
+    attention: SamplerAttention
     mlp_norm: Norm
     mlp: Mlp | SamplerExperts
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer
-    of attention [G, T, D], the state of each recurrent layer, the experts that each layer with experts chose, [T, K],
-    and the residual stream after the last layer, from which all tokens' final hidden states can be computed."""
+    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer,
+    [G, T, D], the experts that each layer with experts chose, [T, K], and the residual stream after the last layer,
+    from which all tokens' final hidden states can be computed."""
 
     lora_weights: Mapping[str, LoraFactors]
     hidden_H: Tensor
     stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
-    recurrent: list[RecurrentState]
     experts: list[Tensor]
 
     @property
@@ -66,28 +60,22 @@ class Prefilled:
 
     @property
     def num_bytes(self) -> int:
-        attended = sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
-        return attended + sum(state.num_bytes for state in self.recurrent)
+        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
 
 
 class Cache:
-    """Keys and values of all slots, one tensor a layer of attention: [blocks, B, G, S, D]; grows by blocks of zeros.
-    Beside them the states of recurrent layers."""
+    """Keys and values of all slots, one tensor a layer: [blocks, B, G, S, D]; grows by blocks of zeros."""
 
     def __init__(self, a: Architecture, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
-        attention = [mixer for mixer in a.mixers if isinstance(mixer, Attention)]
-        delta_nets = [mixer for mixer in a.mixers if isinstance(mixer, DeltaNet)]
-        empty = [(0, num_slots, mixer.num_kv_heads, BLOCK, mixer.head_dim) for mixer in attention]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in empty]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in empty]
-        self.recurrent = [RecurrentState.zeros(mixer, num_slots, dtype, device) for mixer in delta_nets]
+        empty = 0, num_slots, a.attention.num_kv_heads, BLOCK, a.attention.head_dim
+        self.keys = [torch.zeros(empty, dtype=dtype, device=device) for _ in a.mixers]
+        self.values = [torch.zeros(empty, dtype=dtype, device=device) for _ in a.mixers]
         self.slots_B = torch.arange(num_slots, device=device)
 
     @property
     def num_bytes(self) -> int:
-        attended = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
-        return attended + sum(state.num_bytes for state in self.recurrent)
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def reserve(self, num_tokens: int) -> None:
         for tensors in (self.keys, self.values):
@@ -103,20 +91,27 @@ class Cache:
                 for block, start in enumerate(range(0, prompt.num_tokens, BLOCK)):
                     part_GTD = source_GTD[:, start : start + BLOCK]
                     target[block, slot, :, : part_GTD.shape[1]] = part_GTD
-        for state, read in zip(self.recurrent, prompt.recurrent, strict=True):
-            state.fill(slot, read)
 
 
 def computes(a: Architecture) -> bool:
-    """Return True if `Decoder` computes an architecture."""
-    is_plain = (a.block is None or not a.block.norms_inputs) and a.logit_cap is None
-    return is_plain and all(type(mixer) in (Attention, DeltaNet) for mixer in a.mixers) and all(map(_has, a.mlps))
+    """Return True if `Decoder` computes an architecture: attention to all tokens before, and SwiGLU MLPs."""
+    factors = a.logit_cap, a.embedding_scale, a.residual_scale, a.logit_divisor
+    is_plain = a.block is None and not a.zero_centred_norms and factors == (None, 1, 1, 1)
+    return is_plain and all(map(_attends, a.mixers)) and all(map(_has, a.mlps))
+
+
+def _attends(mixer: Mixer | None) -> bool:
+    if type(mixer) is not Attention or mixer.is_gated or mixer.has_sinks or mixer.norms_all_heads:
+        return False
+    return mixer.window is None and mixer.scale is None
 
 
 def _has(mlp: architecture.Mlp | Mixture | None) -> bool:
     if mlp is None or mlp.activation != "silu" or not mlp.is_gated:
         return False
-    return not isinstance(mlp, Mixture) or (mlp.scoring != "sigmoid" and not mlp.latent_size)
+    if isinstance(mlp, architecture.Mlp):
+        return True
+    return mlp.scoring == "softmax" and mlp.stacked is None and not mlp.latent_size and not mlp.shared_ffn_size
 
 
 class Decoder:
@@ -138,11 +133,10 @@ class Decoder:
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
         output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
         self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
-        self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps, a.zero_centred_norms)
+        self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps)
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
-        self._layers = [_layer(a, self._final_norm, weights, slices, number) for number in range(a.num_layers)]
-        self._attention = [layer.mixer for layer in self._layers if isinstance(layer.mixer, SamplerAttention)]
+        self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
         self._frequencies = a.frequencies(device)
 
@@ -163,7 +157,7 @@ class Decoder:
 
     @property
     def linears(self) -> list[FusedLinear]:
-        return [x for layer in self._layers for x in (*layer.mixer.linears, *layer.mlp.linears)]
+        return [x for layer in self._layers for x in (*layer.attention.linears, *layer.mlp.linears)]
 
     @property
     def adaptable(self) -> list[FusedLinear]:
@@ -176,29 +170,17 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        x_TH = self._embedded(torch.tensor(token_ids, device=self.device))
-        index_T = torch.arange(len(token_ids), device=self.device)
-        rotary = self._rotary(index_T)
-        delta_net = self.architecture.delta_net
-        plan = None if delta_net is None else plan_recurrence(index_T - 1, delta_net.conv_width)
-        keys, values, recurrent, experts = [], [], [], list[Tensor]()
-        needed = {mixer.attention.window for mixer in self._attention if mixer.needs_forest}
-        forests = {window: plan_forest(index_T - 1, self.dtype, window=window) for window in needed}
+        x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
+        rotary = self._rotary(torch.arange(len(token_ids), device=self.device))
+        keys, values, experts = [], [], list[Tensor]()
         for layer in self._layers:
-            normed_TH = self._taken(x_TH, layer.mixer_norm)
-            if isinstance(layer.mixer, SamplerDeltaNet):
-                assert plan is not None
-                mixed_TH, state = layer.mixer.read(normed_TH, lora_weights, plan)
-                recurrent.append(state)
-            else:
-                forest = forests[layer.mixer.attention.window] if layer.mixer.needs_forest else None
-                mixed_TH, key, value = layer.mixer.read(normed_TH, lora_weights, rotary, forest)
-                keys.append(key)
-                values.append(value)
-            x_TH = self._added(x_TH, mixed_TH, layer.mixer_norm)
-            x_TH = self._with_mlp(layer, x_TH, lora_weights, experts, fixed_shapes=False)
+            attended_TH, key, value = layer.attention.read(layer.attention_norm(x_TH), lora_weights, rotary)
+            keys.append(key)
+            values.append(value)
+            x_TH = x_TH + attended_TH
+            x_TH = x_TH + self._mlp(layer, x_TH, lora_weights, experts, fixed_shapes=False)
         last_1H = x_TH[-1:]
-        return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, recurrent, experts)
+        return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, experts)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
@@ -225,28 +207,22 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH, chosen = self._embedded(token_B), [] if chosen is None else chosen
-        rotary = self._rotary(position_B)
-        masks = {window: masks_of(position_B, num_blocks, window) for window in self.architecture.windows}
+        x_BH, chosen = F.embedding(token_B, self._embedding_VH), [] if chosen is None else chosen
+        rotary, masks = self._rotary(position_B), masks_of(position_B, num_blocks)
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
-        for layer in self._layers:
-            normed_BH = self._taken(x_BH, layer.mixer_norm)
-            if isinstance(layer.mixer, SamplerDeltaNet):
-                mixed_BH = layer.mixer.step(normed_BH, lora_weights, cache.recurrent[layer.place])
-            else:
-                keys, values = cache.keys[layer.place], cache.values[layer.place]
-                own_masks = masks[layer.mixer.attention.window]
-                mixed_BH = layer.mixer.step(normed_BH, lora_weights, rotary, keys, values, places, own_masks)
-            x_BH = self._added(x_BH, mixed_BH, layer.mixer_norm)
-            x_BH = self._with_mlp(layer, x_BH, lora_weights, chosen, fixed_shapes=True)
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            x_BH = x_BH + layer.attention.step(
+                layer.attention_norm(x_BH), lora_weights, rotary, keys, values, places, masks
+            )
+            x_BH = x_BH + self._mlp(layer, x_BH, lora_weights, chosen, fixed_shapes=True)
         return self._final_norm(x_BH)
 
     @torch.inference_mode()
     def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return self._output(hidden_BH, lora_weights).float() / self.architecture.logit_divisor
+        return self._output(hidden_BH, lora_weights).float()
 
-    def _with_mlp(
+    def _mlp(
         self,
         layer: Layer,
         x_TH: Tensor,
@@ -255,28 +231,13 @@ class Decoder:
         *,
         fixed_shapes: bool,
     ) -> Tensor:
-        """Return the residual stream after a layer's MLP. `chosen`, `fixed_shapes`: see SamplerExperts."""
-        normed_TH = self._taken(x_TH, layer.mlp_norm)
+        """Return what a layer's MLP makes of the residual stream. `chosen`, `fixed_shapes`: see SamplerExperts."""
+        normed_TH = layer.mlp_norm(x_TH)
         match layer.mlp:
             case Mlp() as mlp:
-                made_TH = mlp(normed_TH, lora_weights)
+                return mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
-                made_TH = experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
-        return self._added(x_TH, made_TH, layer.mlp_norm)
-
-    def _embedded(self, token_T: Tensor) -> Tensor:
-        x_TH, scale = F.embedding(token_T, self._embedding_VH), self.architecture.embedding_scale
-        return x_TH if scale == 1 else x_TH * scale
-
-    def _taken(self, x_TH: Tensor, norm: Norm) -> Tensor:
-        """Return what a mixer or an MLP takes. Its norm is behind it, if a block has none before."""
-        return norm(x_TH) if self.architecture.block is None else x_TH
-
-    def _added(self, x_TH: Tensor, made_TH: Tensor, norm: Norm) -> Tensor:
-        """Return the residual stream after a mixer or an MLP."""
-        a = self.architecture
-        made_TH = made_TH if a.block is None else norm(made_TH)
-        return x_TH + (made_TH if a.residual_scale == 1 else made_TH * a.residual_scale)
+                return experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
 
     def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}
@@ -304,24 +265,16 @@ def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slic
             targets[s.name].copy_(files.local(s, s.name, 0, 1))
 
 
-def _layer(
-    a: Architecture, norm: Norm, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int
-) -> Layer:
-    prefix, mixer = f"{a.tensor_prefix}.layers.{number}", a.mixers[number]
-    assert isinstance(mixer, Attention | DeltaNet)  # else the family was refused
-    mlp = f"{prefix}.mlp"
+def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
+    prefix, attention, mlp = f"{a.tensor_prefix}.layers.{number}", a.mixers[number], a.mlps[number]
+    assert isinstance(attention, Attention)  # else the family was refused
     return Layer(
-        mixer_norm=norm.by(weights[f"{prefix}.{a.names.mixer_norm}.weight"]),
-        mixer=(
-            fuse_delta_net(f"{prefix}.linear_attn", mixer, a.norm_eps, weights, slices)
-            if isinstance(mixer, DeltaNet)
-            else fuse_attention(f"{prefix}.self_attn", mixer, norm, weights, slices)
-        ),
-        place=sum(isinstance(before, type(mixer)) for before in a.mixers[:number]),
-        mlp_norm=norm.by(weights[f"{prefix}.{a.names.mlp_norm}.weight"]),
+        attention_norm=Norm(weights[f"{prefix}.{a.names.mixer_norm}.weight"], a.norm_eps),
+        attention=fuse_attention(f"{prefix}.self_attn", attention, a.norm_eps, weights, slices),
+        mlp_norm=Norm(weights[f"{prefix}.{a.names.mlp_norm}.weight"], a.norm_eps),
         mlp=(
-            fuse_experts(mlp, mixture, weights, slices)
-            if isinstance(mixture := a.mlps[number], Mixture)
-            else fuse_mlp(mlp, weights, slices)
+            fuse_experts(f"{prefix}.mlp", mlp, weights, slices)
+            if isinstance(mlp, Mixture)
+            else fuse_mlp(f"{prefix}.mlp", weights, slices)
         ),
     )

@@ -22,6 +22,7 @@ from longshore.fields import Sha256
 from megatron_worker.families.tensor_slices import TensorSlice, join_parts
 from megatron_worker.tensors.mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, Mxfp4Slice
 from shared.errors import InvalidInput
+from shared.models.merging import header_of
 
 INDEX = "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
@@ -266,20 +267,8 @@ def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
 
 
 def _header(entries: Sequence[WrittenTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return a header of the format: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.num_bytes
-        header[entry.name] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    tensors = ((one.name, _DTYPE_NAMES[one.dtype], one.shape, one.num_bytes) for one in entries)
+    return header_of(tensors, **metadata)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

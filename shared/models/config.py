@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from pydantic import AliasChoices, BaseModel, ValidationError
 
 from shared.errors import InvalidInput
-from shared.field_rules import first_rule
+from shared.field_rules import refused_value
 from shared.models import gemma
 from shared.models.dense import SLIDING, WINDOWED, DenseConfig, rope_problem
 from shared.models.families import (
@@ -163,7 +163,7 @@ def read_model_config(values: dict[str, Any], place: str, any_family: bool = Fal
     try:
         config = _of_family(decoder["model_type"])[0].model_validate(decoder)
     except ValidationError as error:
-        raise InvalidInput(first_rule(error), place) from error
+        raise InvalidInput(refused_value(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
     refuse_unknown_switches(decoder, _read_by(type(config)), config.model_type, place)

@@ -9,7 +9,7 @@ SLIDING = "sliding_attention"
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
 WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", *SWITCHED)
 
-Size = Field(ge=1)
+Size = Field(ge=1, strict=True)
 SCALINGS = ("default", "llama3", "linear", "yarn", "dynamic", "longrope")
 
 
@@ -19,7 +19,7 @@ class RopeConfig(BaseModel):
     `max_position_embeddings`: the model's, not taken from these settings.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: float | None = None
@@ -84,11 +84,11 @@ class DenseConfig(BaseModel):
     intermediate_size: int = Size
     num_hidden_layers: int = Size
     num_attention_heads: int = Size
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = Field(default=None, ge=1, strict=True)
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     hidden_act: Literal["silu"] = "silu"
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = Field(default=False, strict=True)
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
@@ -152,10 +152,18 @@ class DenseConfig(BaseModel):
         """The part of a head that is rotated."""
         return self.size_of_heads
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the size of a layer's heads, and the number of its key/value heads."""
+        return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
+
+    def ffn_size_of(self, layer: int) -> int:
+        """Return the size of a layer's MLP, if it has one."""
+        return self.intermediate_size
+
     @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        """For each layer, its kind: those of one kind have tensors of the same names."""
-        return (None,) * self.num_hidden_layers
+    def has_experts(self) -> tuple[bool, ...]:
+        """For each layer, whether it has experts."""
+        return (False,) * self.num_hidden_layers
 
     def _with_theta(self, rope: RopeConfig) -> RopeConfig:
         return self._sized(rope).model_copy(update={"rope_theta": rope.rope_theta or self.rope_theta})

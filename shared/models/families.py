@@ -70,10 +70,6 @@ class LayerRopesConfig(DenseConfig):
         """Return the rotary settings of a layer."""
         return self.rope if self.windows[layer] is None else self._sized(self.local_rope)
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """Return the size of a layer's heads, and the number of its key/value heads."""
-        return self.size_of_heads, self.num_key_value_heads or self.num_attention_heads
-
     @property
     def max_positions(self) -> int | None:
         return min((most for layer in self._numbers if (most := self.rope_of(layer).max_positions)), default=None)
@@ -123,6 +119,10 @@ class MixtureConfig(DenseConfig):
         """Of an expert that every token goes to; 0: there is none."""
         return 0
 
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return (True,) * self.num_hidden_layers
+
     def own_problem(self) -> str | None:
         if self.decoder_sparse_step != 1 or self.mlp_only_layers:
             return "layers without experts among others with them are not supported"
@@ -138,6 +138,14 @@ class GptOssConfig(DenseConfig):
     swiglu_alpha: float = 1.702
     swiglu_limit: float = Field(default=7.0, gt=0)
     quantization_config: Mxfp4 | None = None  # type: ignore[assignment]
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return (True,) * self.num_hidden_layers
 
     @property
     def rope(self) -> RopeConfig:
@@ -172,10 +180,6 @@ class HybridConfig(DenseConfig):
         if self.layer_types is not None:
             return tuple(kind == "linear_attention" for kind in self.layer_types)
         return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.is_recurrent
 
     @property
     def rotary_size(self) -> int:
@@ -246,24 +250,19 @@ class LatentConfig(MixtureConfig):
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property
-    def is_dense(self) -> tuple[bool, ...]:
-        """For each layer, whether it has an MLP in the place of experts."""
+    def has_experts(self) -> tuple[bool, ...]:
         if self.mlp_layer_types is not None:
-            return tuple(kind == "dense" for kind in self.mlp_layer_types)
+            return tuple(kind == "sparse" for kind in self.mlp_layer_types)
         first = self.first_k_dense_replace if self.model_type == "deepseek_v3" else 1
-        return tuple(layer < (first or 0) for layer in range(self.num_hidden_layers))
-
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.is_dense
+        return tuple(layer >= (first or 0) for layer in self._numbers)
 
     def own_problem(self) -> str | None:
         if problem := super().own_problem():
             return problem
         num_layers, first = self.num_hidden_layers, self.first_k_dense_replace
-        if len(self.is_dense) != num_layers:
-            return f"mlp_layer_types names {len(self.is_dense)} layers of {num_layers}"
-        if first is not None and self.is_dense != tuple(layer < first for layer in range(num_layers)):
+        if len(self.has_experts) != num_layers:
+            return f"mlp_layer_types names {len(self.has_experts)} layers of {num_layers}"
+        if first is not None and self.has_experts != tuple(layer >= first for layer in self._numbers):
             return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
         if self.num_key_value_heads not in (None, self.num_attention_heads):
             return f"num_key_value_heads is {self.num_key_value_heads}: with latents each head has keys of its own"
@@ -312,8 +311,12 @@ class NemotronHConfig(MixtureConfig):
     routed_scaling_factor: float = 1.0
 
     @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return self.blocks
+    def shared_ffn_size(self) -> int:
+        return self.moe_shared_expert_intermediate_size
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return tuple(block == "moe" for block in self.blocks)
 
     def own_problem(self) -> str | None:
         if self.sliding_window is not None:

@@ -36,13 +36,6 @@ class GemmaConfig(LayerRopesConfig):
             return "k_proj", "v_proj"
         return ("v_proj",) if self.attention_k_eq_v and self.windows[layer] is None else ()
 
-    @property
-    def layer_kinds(self) -> tuple[object, ...]:
-        return tuple(map(self.missing_in, range(self.num_hidden_layers)))
-
-    def ffn_size_of(self, layer: int) -> int:
-        return self.intermediate_size
-
 
 class Gemma3Config(GemmaConfig):
     """The config of Gemma 3."""
@@ -93,7 +86,7 @@ class Gemma4Config(GemmaConfig):
     vocab_size_per_layer_input: int = Field(default=262_144, ge=1)
     enable_moe_block: bool = False  # experts beside the MLP of each layer
     num_experts: _Number = 0
-    top_k_experts: _Number = 0
+    num_experts_per_tok: _Number = Field(default=0, validation_alias="top_k_experts")
     moe_intermediate_size: _Number = 0
     use_bidirectional_attention: Literal["vision"] | None = None  # of the tokens of images alone
 
@@ -118,6 +111,10 @@ class Gemma4Config(GemmaConfig):
         own_num = self.num_global_key_value_heads if self.attention_k_eq_v else None
         return self.global_head_dim, own_num or num_kv_heads
 
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return (self.enable_moe_block,) * self.num_hidden_layers
+
     def ffn_size_of(self, layer: int) -> int:
         is_wide = self.use_double_wide_mlp and self.source_of(layer) != layer
         return self.intermediate_size * (2 if is_wide else 1)
@@ -125,7 +122,9 @@ class Gemma4Config(GemmaConfig):
     def own_problem(self) -> str | None:
         if problem := super().own_problem():
             return problem
-        if self.enable_moe_block and not (self.moe_intermediate_size and 0 < self.top_k_experts <= self.num_experts):
+        if self.enable_moe_block and not (
+            self.moe_intermediate_size and 0 < self.num_experts_per_tok <= self.num_experts
+        ):
             return "enable_moe_block=true needs moe_intermediate_size, num_experts, and top_k_experts of no more"
         if not set(self.windows) <= set(self.windows[: self.num_hidden_layers - self.num_kv_shared_layers]):
             return f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer that makes what they share"

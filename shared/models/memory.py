@@ -48,12 +48,9 @@ def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora
     except InvalidInput as error:
         return LayoutBytes(engine=engine, layout=layout.label, refused=str(error))
     if engine == "fsdp":  # the base and its state are split over all ranks
-        base, adapter = (
-            sum(map(math.prod, tensors.values())) // layout.dp,
-            _adapter_size(tensors, shape, Layout(), lora),
-        )
+        base, adapter = sum(map(math.prod, tensors.values())) // layout.dp, _adapter_size(shape, Layout(), lora)
     else:
-        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(tensors, shape, layout, lora)
+        base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(shape, layout, lora)
     state = _ADAM_BYTES + (_MASTER_BYTES if item_bytes < _MASTER_BYTES else 0)
     copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # over which AdamW's state is split
     held = base * item_bytes
@@ -89,22 +86,14 @@ def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
     return layout.tp if len(dims) > 1 and not name.endswith((".gate.weight", "_gate.weight")) else 1
 
 
-def _adapter_size(tensors: Shapes, shape: ModelShape, layout: Layout, lora: Lora) -> int:
+def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:
     """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
-    total, beside = 0, set(lora.targets) & set(shape.linears)
-    for name, dims in tensors.items():
-        if len(dims) < 2:
-            continue
-        is_expert = ".experts." in name
-        num, ways = math.prod(dims[:-2]), layout.etp if is_expert else layout.tp
-        in_size, out_size = dims[-1], dims[-2] // len(_linears_of(name))
-        for linear in beside.intersection(_linears_of(name)):
-            split = in_size // ways + out_size if linear in _SPLIT_INPUTS else in_size + out_size // ways
-            total += num * lora.rank * split // (layout.ep if is_expert else 1)
+    total = 0
+    for size in shape.sizes:
+        if size.name in lora.targets:
+            ways, ranks = (layout.etp, layout.ep) if size.of == "experts" else (layout.tp, 1)
+            whole, split = size.outputs, size.inputs
+            if size.name not in _SPLIT_INPUTS:
+                whole, split = split, whole
+            total += size.num * len(size.layers) * lora.rank * (whole + split // ways) // ranks
     return total // layout.pp
-
-
-def _linears_of(name: str) -> tuple[str, ...]:
-    """Return the linears whose weight a tensor is; stacked experts have two of theirs in one."""
-    last = name.removesuffix(".weight").rpartition(".")[2]
-    return ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)

@@ -5,8 +5,9 @@ Only the adapter is held in memory: of the base model, a block of rows.
 """
 
 import json
+import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -20,8 +21,13 @@ from shared.models.peft import CONFIG, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_DAMAGED = "this is no safetensors file, or a damaged one"
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number of each type that is computed with, by safetensors' names."""
+ITEM_BYTES = FLOATS | {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2},
+    **{"I32": 4, "U32": 4, "I64": 8, "U64": 8, "F64": 8},
+}
 Floats = NDArray[np.float32]
 
 
@@ -122,11 +128,15 @@ def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
     Raises:
         InvalidInput: this is no safetensors file.
     """
-    damaged = InvalidInput("this is no safetensors file, or a damaged one", place)
     size = file.read(8)
     if len(size) != 8 or not 2 <= (length := struct.unpack("<Q", size)[0]) <= _MAX_HEADER_BYTES:
-        raise damaged
+        raise InvalidInput(_DAMAGED, place)
     text = file.read(length)
+    return size + text, parse_header(text, place)
+
+
+def parse_header(text: bytes, place: str) -> list[Entry]:
+    """Return the tensors of a header, without its length, in the order of their bytes. Raises as `read_header` does."""
     try:
         found: Mapping[str, Any] = json.loads(text)
         entries = [
@@ -134,16 +144,29 @@ def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
             for name, one in found.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise damaged from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise InvalidInput(_DAMAGED, place) from None
     entries.sort(key=lambda entry: (entry.start, entry.stop))
-    stops = [0, *(entry.stop for entry in entries)]
-    if any(entry.start != stop or entry.stop < stop for entry, stop in zip(entries, stops, strict=False)):
-        raise damaged
-    for entry in entries:
-        if entry.dtype in FLOATS and entry.stop - entry.start != FLOATS[entry.dtype] * int(np.prod(entry.shape)):
-            raise damaged
-    return size + text, entries
+    for entry, begin in zip(entries, [0, *(entry.stop for entry in entries)], strict=False):
+        num_bytes = ITEM_BYTES.get(entry.dtype, 0) * math.prod(entry.shape)
+        if entry.start != begin or min(entry.shape, default=0) < 0 or entry.stop - begin != num_bytes:
+            raise InvalidInput(f"{_DAMAGED}: tensor {entry.name} of {entry.dtype} does not fit its place", place)
+    return entries
+
+
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], written_by: str = "pt", **metadata: str) -> bytes:
+    """Return the header of a file of tensors in this order: the name, type, shape and bytes of each.
+
+    It is eight bytes of length, then JSON padded with spaces to a multiple of eight.
+    """
+    content: dict[str, Any] = {"__metadata__": {"format": written_by, **metadata}}
+    at = 0
+    for name, dtype, shape, num_bytes in tensors:
+        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + num_bytes]}
+        at += num_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def floats_of(data: bytes, dtype: str, place: str) -> Floats:

@@ -14,6 +14,7 @@ from megatron_worker.megatron import experts
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
+from shared.models.lora_modules import layer_of
 from shared.models.shape import check_layout, shape_of
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
@@ -225,10 +226,10 @@ def test_the_sizes_of_every_linear_are_the_models_own(model):
         *_, module, linear, _ = f"model.{name}".split(".")
         if linear in LINEARS:
             kind = "experts" if ".experts." in name else "shared" if module == "shared_experts" else ""
-            found.setdefault((linear, kind), []).append(tuple(tensor.shape))
+            found.setdefault((linear, kind, layer_of(name)), []).append(tuple(tensor.shape))
     assert {key: shape.linear_size(*key)[::-1] for key in found} == {key: each[0] for key, each in found.items()}
     assert shape.num_linears(LINEARS) == sum(map(len, found.values()))
-    assert set(shape.linears) == {linear for linear, _ in found}
+    assert set(shape.linears) == {linear for linear, *_ in found}
 
 
 def test_the_sampler_s_own_decoder_refuses_it_by_name(model):

@@ -161,7 +161,7 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == new
-    assert new.attention.rope.scaling is not None
+    assert new.attention.rope.scaling.rope_type == "llama3"
 
 
 @pytest.mark.parametrize("family", [name for name in NAMES if name != "nemotron_h"])  # it encodes no positions
@@ -176,10 +176,10 @@ def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_pa
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
     theirs = theirs.get("sliding_attention", theirs)  # of the first layer
     attention = read_architecture(folder).attention
-    assert (attention.rope.scaling is None) == (theirs["rope_type"] == "default")
+    assert attention.rope.scaling.rope_type == theirs["rope_type"]
     size = int(config.get("qk_rope_head_dim", attention.head_dim) * theirs.get("partial_rotary_factor", 1))
     assert (attention.rope.theta, attention.rope.size) == (theirs["rope_theta"], size)
-    if attention.rope.scaling is not None:
+    if theirs["rope_type"] != "default":
         assert furthest_from_transformers(folder) <= 1e-5
 
 

@@ -197,7 +197,11 @@ def test_a_decoder_is_trained_beside_its_tower(tmp_path, family):
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block=true needs"),
         ("gemma4", {"num_kv_shared_layers": 3}, "leaves no layer that makes"),
         ("gemma4", {"num_kv_shared_layers": 1}, "'model.layers.2.self_attn.k_proj.weight' is missing"),
-        ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: Input should be None"),
+        (
+            "gemma4",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "cannot be used: Input should be None",
+        ),
         ("gemma4", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "needs rope_theta"),
         ("gemma4", {"vocab_size_per_layer_input": 300}, "is less than"),
         ("gemma4", {"per_layer_config": {"1": {"intermediate_size": 3}}}, "per_layer_config"),

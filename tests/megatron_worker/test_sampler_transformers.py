@@ -16,7 +16,7 @@ from longshore.training import DELTA_NET, LINEARS, Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Mamba2, Mixture, Mlp, NormedBlock
+from megatron_worker.families.architecture import ClampedGate, DeltaNet, Mamba2, Mixture, Mlp, NormedBlock
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
@@ -24,7 +24,7 @@ from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_
 from megatron_worker.sampler.decoder import Decoder, computes
 from megatron_worker.sampler.decoders.by_transformers import TransformersDecoder, bound_steps
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders.interface import AnyDecoder, open_decoder
 from megatron_worker.sampler.generation import reliable_width
 from megatron_worker.sampler.sleep import Sleep
 from megatron_worker.weight_sync.buckets import weights_sha256
@@ -58,7 +58,7 @@ class Both:
     """A model in either decoder, and in each the same adapters: None is the model alone."""
 
     model: object
-    own: Decoder
+    own: AnyDecoder  # of families that we have no decoder for, one more of the other kind
     other: TransformersDecoder
     adapters: dict
 
@@ -67,7 +67,7 @@ class Both:
 def both(request, tmp_path_factory):
     family = request.param
     model = distinct_model(tmp_path_factory.mktemp(family), family, tied=family in ("qwen3", "smollm3"))
-    own, other = (made(model, torch.float32, CPU) for made in (Decoder, TransformersDecoder))
+    own, other = (made(model, torch.float32, CPU) for made in (open_decoder, TransformersDecoder))
     generator, adapters = torch.Generator().manual_seed(0), {None: [LoadedAdapter("base", "", {})] * 2}
     for name, lora in LORAS.items():
         shapes = adapter_shapes(own, lora)
@@ -227,10 +227,12 @@ def test_our_own_decoder_is_taken_where_it_computes_the_model(model, tmp_path):
     a = read_architecture(model)
     assert computes(a) and isinstance(open_decoder(model, torch.float32, CPU), Decoder)
     assert isinstance(open_decoder(model, torch.float32, CPU, by_transformers=True), TransformersDecoder)
-    for change in ({"window": 8}, {"has_sinks": True}, {"scale": 1.0}):  # as gpt-oss has them (benchmarks/families.py)
-        assert computes(dataclasses.replace(a, mixers=(dataclasses.replace(a.attention, **change),)))
+    for change in ({"window": 8}, {"has_sinks": True}, {"scale": 1.0}, {"is_gated": True}, {"norms_all_heads": True}):
+        assert not computes(dataclasses.replace(a, mixers=(dataclasses.replace(a.attention, **change),))), change
     for change in (
-        {"logit_cap": 30.0},
+        *({"logit_cap": 30.0}, {"logit_divisor": 2.0}, {"embedding_scale": 2.0}, {"residual_scale": 0.5}),
+        {"zero_centred_norms": True},
+        {"mixers": (DeltaNet(2, 4, 8, 8, 4),)},
         {"block": NormedBlock()},
         {"mixers": (None,)},
         {"mixers": (Mamba2(4, 8, 8, 2, 4, True, 0.001),)},
@@ -239,6 +241,8 @@ def test_our_own_decoder_is_taken_where_it_computes_the_model(model, tmp_path):
         {"mlps": (Mlp(8, is_gated=False),)},
         {"mlps": (Mixture(4, 8, 2, scoring="sigmoid"),)},
         {"mlps": (Mixture(4, 8, 2, latent_size=4),)},
+        {"mlps": (Mixture(4, 8, 2, shared_ffn_size=8),)},
+        {"mlps": (Mixture(4, 8, 2, stacked=ClampedGate(1.7, 7.0)),)},
     ):
         assert not computes(dataclasses.replace(a, **change)), change
     for family in ("deepseek_v3", "gemma3", "gemma4", "nemotron_h"):

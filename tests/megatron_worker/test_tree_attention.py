@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
+from megatron_worker.families.architecture import Architecture, Attention
 from megatron_worker.families.rope import Rope
-from megatron_worker.megatron.attention import LayerNeeds, attend, plan_bin
+from megatron_worker.megatron.attention import attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers import tree_attention
 from megatron_worker.mixers.forest_calls import depths, find_nodes, mask_elements, plan_calls, subtree_ends
@@ -23,7 +24,8 @@ from shared.errors import InvalidInput
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8
-NEEDS = LayerNeeds({Rope(1.0, D): torch.ones(D // 2)})
+ATTENTION = Attention(4, 2, D, Rope(1.0, D))
+PLAIN = Architecture("llama", (ATTENTION,), (None,), 4 * D, 8, 1e-6, tied=False)
 
 
 def random_forest(seed, num_nodes=12, longest=9):
@@ -126,8 +128,8 @@ def test_windows_and_sinks_of_chains_and_of_a_rank_with_half_of_the_queries(wind
     parent_T[[71, 104]] = -1
     inputs = [*heads(len(parent_T), torch.float64), torch.tensor([-9.0, 0.0, 2.0, 5.0], dtype=torch.float64)]
     position_T = torch.cat([torch.arange(n) for n in lengths])
-    needs = dataclasses.replace(NEEDS, windows=frozenset({window, None}), has_sinks=True)
-    plan = plan_bin(position_T, parent_T, needs, torch.float64)
+    mixers = [dataclasses.replace(ATTENTION, window=each, has_sinks=True) for each in (window, None)]
+    plan = plan_bin(position_T, parent_T, dataclasses.replace(PLAIN, mixers=tuple(mixers)), {}, torch.float64)
     theirs = with_gradients(lambda q, k, v, s: reference(q, k, v, parent_T, window, s), inputs)
     ours = with_gradients(lambda q, k, v, s: attend(q, k, v, plan, window, s), inputs)
     for a, b in zip(ours, theirs, strict=True):
@@ -216,7 +218,7 @@ def test_many_short_branches_take_one_masked_call():
 )
 def test_tokens_out_of_order_are_refused(parent, rule):
     with pytest.raises(InvalidInput, match=rule):
-        plan_bin(torch.zeros(len(parent)), torch.tensor(parent), NEEDS, torch.float32)
+        plan_bin(torch.zeros(len(parent)), torch.tensor(parent), PLAIN, {}, torch.float32)
 
 
 def test_chains_take_the_way_of_chains_to_the_bit():
@@ -224,7 +226,7 @@ def test_chains_take_the_way_of_chains_to_the_bit():
     lengths = [17, 40, 1, 5]
     position_T = torch.cat([torch.arange(n) for n in lengths])
     parent_T = torch.where(position_T == 0, -1, torch.arange(len(position_T)) - 1)
-    plan = plan_bin(position_T, parent_T, NEEDS, torch.float32)
+    plan = plan_bin(position_T, parent_T, PLAIN, {}, torch.float32)
     assert not plan.forests and plan.lengths == tuple(lengths)
     inputs = heads(len(parent_T), torch.float32)
     expected = [

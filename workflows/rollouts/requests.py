@@ -221,9 +221,7 @@ def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
         return None
     if plan.backend == "store" or rollouts.colocate:
         return None
-    ffn_size = shape.expert_ffn_size if shape.num_experts else shape.ffn_size
-    widest = max(shape.hidden_size, ffn_size, shape.ffn_size if shape.num_dense else 0)
-    row_bytes = widest * _ITEM_BYTES[dtype_of(run)]
+    row_bytes = max(shape.hidden_size, shape.ffn_size, shape.expert_ffn_size) * _ITEM_BYTES[dtype_of(run)]
     if row_bytes <= plan.bucket_bytes:
         return None
     return f"rollouts.weight_sync.bucket_bytes: rows of this model have {row_bytes} bytes: a bucket holds one at least"

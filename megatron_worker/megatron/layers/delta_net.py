@@ -53,7 +53,7 @@ class GatedDeltaNet(torch.nn.Module):
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
         mixed_TJ, gate_TX, step_TG, decay_TG = made_T1X[:, 0].split(self._sizes, dim=-1)
-        output_TGV, _states = gated_delta_rule(
+        output_TGV = gated_delta_rule(
             *heads_of(convolve(mixed_TJ, self.conv_weight[:, 0], plan), a, self._num_ranks),
             log_decay(decay_TG, self.A_log, self.dt_bias),
             step_TG.sigmoid(),

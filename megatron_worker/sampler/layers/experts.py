@@ -18,47 +18,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import routing
-from megatron_worker.families.architecture import ClampedGate, Mixture
-from megatron_worker.families.gpt_oss import stacked_expert
+from megatron_worker.families.architecture import Mixture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
 
 
 @dataclass(frozen=True)
-class StackedMlp:
-    """One of the experts that are stored together: views of it. No adapter is beside it."""
-
-    gate: ClampedGate
-    gate_up_HF: Tensor
-    gate_up_bias_F: Tensor
-    down_FH: Tensor
-    down_bias_H: Tensor
-
-    def __call__(self, x_TH: Tensor, _lora_weights: Mapping[str, LoraFactors]) -> Tensor:
-        return stacked_expert(x_TH, self.gate, self.gate_up_HF, self.gate_up_bias_F, self.down_FH, self.down_bias_H)
-
-
-@dataclass(frozen=True)
 class SamplerExperts:
-    """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one.
-
-    `shared`: the expert that all tokens go to, and the weight of its gate, [1, H].
-    """
+    """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one."""
 
     router_EH: Tensor
-    mlps: tuple[Mlp | StackedMlp, ...]
+    mlps: tuple[Mlp, ...]
     mixture: Mixture
-    shared: tuple[Mlp, Tensor] | None = None
-    router_bias_E: Tensor | None = None
 
     @property
     def linears(self) -> list[FusedLinear]:
-        mlps = [mlp for mlp in (*self.mlps, *(self.shared or ())) if isinstance(mlp, Mlp)]
-        return [linear for mlp in mlps for linear in mlp.linears]
+        return [linear for mlp in self.mlps for linear in mlp.linears]
 
     def __call__(
         self, x_TH: Tensor, lora_weights: Mapping[str, LoraFactors], chosen: list[Tensor], *, fixed_shapes: bool
@@ -76,14 +54,11 @@ class SamplerExperts:
             mlp = self.mlps[number]
             y_MH = mlp(x_TH, lora_weights)[token_M] if fixed_shapes else mlp(x_TH[token_M], lora_weights)
             total_TH.index_add_(0, token_M, y_MH * weight_TK[token_M, choice_M, None])
-        if self.shared is not None:
-            mlp, gate_1H = self.shared
-            total_TH += F.linear(x_TH, gate_1H).sigmoid() * mlp(x_TH, lora_weights)
         return total_TH
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
-        score_TE = routing.scores(x_TH, self.router_EH, self.mixture, self.router_bias_E)
+        score_TE = routing.scores(x_TH, self.router_EH, self.mixture)
         expert_TK = routing.choose(score_TE, self.mixture)
         return routing.weights(score_TE, expert_TK, self.mixture).to(x_TH.dtype), expert_TK
 
@@ -91,17 +66,6 @@ class SamplerExperts:
 def fuse_experts(
     module: str, mixture: Mixture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerExperts:
-    """Fuse the linears of each expert of the MLP with this Hugging Face name. Router and gate stay in `weights`, as do
-    experts that are stored together."""
-    if mixture.stacked is not None:
-        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        stacks = [weights[f"{module}.experts.{name}"] for name in names]
-        stacked = tuple(StackedMlp(mixture.stacked, *parts) for parts in zip(*stacks, strict=True))
-        router = weights[f"{module}.router.weight"], weights[f"{module}.router.bias"]
-        return SamplerExperts(router[0], stacked, mixture, router_bias_E=router[1])
+    """Fuse the linears of each expert of the MLP with this Hugging Face name. The router stays in `weights`."""
     mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(mixture.num_experts))
-    shared = None
-    if mixture.shared_ffn_size:
-        shared = fuse_mlp(f"{module}.shared_expert", weights, slices), weights[f"{module}.shared_expert_gate.weight"]
-    router_EH = weights[f"{module}.gate.weight"]
-    return SamplerExperts(router_EH, mlps, mixture, shared)
+    return SamplerExperts(weights[f"{module}.gate.weight"], mlps, mixture)

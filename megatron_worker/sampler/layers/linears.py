@@ -4,7 +4,7 @@ Shape suffixes: T tokens or slots, O outputs and I inputs of a linear, R ranks o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +27,13 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class Norm:
-    """A root mean square norm over the last dimension. `zero_centred`: by 1 + the weight, in float32."""
+    """A root mean square norm over the last dimension."""
 
     weight: Tensor
     eps: float
-    zero_centred: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        size = (x.shape[-1],)
-        if self.zero_centred:
-            return F.rms_norm(x.float(), size, 1 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, size, self.weight, self.eps)
-
-    def by(self, weight: Tensor) -> "Norm":
-        """Return a norm of the same kind."""
-        return replace(self, weight=weight)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 @dataclass(frozen=True)

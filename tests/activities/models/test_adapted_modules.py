@@ -11,13 +11,15 @@ from activities.host_context import HostContext
 from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decoder_modules, read_config
 from activities.models.resolve import Resolve
 from activities.sources.models import locate
-from longshore.training import Lora
+from longshore.training import LINEARS, Lora
 from megatron_worker.families import read_architecture
+from megatron_worker.families import read_config as read_model
 from megatron_worker.families.model_slices import slices_of
 from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
 from shared.models.config import Family
-from shared.models.lora_modules import OUTPUT
+from shared.models.lora_modules import OUTPUT, layer_of
+from shared.models.peft import module_of
 from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
@@ -46,6 +48,14 @@ def test_the_modules_of_a_model_are_those_that_its_worker_adapts(config, tmp_pat
     found = modules_before_a_run(config, model)
     assert found == modules_in_the_worker(model)
     assert True in found.values() and False in found.values()
+    shape, sizes = shape_of(read_model(model)), {}
+    for name, tensor in load_file(model / WEIGHTS).items():
+        *_, outer, inner, linear, _ = f"...{name}".split(".")
+        if name.endswith(".weight") and found.get(module_of(name)):
+            of = "experts" if outer == "experts" else "shared" if inner.startswith("shared_expert") else ""
+            sizes.setdefault((linear, of, layer_of(name)), []).append(tuple(tensor.shape))
+    assert {key: [shape.linear_size(*key)[::-1]] * len(own) for key, own in sizes.items()} == sizes
+    assert shape.num_linears(LINEARS) == sum(map(len, sizes.values()))
 
 
 @pytest.mark.parametrize("family", WITH_TOWERS)

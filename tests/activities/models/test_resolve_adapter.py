@@ -12,14 +12,23 @@ from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
 from longshore.training import Lora
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.models.shape import ModelShape
+from shared.models.config import read_model_config
+from shared.models.shape import ModelShape, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.settings import Settings
 from tests.activities.models.resolving import edit, stage
 
-SHAPE = ModelShape(
-    family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, ffn_size=192, vocab_size=512
-)
+SIZES = {
+    **{"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
+    **{"intermediate_size": 192, "vocab_size": 512},
+}
+
+
+def shape_with(**settings) -> ModelShape:
+    return shape_of(read_model_config(SIZES | settings, "config.json"))
+
+
+SHAPE = shape_with()
 
 
 def resolve_adapter(config: Settings, uri: str | Path, **wanted) -> ResolvedAdapter:
@@ -40,7 +49,8 @@ def test_an_adapter(config, adapter) -> None:
 
 
 def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
-    experts = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 3, "expert_ffn_size": 32})
+    sizes = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    experts = shape_with(model_type="qwen3_moe", **sizes)
     tensors = {
         f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_{side}.weight": np.zeros(shape, "f4")
         for layer in range(2)
@@ -53,8 +63,7 @@ def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
     (tmp_path / "experts" / "adapter_config.json").write_text(json.dumps(lora))
     resolved = resolve_adapter(config, tmp_path / "experts", shape=experts)
     assert resolved.lora == Lora(rank=4, alpha=8, targets=("up_proj",))
-    dense = SHAPE.model_copy(update={"ffn_size": 32})
-    message = adapter_refusal(config, tmp_path / "experts", shape=dense)
+    message = adapter_refusal(config, tmp_path / "experts")
     assert "12 tensors; this model and these targets need 4" in message
 
 
@@ -96,7 +105,7 @@ def test_an_adapter_of_another_rank_than_the_run_is_refused(config, adapter) -> 
 
 
 def test_an_adapter_of_a_deeper_model_is_refused(config, adapter) -> None:
-    message = adapter_refusal(config, adapter, shape=SHAPE.model_copy(update={"num_layers": 1}))
+    message = adapter_refusal(config, adapter, shape=shape_with(num_hidden_layers=1))
     assert "but the model has 1 layers" in message
 
 

@@ -15,7 +15,7 @@ from workflows.rollouts.requests import held_out_samples, step_samples, too_smal
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=1024, num_heads=4, num_kv_heads=2, ffn_size=3072, vocab_size=512
 )
-EXPERTS = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 8, "expert_ffn_size": 256})
+EXPERTS = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 8, "ffn_size": 0, "expert_ffn_size": 256})
 GRADER = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
 
 
