@@ -1,4 +1,4 @@
-"""AdamW (adamw.py) on float32 masters: flat buffers for weights, gradients and both moments.
+"""AdamW (adamw.py) and Muon (muon.py) on float32 masters: flat buffers for weights, gradients and both moments.
 
 Of tensors that several ranks hold, each rank updates a share, and keeps masters and moments of that share only
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
@@ -6,20 +6,24 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from longshore.training import Adam, OptimizerStates
+from longshore.training import Muon, Optimizer, OptimizerStates
 from megatron_worker.engine import Norms
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
+from megatron_worker.optimizers.groups import Group, Rates, groups_of, rates_of, step_matrix, update
+from megatron_worker.optimizers.muon import orthogonalise
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.quantized.moments import CodedMoment, update_coded
-from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
@@ -30,6 +34,7 @@ class MegatronOptimizer:
 
     Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
     is float32; else, as the moments, this rank's shares one after another. `states`: how the moments are held.
+    `slices`: the tensors that the parameters hold; what is in none is updated as no matrix is.
     """
 
     def __init__(
@@ -39,8 +44,12 @@ class MegatronOptimizer:
         regions: list[Region],
         mesh: Mesh,
         states: OptimizerStates = "float32",
+        slices: Sequence[TensorSlice] = (),
     ) -> None:
         self._mesh = mesh
+        self._groups = dict.fromkeys(working.shapes, Group()) | groups_of(slices)
+        self._pieces = list(_pieces(working, regions, self._groups))
+        self._matrices = _matrices(slices, working, self._groups, mesh.ep.size)
         self._parameters = parameters
         self._regions = regions
         self._working = working
@@ -161,7 +170,7 @@ class MegatronOptimizer:
 
     # A step.
 
-    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
         return self.apply(adam, learning_rate, self.reduce(denominator))
 
@@ -179,7 +188,7 @@ class MegatronOptimizer:
         return self._norm()
 
     @torch.no_grad()
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         if not math.isfinite(norm):
             self.zero_grad()
@@ -203,13 +212,68 @@ class MegatronOptimizer:
         self._mesh.world.sum(total)
         return float(total.sqrt())
 
-    def _update(self, adam: Adam, learning_rate: float) -> None:
+    def _update(self, adam: Optimizer, learning_rate: float) -> None:
         weights, grads = self._shares("master"), self._owned(self.grad.buffer)
-        if isinstance(self.exp_avg, CodedMoment) and isinstance(self.exp_avg_sq, CodedMoment):
-            update_coded(weights, grads, self.exp_avg, self.exp_avg_sq, adam, learning_rate, self.step_count)
-            return
-        for own in zip(weights, grads, self._shares("exp_avg"), self._shares("exp_avg_sq"), strict=True):
-            update(*own, adam, learning_rate, self.step_count)
+        parts = [(weights[n][cut], grads[n][cut], rates) for n, cut, rates in self._cuts(adam, learning_rate)]
+        mean, square = self.exp_avg, self.exp_avg_sq
+        if isinstance(mean, CodedMoment) and isinstance(square, CodedMoment):
+            update_coded(parts, mean, square, adam, self.step_count)
+        elif isinstance(mean, Flat) and isinstance(square, Flat):
+            start = 0
+            for weight, grad, rates in parts:
+                own = slice(start, start := start + len(weight))
+                update(weight, grad, mean.buffer[own], square.buffer[own], adam, rates, self.step_count)
+        if isinstance(adam, Muon):
+            self._step_matrices(adam, learning_rate, weights, grads)
+
+    def _cuts(self, adam: Optimizer, learning_rate: float) -> Iterator[tuple[int, slice, Rates]]:
+        """Yield what has the same rates: the number of a region, and a part of this rank's share of it."""
+
+        def key(piece: tuple[int, slice, Group]) -> tuple[int, Rates]:
+            return piece[0], rates_of(piece[2], adam, learning_rate)
+
+        for (number, rates), alike in groupby(self._pieces, key):
+            cuts = [cut for _, cut, _ in alike]
+            yield number, slice(cuts[0].start, cuts[-1].stop), rates
+
+    def _step_matrices(self, muon: Muon, learning_rate: float, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Make the directions that `update` has left in the gradients orthogonal, a parameter at a time, and step.
+
+        Ranks that hold a parameter bring its matrices together, and each computes their whole steps.
+        """
+        directions, masters = (Gathered(self._working, self._regions, shares) for shares in (grads, weights))
+        for name, slices in self._matrices.items():
+            parameter, rates = directions[name], rates_of(self._groups[name], muon, learning_rate)
+            for s in slices:
+                whole = self._mesh.gathered(s, parameter)
+                orthogonalise(s, parameter, whole, self._mesh.splitting(s), muon, self._working.buffer.dtype)
+            for weight, made in masters.own(name, parameter):
+                step_matrix(weight, made, rates)
+
+
+def _pieces(
+    working: Flat, regions: Sequence[Region], groups: Mapping[str, Group]
+) -> Iterator[tuple[int, slice, Group]]:
+    """Yield for each parameter the number of its region, its part of this rank's share there, and its group."""
+    starts = [*working.offsets.values()]
+    for (name, start), stop in zip(working.offsets.items(), [*starts[1:], working.num_elements], strict=True):
+        number = next(n for n, region in enumerate(regions) if region.start <= start < region.stop)
+        own = regions[number].own
+        first, last = max(start, own.start), min(stop, own.stop)
+        if first < last:
+            yield number, slice(first - own.start, last - own.start), groups[name]
+
+
+def _matrices(
+    slices: Sequence[TensorSlice], working: Flat, groups: Mapping[str, Group], num_shares: int
+) -> dict[str, list[TensorSlice]]:
+    """Return the matrices in each of this rank's parameters. Of stacks they are its own experts alone."""
+    found: dict[str, list[TensorSlice]] = {name: [] for name in working.shapes if groups[name].is_layers}
+    for s in slices:
+        if s.is_stack:
+            s = replace(s, split=None, is_stack=False, shape=(s.shape[0] // num_shares, *s.shape[1:]))
+        found.get(s.parameter, []).append(s)
+    return found
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -257,6 +321,13 @@ class Gathered(Mapping[str, Tensor]):
             elif copies.rank == rank:
                 ranks.send(share[of_share], first)
         return whole.view(self._working.shapes[name]) if copies.rank == 0 else None
+
+    def own(self, name: str, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of a parameter, unless it has none, and the same elements of a whole one."""
+        region, share = self._share_of(name)
+        for rank, of_whole, of_share in self._parts(name, region):
+            if rank == region.copies.rank:
+                yield share[of_share], whole.view(-1)[of_whole]
 
     def _share_of(self, name: str) -> tuple[Region, Tensor]:
         start = self._working.offsets[name]

@@ -11,19 +11,26 @@ import math
 import torch
 from torch import Tensor
 
-from longshore.training import Adam
+from longshore.training import Optimizer
 
 _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are updated
 
 
 def update(
-    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, adam: Adam, learning_rate: float, step: int
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    adam: Optimizer,
+    learning_rate: float,
+    weight_decay: float,
+    step: int,
 ) -> None:
     """Do step number `step`, counted from 1, in place. All tensors are flat, float32 and of one length."""
     correction1 = 1 - adam.beta1**step
     correction2 = math.sqrt(1 - adam.beta2**step)
     for w, g, m, v in zip(*(x.split(_CHUNK) for x in (weight, grad, mean, square)), strict=True):
-        w.mul_(1 - learning_rate * adam.weight_decay)
+        w.mul_(1 - learning_rate * weight_decay)
         m.lerp_(g, 1 - adam.beta1)
         v.mul_(adam.beta2).addcmul_(g, g, value=1 - adam.beta2)
         scale = v.sqrt().div_(correction2).add_(adam.eps)

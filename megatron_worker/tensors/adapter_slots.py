@@ -1,7 +1,7 @@
 """The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longshore.training import Adam, Full, Lora
-from megatron_worker.engine import Norms, Outgoing, Part
+from longshore.training import Full, Lora, Optimizer
+from megatron_worker.engine import Batch, Norms, Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice, modules_of
@@ -70,9 +70,9 @@ class SlotOptimizer(StatefulOptimizer, Protocol):
 
     def reduce(self, denominator: float) -> float: ...
 
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms: ...
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms: ...
 
-    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms: ...
+    def step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
@@ -81,12 +81,24 @@ OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step."""
+    """What is being trained: an adapter's slot, or (None) the base.
+
+    Since the last step: `num_bins`, passes; `weight`, of this rank's bins.
+    """
 
     slot: str | None
     optimizer: OptimizerT
     slices: list[TensorSlice]
     num_bins: int = 0
+    weight: Tensor | float = 0.0
+
+    def weighed(self, passes: Iterable[tuple[Batch, dict[str, Tensor]]]) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        for batch, sums in passes:
+            self.weight = self.weight + sums["weight"]
+            yield batch, sums
+
+    def forget_bins(self) -> None:
+        self.num_bins, self.weight = 0, 0.0
 
     @property
     def keeps_masters(self) -> bool:
