@@ -37,7 +37,7 @@ RECOMPUTE_DESCRIPTION = (
     "compute layers again in the backward, in less memory; auto: where the longest example fits the budget only so"
 )
 OptimizerStates = Literal["float32", "8bit"]
-STATES_DESCRIPTION = "how AdamW's two moments are held; 8bit: megatron alone"
+STATES_DESCRIPTION = "how the optimizer's two moments are held; 8bit: megatron alone"
 OptimizerName = Annotated[
     Literal["adamw", "muon"],
     Field(description="muon: for matrices of layers and of adapters, and AdamW for the rest (docs/optimizers.md)"),
