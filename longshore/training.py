@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
@@ -186,12 +186,9 @@ class Muon(_OfAnyOptimizer):
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
-def _kind_of_optimizer(given: Any) -> Any:
-    """Return the tag. Jobs and commands of before there was a choice say none, and mean AdamW."""
-    return given.get("kind", "adamw") if isinstance(given, Mapping) else getattr(given, "kind", None)
-
-
-Optimizer = Annotated[Annotated[Adam, Tag("adamw")] | Annotated[Muon, Tag("muon")], Discriminator(_kind_of_optimizer)]
+# Jobs and commands of before there was a choice name no kind.
+_NAMED = BeforeValidator(lambda given: {"kind": "adamw", **given} if isinstance(given, Mapping) else given)
+Optimizer = Annotated[Adam | Muon, Field(discriminator="kind"), _NAMED]
 
 
 def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, trainable: Lora | Full) -> None:

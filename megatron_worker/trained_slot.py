@@ -128,9 +128,8 @@ class TrainedSlot:
             raise NotFinite("the gradient's norm", norms.grad_norm)
         self._sums_s += time.perf_counter() - began
         update = {"learning_rate": learning_rate, "grad_norm": norms.grad_norm, "clipped": float(norms.clipped)}
-        return self._stepped(
-            number, ({"loss": self.sums["loss"] / weight} if weight else {}) | update | {**norms.noise}
-        )
+        loss = {"loss": self.sums["loss"] / weight} if weight else {}
+        return self._stepped(number, loss | update | dict(norms.noise))
 
     def skip_step(self, number: int) -> dict[str, float]:
         """Drop the gradients of a step that trains no token, and report it as step `number`."""

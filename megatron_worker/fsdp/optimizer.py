@@ -14,7 +14,7 @@ from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
 from megatron_worker.optimizers.groups import groups_of, rates_of, step_matrix, update
-from megatron_worker.optimizers.muon import orthogonalise
+from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
@@ -137,25 +137,28 @@ class FsdpOptimizer:
             rates = rates_of(self._groups[name], adam, learning_rate)
             update(weight.view(-1), grad, mean, square, adam, rates, self.step_count)
         if isinstance(adam, Muon):
-            self._step_matrices(adam, learning_rate)
+            self._orthogonalise(adam)
+            for name in {s.parameter: s for s in self._matrices}:
+                step_matrix(self.master[name], self.grad.views[name], rates_of(self._groups[name], adam, learning_rate))
         self.refresh_working()
         self.zero_grad()
         return Norms(norm, clipped)
 
-    def _step_matrices(self, muon: Muon, learning_rate: float) -> None:
-        """Make the directions that `update` has left in the gradients orthogonal, and step.
+    def _orthogonalise(self, muon: Muon) -> None:
+        """Put matrices' steps in the place of their directions, which `update` has left in the gradients.
 
         Every rank computes the whole step of a matrix that ranks share; of an expert's the one that has it.
         """
         directions = self.grad.views
         for s in self._matrices:
-            parameter, place = directions[s.parameter], self._ranks.splitting(s)
+            parameter, dtype, place = (
+                directions[s.parameter],
+                self._working[s.parameter].dtype,
+                self._ranks.splitting(s),
+            )
             is_own = s.expert is not None
             whole = s.read(parameter, s.shape[0]) if is_own else self._ranks.whole(s, directions, torch.float32)
-            orthogonalise(s, parameter, whole, place, muon, self._working[s.parameter].dtype)
-        for name, weight in self.master.items():
-            if self._groups[name].is_layers:
-                step_matrix(weight, directions[name], rates_of(self._groups[name], muon, learning_rate))
+            s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with."""

@@ -100,13 +100,11 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"
-        flat, regions = self._model.flat, self._model.regions
+        flat, own = self._model.flat, (self._mesh, self._optimizer_states, self._slices_here)
         if device != self._mesh.device:
             meta = flat.like(flat.buffer.dtype, device)
-            return MegatronOptimizer({}, meta, regions, self._mesh, self._optimizer_states, self._slices_here)
-        return MegatronOptimizer(
-            self._model.parameters, flat, regions, self._mesh, self._optimizer_states, self._slices_here
-        )
+            return MegatronOptimizer({}, meta, self._model.regions, *own)
+        return MegatronOptimizer(self._model.parameters, flat, self._model.regions, *own)
 
     # A step.
 

@@ -6,7 +6,6 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
 
@@ -19,11 +18,11 @@ from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
-from megatron_worker.optimizers.groups import Group, Rates, groups_of, rates_of, step_matrix, update
-from megatron_worker.optimizers.muon import orthogonalise
+from megatron_worker.optimizers.groups import Group, groups_of, rates_of, step_matrix, update
+from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.quantized.moments import CodedMoment, update_coded
-from megatron_worker.tensors.adamw import sum_of_squares
+from megatron_worker.tensors.adamw import Rates, sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
@@ -47,9 +46,11 @@ class MegatronOptimizer:
         slices: Sequence[TensorSlice] = (),
     ) -> None:
         self._mesh = mesh
-        self._groups = dict.fromkeys(working.shapes, Group()) | groups_of(slices)
-        self._pieces = list(_pieces(working, regions, self._groups))
-        self._matrices = _matrices(slices, working, self._groups, mesh.ep.size)
+        groups = dict.fromkeys(working.shapes, Group()) | groups_of(slices)
+        self._pieces = list(_pieces(working, regions, groups))
+        self._matrices: dict[str, list[TensorSlice]] = {n: [] for n in working.shapes if groups[n].is_layers}
+        for s in slices:
+            self._matrices.get(s.parameter, []).append(s)
         self._parameters = parameters
         self._regions = regions
         self._working = working
@@ -224,7 +225,10 @@ class MegatronOptimizer:
                 own = slice(start, start := start + len(weight))
                 update(weight, grad, mean.buffer[own], square.buffer[own], adam, rates, self.step_count)
         if isinstance(adam, Muon):
-            self._step_matrices(adam, learning_rate, weights, grads)
+            self._orthogonalise(adam, grads)
+            for weight, made, rates in parts:
+                if rates.by_muon:
+                    step_matrix(weight, made, rates)
 
     def _cuts(self, adam: Optimizer, learning_rate: float) -> Iterator[tuple[int, slice, Rates]]:
         """Yield what has the same rates: the number of a region, and a part of this rank's share of it."""
@@ -236,19 +240,21 @@ class MegatronOptimizer:
             cuts = [cut for _, cut, _ in alike]
             yield number, slice(cuts[0].start, cuts[-1].stop), rates
 
-    def _step_matrices(self, muon: Muon, learning_rate: float, weights: list[Tensor], grads: list[Tensor]) -> None:
-        """Make the directions that `update` has left in the gradients orthogonal, a parameter at a time, and step.
+    def _orthogonalise(self, muon: Muon, grads: Sequence[Tensor]) -> None:
+        """Put matrices' steps in the place of their directions, which `update` has left in the gradients' shares.
 
-        Ranks that hold a parameter bring its matrices together, and each computes their whole steps.
+        Ranks that hold a parameter bring its matrices together, one by one, and each computes their whole steps.
         """
-        directions, masters = (Gathered(self._working, self._regions, shares) for shares in (grads, weights))
+        directions, dtype = Gathered(self._working, self._regions, grads), self._working.buffer.dtype
         for name, slices in self._matrices.items():
-            parameter, rates = directions[name], rates_of(self._groups[name], muon, learning_rate)
+            parameter = directions[name]
             for s in slices:
-                whole = self._mesh.gathered(s, parameter)
-                orthogonalise(s, parameter, whole, self._mesh.splitting(s), muon, self._working.buffer.dtype)
-            for weight, made in masters.own(name, parameter):
-                step_matrix(weight, made, rates)
+                if s.is_stack:  # of this rank's own experts, each whole
+                    s.write(parameter, step_of(s.read(parameter, len(parameter)), muon, dtype))
+                else:
+                    place, whole = self._mesh.splitting(s), self._mesh.gathered(s, parameter)
+                    s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
+            self.grad.views[name].copy_(parameter)
 
 
 def _pieces(
@@ -262,18 +268,6 @@ def _pieces(
         first, last = max(start, own.start), min(stop, own.stop)
         if first < last:
             yield number, slice(first - own.start, last - own.start), groups[name]
-
-
-def _matrices(
-    slices: Sequence[TensorSlice], working: Flat, groups: Mapping[str, Group], num_shares: int
-) -> dict[str, list[TensorSlice]]:
-    """Return the matrices in each of this rank's parameters. Of stacks they are its own experts alone."""
-    found: dict[str, list[TensorSlice]] = {name: [] for name in working.shapes if groups[name].is_layers}
-    for s in slices:
-        if s.is_stack:
-            s = replace(s, split=None, is_stack=False, shape=(s.shape[0] // num_shares, *s.shape[1:]))
-        found.get(s.parameter, []).append(s)
-    return found
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -321,13 +315,6 @@ class Gathered(Mapping[str, Tensor]):
             elif copies.rank == rank:
                 ranks.send(share[of_share], first)
         return whole.view(self._working.shapes[name]) if copies.rank == 0 else None
-
-    def own(self, name: str, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of a parameter, unless it has none, and the same elements of a whole one."""
-        region, share = self._share_of(name)
-        for rank, of_whole, of_share in self._parts(name, region):
-            if rank == region.copies.rank:
-                yield share[of_share], whole.view(-1)[of_whole]
 
     def _share_of(self, name: str) -> tuple[Region, Tensor]:
         start = self._working.offsets[name]

@@ -10,6 +10,7 @@ from longshore.training import Muon, Optimizer
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.optimizers import muon
 from megatron_worker.tensors import adamw
+from megatron_worker.tensors.adamw import Rates
 
 _OF_LAYER = re.compile(r"\.\d+\.|\.lora_[AB]\.")
 _EMBEDDING = re.compile(r"embed(?!_out)|\bwte\b|\bwpe\b")
@@ -17,9 +18,7 @@ _EMBEDDING = re.compile(r"embed(?!_out)|\bwte\b|\bwpe\b")
 
 @dataclass(frozen=True)
 class Group:
-    """`is_layers`: matrices of layers and of adapters, which Muon takes. `is_matrix`: those, filters of convolutions,
-    output layers: all but vectors and embeddings. `is_b`: LoRA's B matrices.
-    """
+    """`is_layers`: matrices of layers and of adapters. `is_matrix`: all but vectors, embeddings. `is_b`: LoRA's B."""
 
     is_layers: bool = False
     is_matrix: bool = False
@@ -38,15 +37,6 @@ def _group_of(s: TensorSlice) -> Group:
     return Group(num_dimensions == 2 and of_layer, is_matrix, ".lora_B." in s.name)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What an optimizer does to a group at a step. `by_muon`: its directions are to be made orthogonal."""
-
-    learning_rate: float
-    weight_decay: float
-    by_muon: bool
-
-
 def rates_of(group: Group, optimizer: Optimizer, learning_rate: float) -> Rates:
     return Rates(
         learning_rate * (optimizer.lora_plus_ratio if group.is_b else 1.0),
@@ -56,15 +46,15 @@ def rates_of(group: Group, optimizer: Optimizer, learning_rate: float) -> Rates:
 
 
 def step_matrix(weight: Tensor, made: Tensor, rates: Rates) -> None:
-    """Take the step that `muon.orthogonalise` has made, in place."""
+    """Take a step that `muon.step_of` has made, in place."""
     weight.mul_(1 - rates.learning_rate * rates.weight_decay).add_(made, alpha=-rates.learning_rate)
 
 
 def update(
     weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, optimizer: Optimizer, rates: Rates, step: int
 ) -> None:
-    """Do step number `step` of flat float32 tensors, in place; of Muon's only what comes before `orthogonalise`."""
+    """Do step number `step` of flat float32 tensors, in place; of Muon's only what comes before `step_of`."""
     if isinstance(optimizer, Muon) and rates.by_muon:
         muon.direct(grad, mean, square, optimizer)
     else:
-        adamw.update(weight, grad, mean, square, optimizer, rates.learning_rate, rates.weight_decay, step)
+        adamw.update(weight, grad, mean, square, optimizer, rates, step)

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from longshore.training import Muon
-from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.tensors.state_files import Place
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
@@ -33,18 +31,12 @@ def direct(grad: Tensor, mean: Tensor, square: Tensor, muon: Muon) -> None:
         grad.copy_(mean)
 
 
-def orthogonalise(
-    s: TensorSlice, parameter: Tensor, whole: Tensor, place: Place, muon: Muon, dtype: torch.dtype
-) -> None:
-    """Put this rank's part of the step of a whole matrix, or of a stack of them, in the place of its direction.
-
-    Args:
-        parameter: this rank's directions, which the matrix is a part of.
-        whole: the matrix's direction.
-        dtype: what products are computed in.
-    """
-    made = orthogonal(whole, muon.newton_schulz_steps, dtype).float() * _scale(muon, *whole.shape[-2:])
-    s.write(parameter, s.local(made, place.rank, place.size))
+def step_of(direction: Tensor, muon: Muon, dtype: torch.dtype) -> Tensor:
+    """Return the step, float32, of whole matrices [..., rows, columns]. `dtype`: what products are computed in."""
+    rows, columns = direction.shape[-2:]
+    is_like_adamw = muon.scale == "match_rms_adamw"
+    scale = 0.2 * math.sqrt(max(rows, columns)) if is_like_adamw else math.sqrt(max(1, rows / columns))
+    return orthogonal(direction, muon.newton_schulz_steps, dtype).float() * scale
 
 
 def orthogonal(direction: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -57,9 +49,3 @@ def orthogonal(direction: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return (x.mT if is_tall else x).reshape(direction.shape)
-
-
-def _scale(muon: Muon, rows: int, columns: int) -> float:
-    if muon.scale == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))

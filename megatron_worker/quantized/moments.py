@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from longshore.training import Optimizer
-from megatron_worker.optimizers.groups import Rates, update
+from megatron_worker.optimizers.groups import update
 from megatron_worker.quantized.block_codes import code_of_values
 from megatron_worker.quantized.tensors import QuantizedTensors
+from megatron_worker.tensors.adamw import Rates
 
 _BLOCK, _CHUNK = 64, 1 << 18
 _LEAST = 2.0**-50  # a scale: squares of its block's smallest numbers are told apart in float32
@@ -59,10 +60,7 @@ def update_coded(
     optimizer: Optimizer,
     step: int,
 ) -> None:
-    """Do a step of weights with their gradients, whose moments lie one after another.
-
-    A few moments are in float32 at a time.
-    """
+    """Do a step of weights, gradients: moments lie one after another, and a few are in float32 at a time."""
     start = 0
     for weight, grad, rates in parts:
         for w, g in zip(weight.split(_CHUNK), grad.split(_CHUNK), strict=True):

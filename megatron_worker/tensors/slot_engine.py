@@ -141,10 +141,9 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
 def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:
     """Estimate the gradient noise scale, trace / signal (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
 
-    The mean gradient G_w of a weight w has E |G_w|^2 = signal + trace / w, with `trace` that of the covariance of the
-    gradient of weight 1, and `signal` the true gradient's square. Ranks with w_r each and all of them together, W, are
-    two such sizes. Both estimates are unbiased whatever the w_r; their quotient is not, and is left out where signal
-    is not positive: so whoever wants to know it averages both over steps.
+    The mean gradient G_w of a weight w has E |G_w|^2 = signal + trace / w, with `signal` the true gradient's square and
+    `trace` that of the covariance of weight 1. Ranks with w_r each, and all together, are two such sizes. Both
+    estimates are unbiased whatever the w_r; their quotient is not, and is left out where signal is not positive.
 
     Args:
         sums: over the ranks with a weight: `square`, of w_r |G_r|^2; `weight`, of w_r; `ranks`, their number.

@@ -57,8 +57,9 @@ _TrainedRun = TypeVar("_TrainedRun", bound="_DatasetRun | RLRun")
 
 def optimizer_of(run: "_DatasetRun | RLRun") -> Optimizer:
     """Return the optimizer of a run's jobs."""
-    kind = Muon if run.optimizer == "muon" else Adam
-    return kind(**run.model_dump(include={"weight_decay", "decay", "clip_norm", "lora_plus_ratio", "noise_scale"}))
+    return (Muon if run.optimizer == "muon" else Adam)(
+        **run.model_dump(include={"weight_decay", "decay", "clip_norm", "lora_plus_ratio", "noise_scale"})
+    )
 
 
 def _optimizer_fits(asked: _TrainedRun) -> _TrainedRun:
