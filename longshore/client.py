@@ -21,7 +21,7 @@ import httpx
 
 from longshore.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
 from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
-from longshore.training import Adam, SessionRun
+from longshore.training import Adam, Optimizer, SessionRun
 
 _LONG_POLL_S = 30.0
 _CONNECT_S, _ANSWER_S = 5.0, 60.0
@@ -196,7 +196,7 @@ class Session:
         return self.send(asked)
 
     def optim_step(
-        self, learning_rate: float, optimizer: Adam | None = None, denominator: float | None = None
+        self, learning_rate: float, optimizer: Optimizer | None = None, denominator: float | None = None
     ) -> Pending:
         """Divide the gradients, by the sum of weights unless told otherwise; clip, step, zero."""
         asked = OptimStep(learning_rate=learning_rate, optimizer=optimizer or Adam(), denominator=denominator)

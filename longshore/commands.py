@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from longshore.fields import Artifact, Frozen, pattern
 from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
-from longshore.training import Adam
+from longshore.training import Adam, Optimizer
 
 CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
 """Of the state of a run after step n, or of a session after command n."""
@@ -171,7 +171,7 @@ class OptimStep(Frozen):
     effect: ClassVar[Effect] = "slot"
     kind: Literal["optim_step"] = "optim_step"
     learning_rate: float = Field(ge=0, le=10)
-    optimizer: Adam = Adam()
+    optimizer: Optimizer = Adam()
     denominator: float | None = Field(
         default=None,
         gt=0,

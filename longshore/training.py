@@ -37,7 +37,18 @@ RECOMPUTE_DESCRIPTION = (
     "compute layers again in the backward, in less memory; auto: where the longest example fits the budget only so"
 )
 OptimizerStates = Literal["float32", "8bit"]
-STATES_DESCRIPTION = "how AdamW's two moments are held; 8bit: megatron alone"
+STATES_DESCRIPTION = "how the optimizer's two moments are held; 8bit: megatron alone"
+OptimizerName = Annotated[
+    Literal["adamw", "muon"],
+    Field(description="muon: for matrices of layers and of adapters, and AdamW for the rest (docs/optimizers.md)"),
+]
+Decay = Annotated[
+    Literal["all", "matrices"], Field(description="what weight_decay shrinks; matrices: no norms, biases, embeddings")
+]
+LoraPlusRatio = Annotated[
+    float, Field(gt=0, le=1000, description="LoRA+: the learning rate of adapters' B matrices is so many times A's")
+]
+NoiseScale = Annotated[bool, Field(description="report each step's gradient noise scale; layouts of dp alone")]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
 
 
@@ -188,14 +199,52 @@ def held_otherwise(engine: EngineName, quantize: Quantization | None, states: Op
     return None
 
 
-class Adam(Frozen):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); `clip_norm` bounds the global gradient norm, 0 for none."""
-
+class _OfAnyOptimizer(Frozen):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    decay: Decay = "all"
     clip_norm: float = Field(default=1.0, ge=0)
+    lora_plus_ratio: LoraPlusRatio = 1.0
+    noise_scale: NoiseScale = False
+
+
+class Adam(_OfAnyOptimizer):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); `clip_norm` bounds the global gradient norm, 0 for none."""
+
+    kind: Literal["adamw"] = "adamw"
+
+
+class Muon(_OfAnyOptimizer):
+    """Muon (Jordan et al. 2024) for matrices of layers and adapters, and AdamW, by the betas and eps, for the rest.
+
+    `scale`, in torch's words, of the orthogonal step of a matrix: 0.2 sqrt(max(rows, columns)), the size of AdamW's
+    (Liu et al. 2025, arXiv:2502.16982), or sqrt(max(1, rows / columns)).
+    """
+
+    kind: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    nesterov: bool = True
+    newton_schulz_steps: int = Field(default=5, ge=1, le=20)
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
+# Jobs and commands of before there was a choice name no kind.
+_NAMED = BeforeValidator(lambda given: {"kind": "adamw", **given} if isinstance(given, Mapping) else given)
+Optimizer = Annotated[Adam | Muon, Field(discriminator="kind"), _NAMED]
+
+
+def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, trainable: Lora | Full) -> None:
+    """Raise ValueError where a setting would do nothing, or cannot be computed."""
+    if optimizer.lora_plus_ratio != 1 and trainable.kind == "full":
+        raise ValueError("lora_plus_ratio: full training has no B matrices; train a lora, or drop lora_plus_ratio")
+    if not optimizer.noise_scale:
+        return
+    if layout.dp < 2 or layout.dp != layout.world_size or layout.ep > 1:
+        raise ValueError("noise_scale: it compares gradients of data-parallel ranks; ask for a layout of dp alone")
+    if engine == "fsdp" and trainable.kind == "full":
+        raise ValueError("noise_scale: the engine fsdp sums gradients of whole models in its backward; use megatron")
 
 
 ModelUri = Annotated[

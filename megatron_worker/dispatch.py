@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.training import Adam, Full, Lora, Recompute, ScalarHead
+from longshore.training import Full, Lora, Optimizer, Recompute, ScalarHead
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
@@ -261,7 +261,7 @@ class Dispatcher:
                     sums.add(found, batch)
         return self.engine.reduce(sums.totals)
 
-    def optim_step(self, slot: SlotName, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def optim_step(self, slot: SlotName, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients, clip, step, zero. A norm that is not finite changes no weight."""
         with self.resident(slot):
             return self.engine.optim_step(adam, learning_rate, denominator)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longshore.layout import Layout
-from longshore.training import Adam, Dtype, Full, Lora
+from longshore.training import Dtype, Full, Lora, Optimizer
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
 from shared.jobs.packed import RouteShape
@@ -168,10 +168,14 @@ class LossFunction:
 
 @dataclass(frozen=True)
 class Norms:
-    """The gradient norm over all ranks, after normalisation and before clipping; `clipped`: it was above the bound."""
+    """The gradient norm over all ranks, after normalisation and before clipping; `clipped`: it was above the bound.
+
+    `noise`: metrics of the gradient noise scale, where it was asked for.
+    """
 
     grad_norm: float
     clipped: bool
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -339,7 +343,7 @@ class Engine(Protocol):
         """Combine the sums of all data-parallel ranks (sums.py). Every rank gets the same numbers."""
         ...
 
-    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
         ...
 

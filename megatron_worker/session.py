@@ -23,6 +23,7 @@ from longshore.commands import (
     OptimStep,
     SaveState,
 )
+from longshore.training import check_optimizer
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
@@ -232,6 +233,10 @@ class SessionProgram(Program):
         if not denominator > 0:
             message = f"the weights since the last step come to {denominator:g}: say what to divide gradients by"
             raise InvalidInput(message, "denominator")
+        try:
+            check_optimizer(asked.optimizer, self.plan.engine, self.plan.layout, self.plan.trainable)
+        except ValueError as error:
+            raise InvalidInput(str(error), "optimizer") from None
         self._is_touched = True
         metrics = self.slot.optim_step(number, asked.optimizer, asked.learning_rate, denominator)
         del metrics["memory_bytes"]  # of this worker: a result is the same whoever repeats the command

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
-from longshore.training import Adam
+from longshore.training import Optimizer
 from megatron_worker.dispatch import Dispatcher, TargetScores
 from megatron_worker.engine import LossFunction
 from megatron_worker.process.background import Awaited
@@ -116,7 +116,7 @@ class TrainedSlot:
         self._sums_s += seconds
         return sums
 
-    def optim_step(self, number: int, adam: Adam, learning_rate: float, denominator: float) -> dict[str, float]:
+    def optim_step(self, number: int, adam: Optimizer, learning_rate: float, denominator: float) -> dict[str, float]:
         """Divide the gradients, make one update, and report it as step `number`. Returns the metrics that it reports.
 
         Raises:
@@ -128,7 +128,8 @@ class TrainedSlot:
             raise NotFinite("the gradient's norm", norms.grad_norm)
         self._sums_s += time.perf_counter() - began
         update = {"learning_rate": learning_rate, "grad_norm": norms.grad_norm, "clipped": float(norms.clipped)}
-        return self._stepped(number, ({"loss": self.sums["loss"] / weight} if weight else {}) | update)
+        loss = {"loss": self.sums["loss"] / weight} if weight else {}
+        return self._stepped(number, loss | update | dict(norms.noise))
 
     def skip_step(self, number: int) -> dict[str, float]:
         """Drop the gradients of a step that trains no token, and report it as step `number`."""

@@ -59,6 +59,8 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     if isinstance(run, SessionRun):  # its client sets the other hyperparameters at each step
         return {**method, **fixed}
     own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
+    chosen = ("optimizer", "decay", "lora_plus_ratio")  # shown where they are not the defaults
+    own |= {n.replace("_", " "): str(v) for n, v in run.model_dump(include={*chosen}, exclude_defaults=True).items()}
     return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}
 
 

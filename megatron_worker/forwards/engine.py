@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longshore.training import Adam
+from longshore.training import Optimizer
 from megatron_worker.engine import Batch, Engine, Norms
 from megatron_worker.head.logprobs import VocabShard
 
@@ -44,6 +44,6 @@ class ForwardEngine(Engine, Protocol):
         """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
         ...
 
-    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
         ...

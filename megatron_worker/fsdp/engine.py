@@ -148,7 +148,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        return ((batch, self.forward_backward(batch, loss)) for batch in batches)
+        return self._slots.training.weighed((batch, self.forward_backward(batch, loss)) for batch in batches)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}

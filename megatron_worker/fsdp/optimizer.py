@@ -1,4 +1,5 @@
-"""AdamW (adamw.py) for shards of weights whose gradients come reduced, and for adapters that every rank has whole."""
+"""AdamW (adamw.py) and Muon (muon.py) for shards of weights whose gradients come reduced, and for adapters that every
+rank has whole."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +9,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from longshore.training import Adam
+from longshore.training import Muon, Optimizer
 from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
+from megatron_worker.optimizers.groups import groups_of, rates_of, step_matrix, update
+from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
-from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
@@ -37,6 +40,8 @@ class FsdpOptimizer:
         self._is_sharded = any(s.split is not None for s in slices)
         # Another rank counts what this one has as it has. None: all is this one's.
         self._counted = [s.parameter for s in slices if ranks.tp_rank and isinstance(s, SplitByTp)]
+        self._groups = groups_of(slices)
+        self._matrices = [s for s in slices if s.parameter in working and self._groups[s.parameter].is_layers]
         self._parameters = parameters
         self._working = working
         self.step_count = 0
@@ -114,7 +119,7 @@ class FsdpOptimizer:
         return self._norm()
 
     @torch.no_grad()
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         if not math.isfinite(norm):
             self.zero_grad()
@@ -125,10 +130,31 @@ class FsdpOptimizer:
         self.step_count += 1
         for name, weight in self.master.items():
             grad, mean, square = (flat.views[name].view(-1) for flat in (self.grad, self.exp_avg, self.exp_avg_sq))
-            update(weight.view(-1), grad, mean, square, adam, learning_rate, self.step_count)
+            rates = rates_of(self._groups[name], adam, learning_rate)
+            update(weight.view(-1), grad, mean, square, adam, rates, self.step_count)
+        if isinstance(adam, Muon):
+            self._orthogonalise(adam)
+            for name in {s.parameter: s for s in self._matrices}:
+                step_matrix(self.master[name], self.grad.views[name], rates_of(self._groups[name], adam, learning_rate))
         self.refresh_working()
         self.zero_grad()
         return Norms(norm, clipped)
+
+    def _orthogonalise(self, muon: Muon) -> None:
+        """Put matrices' steps in the place of their directions, which `update` has left in the gradients.
+
+        Every rank computes the whole step of a matrix that ranks share; of an expert's the one that has it.
+        """
+        directions = self.grad.views
+        for s in self._matrices:
+            parameter, dtype, place = (
+                directions[s.parameter],
+                self._working[s.parameter].dtype,
+                self._ranks.splitting(s),
+            )
+            is_own = s.expert is not None
+            whole = s.read(parameter, s.shape[0]) if is_own else self._ranks.whole(s, directions, torch.float32)
+            s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with."""

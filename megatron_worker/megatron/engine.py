@@ -101,11 +101,11 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"
-        flat, regions = self._model.flat, self._model.regions
+        flat, own = self._model.flat, (self._mesh, self._optimizer_states, self._slices_here)
         if device != self._mesh.device:
             meta = flat.like(flat.buffer.dtype, device)
-            return MegatronOptimizer({}, meta, regions, self._mesh, self._optimizer_states)
-        return MegatronOptimizer(self._model.parameters, flat, regions, self._mesh, self._optimizer_states)
+            return MegatronOptimizer({}, meta, self._model.regions, *own)
+        return MegatronOptimizer(self._model.parameters, flat, self._model.regions, *own)
 
     # A step.
 
@@ -139,7 +139,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self._slots.is_training, "nothing is being trained"
-        return self._passes.forward_backward(batches, loss, self._slots.dropping)
+        return self._slots.training.weighed(self._passes.forward_backward(batches, loss, self._slots.dropping))
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}

@@ -238,7 +238,7 @@ class MegatronAdapter:
 
     def new_optimizer(self, states: OptimizerStates = "float32") -> MegatronOptimizer:
         """Return an optimizer that trains this adapter."""
-        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh, states)
+        return MegatronOptimizer(self.parameters, self.flat, self._regions, self._mesh, states, self.slices)
 
     def lora_weights(self) -> dict[str, LoraWeights]:
         """Return the weights by the name of their fused linear."""

@@ -1,4 +1,4 @@
-"""AdamW (adamw.py) on float32 masters: flat buffers for weights, gradients and both moments.
+"""AdamW (adamw.py) and Muon (muon.py) on float32 masters: flat buffers for weights, gradients and both moments.
 
 Of tensors that several ranks hold, each rank updates a share, and keeps masters and moments of that share only
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
@@ -7,19 +7,22 @@ Of tensors that several ranks hold, each rank updates a share, and keeps masters
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from longshore.training import Adam, OptimizerStates
+from longshore.training import Muon, Optimizer, OptimizerStates
 from megatron_worker.engine import Norms
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
+from megatron_worker.optimizers.groups import Group, groups_of, rates_of, step_matrix, update
+from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.quantized.moments import CodedMoment, update_coded
-from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.adamw import Rates, sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
@@ -30,6 +33,7 @@ class MegatronOptimizer:
 
     Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
     is float32; else, as the moments, this rank's shares one after another. `states`: how the moments are held.
+    `slices`: the tensors that the parameters hold; what is in none is updated as no matrix is.
     """
 
     def __init__(
@@ -39,8 +43,14 @@ class MegatronOptimizer:
         regions: list[Region],
         mesh: Mesh,
         states: OptimizerStates = "float32",
+        slices: Sequence[TensorSlice] = (),
     ) -> None:
         self._mesh = mesh
+        groups = dict.fromkeys(working.shapes, Group()) | groups_of(slices)
+        self._pieces = list(_pieces(working, regions, groups))
+        self._matrices: dict[str, list[TensorSlice]] = {n: [] for n in working.shapes if groups[n].is_layers}
+        for s in slices:
+            self._matrices.get(s.parameter, []).append(s)
         self._parameters = parameters
         self._regions = regions
         self._working = working
@@ -161,7 +171,7 @@ class MegatronOptimizer:
 
     # A step.
 
-    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
         return self.apply(adam, learning_rate, self.reduce(denominator))
 
@@ -179,7 +189,7 @@ class MegatronOptimizer:
         return self._norm()
 
     @torch.no_grad()
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         if not math.isfinite(norm):
             self.zero_grad()
@@ -203,13 +213,61 @@ class MegatronOptimizer:
         self._mesh.world.sum(total)
         return float(total.sqrt())
 
-    def _update(self, adam: Adam, learning_rate: float) -> None:
+    def _update(self, adam: Optimizer, learning_rate: float) -> None:
         weights, grads = self._shares("master"), self._owned(self.grad.buffer)
-        if isinstance(self.exp_avg, CodedMoment) and isinstance(self.exp_avg_sq, CodedMoment):
-            update_coded(weights, grads, self.exp_avg, self.exp_avg_sq, adam, learning_rate, self.step_count)
-            return
-        for own in zip(weights, grads, self._shares("exp_avg"), self._shares("exp_avg_sq"), strict=True):
-            update(*own, adam, learning_rate, self.step_count)
+        parts = [(weights[n][cut], grads[n][cut], rates) for n, cut, rates in self._cuts(adam, learning_rate)]
+        mean, square = self.exp_avg, self.exp_avg_sq
+        if isinstance(mean, CodedMoment) and isinstance(square, CodedMoment):
+            update_coded(parts, mean, square, adam, self.step_count)
+        elif isinstance(mean, Flat) and isinstance(square, Flat):
+            start = 0
+            for weight, grad, rates in parts:
+                own = slice(start, start := start + len(weight))
+                update(weight, grad, mean.buffer[own], square.buffer[own], adam, rates, self.step_count)
+        if isinstance(adam, Muon):
+            self._orthogonalise(adam, grads)
+            for weight, made, rates in parts:
+                if rates.by_muon:
+                    step_matrix(weight, made, rates)
+
+    def _cuts(self, adam: Optimizer, learning_rate: float) -> Iterator[tuple[int, slice, Rates]]:
+        """Yield what has the same rates: the number of a region, and a part of this rank's share of it."""
+
+        def key(piece: tuple[int, slice, Group]) -> tuple[int, Rates]:
+            return piece[0], rates_of(piece[2], adam, learning_rate)
+
+        for (number, rates), alike in groupby(self._pieces, key):
+            cuts = [cut for _, cut, _ in alike]
+            yield number, slice(cuts[0].start, cuts[-1].stop), rates
+
+    def _orthogonalise(self, muon: Muon, grads: Sequence[Tensor]) -> None:
+        """Put matrices' steps in the place of their directions, which `update` has left in the gradients' shares.
+
+        Ranks that hold a parameter bring its matrices together, one by one, and each computes their whole steps.
+        """
+        directions, dtype = Gathered(self._working, self._regions, grads), self._working.buffer.dtype
+        for name, slices in self._matrices.items():
+            parameter = directions[name]
+            for s in slices:
+                if s.is_stack:  # of this rank's own experts, each whole
+                    s.write(parameter, step_of(s.read(parameter, len(parameter)), muon, dtype))
+                else:
+                    place, whole = self._mesh.splitting(s), self._mesh.gathered(s, parameter)
+                    s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
+            self.grad.views[name].copy_(parameter)
+
+
+def _pieces(
+    working: Flat, regions: Sequence[Region], groups: Mapping[str, Group]
+) -> Iterator[tuple[int, slice, Group]]:
+    """Yield for each parameter the number of its region, its part of this rank's share there, and its group."""
+    starts = [*working.offsets.values()]
+    for (name, start), stop in zip(working.offsets.items(), [*starts[1:], working.num_elements], strict=True):
+        number = next(n for n, region in enumerate(regions) if region.start <= start < region.stop)
+        own = regions[number].own
+        first, last = max(start, own.start), min(stop, own.stop)
+        if first < last:
+            yield number, slice(first - own.start, last - own.start), groups[name]
 
 
 class Gathered(Mapping[str, Tensor]):

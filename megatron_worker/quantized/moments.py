@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longshore.training import Adam
+from longshore.training import Optimizer
+from megatron_worker.optimizers.groups import update
 from megatron_worker.quantized.block_codes import code_of_values
 from megatron_worker.quantized.tensors import QuantizedTensors
-from megatron_worker.tensors.adamw import update
+from megatron_worker.tensors.adamw import Rates
 
 _BLOCK, _CHUNK = 64, 1 << 18
 _LEAST = 2.0**-50  # a scale: squares of its block's smallest numbers are told apart in float32
@@ -53,20 +54,18 @@ class CodedMoment:
 
 
 def update_coded(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    parts: Sequence[tuple[Tensor, Tensor, Rates]],
     mean: CodedMoment,
     square: CodedMoment,
-    adam: Adam,
-    learning_rate: float,
+    optimizer: Optimizer,
     step: int,
 ) -> None:
-    """Do a step (adamw.py) of shares whose moments lie one after another. A few moments are in float32 at a time."""
+    """Do a step of weights, gradients: moments lie one after another, and a few are in float32 at a time."""
     start = 0
-    for weight, grad in zip(weights, grads, strict=True):
+    for weight, grad, rates in parts:
         for w, g in zip(weight.split(_CHUNK), grad.split(_CHUNK), strict=True):
             m, v = (moment.read(start, start + len(w)) for moment in (mean, square))
-            update(w, g, m, v, adam, learning_rate, step)
+            update(w, g, m, v, optimizer, rates, step)
             mean.write(m, start)
             square.write(v, start)
             start += len(w)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Unpack
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longshore.training import Adam, Full, Lora
+from longshore.training import Full, Lora, Optimizer
 from megatron_worker.engine import Memory, Norms, Outgoing, Part, PartPlaces, Where
 from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
 
@@ -66,14 +67,26 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
 
     # A step.
 
-    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+    def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         training = self._slots.training
-        return training.apply(adam, learning_rate, training.reduce(denominator))
+        sums = self._noise_sums(training.square_of_own_gradient(), training.weight) if adam.noise_scale else None
+        norms = training.apply(adam, learning_rate, training.reduce(denominator))
+        return norms if sums is None else replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
+
+    def _noise_sums(self, square: Tensor, weight: Tensor | float) -> dict[str, float]:
+        """Return what `gradient_noise` needs, over ranks that have bins of their own each. Collective."""
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=square.device)
+        has_bins = weight > 0
+        square = square / torch.where(has_bins, weight, 1.0)
+        return self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        raise NotImplementedError
 
     def reduce_gradients(self, denominator: float) -> float:
         return self._slots.training.reduce(denominator)
 
-    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         return self._slots.training.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
@@ -125,3 +138,24 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
 
     def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
         return self._slots.slot_bytes(trainable)
+
+
+def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:
+    """Estimate the gradient noise scale, trace / signal (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
+
+    The mean gradient G_w of a weight w has E |G_w|^2 = signal + trace / w, with `signal` the true gradient's square and
+    `trace` that of the covariance of weight 1. Ranks with w_r each, and all together, are two such sizes. Both
+    estimates are unbiased whatever the w_r; their quotient is not, and is left out where signal is not positive.
+
+    Args:
+        sums: over the ranks with a weight: `square`, of w_r |G_r|^2; `weight`, of w_r; `ranks`, their number.
+        norm: of the sum of all gradients.
+    """
+    weight, ranks = sums["weight"], sums["ranks"]
+    if ranks < 2:
+        return {}
+    square = (norm / weight) ** 2
+    trace = (sums["square"] - weight * square) / (ranks - 1)
+    signal = square - trace / weight
+    parts = {"grad_noise_trace": trace, "grad_signal": signal}
+    return parts | ({"grad_noise_scale": trace / signal} if signal > 0 else {})

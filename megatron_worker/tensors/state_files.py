@@ -18,10 +18,11 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longshore.training import Adam, Lora, ScalarHead
-from megatron_worker.engine import Norms
+from longshore.training import Lora, Optimizer, ScalarHead
+from megatron_worker.engine import Batch, Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.process_group import SideRanks
+from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.safetensors_files import (
     TensorFiles,
@@ -105,7 +106,7 @@ class StatefulOptimizer(Protocol):
 
     def reduce(self, denominator: float) -> float: ...
 
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms: ...
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms: ...
 
 
 OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
@@ -113,14 +114,16 @@ OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base. `num_bins`: passes since the last step.
+    """What is being trained: an adapter's slot, or (None) the base.
 
-    `parts`: an optimizer with the tensors that it trains; a base with a head has two, which step as one.
+    `parts`: an optimizer with the tensors that it trains; a base with a head has two, which step as one. Since the last
+    step: `num_bins`, passes; `weight`, of this rank's bins.
     """
 
     slot: str | None
     parts: Sequence[tuple[OptimizerT, list[TensorSlice]]]
     num_bins: int = 0
+    weight: Tensor | float = 0.0
 
     @property
     def optimizer(self) -> OptimizerT:
@@ -138,18 +141,30 @@ class SlotTraining(Generic[OptimizerT]):
         """
         return self.slot is None and not self.optimizer.is_exact
 
+    def weighed(self, passes: Iterable[tuple[Batch, dict[str, Tensor]]]) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        for batch, sums in passes:
+            self.weight = self.weight + sums["weight"]
+            yield batch, sums
+
+    def square_of_own_gradient(self) -> Tensor:
+        """Return the sum of squares of what this rank has accumulated, before `reduce`."""
+        return torch.stack([sum_of_squares(optimizer.grad.buffer) for optimizer, _ in self.parts]).sum()
+
     def reduce(self, denominator: float) -> float:
         """Sum the gradients over all ranks, and divide them. Returns the norm of all."""
         return math.hypot(*(optimizer.reduce(denominator) for optimizer, _ in self.parts))
 
-    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
-        self.num_bins = 0
+        self._forget_bins()
         norms = [optimizer.apply(adam, learning_rate, norm) for optimizer, _ in self.parts]
         return norms[0]
 
+    def _forget_bins(self) -> None:
+        self.num_bins, self.weight = 0, 0.0
+
     def zero_grad(self) -> None:
-        self.num_bins = 0
+        self._forget_bins()
         for optimizer, _ in self.parts:
             optimizer.zero_grad()
 

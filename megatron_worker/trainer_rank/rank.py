@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from longshore.training import Adam, Full, Lora, Recompute
+from longshore.training import Full, Lora, Optimizer, Recompute
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.forwards.engine import ForwardEngine
@@ -40,7 +40,7 @@ from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches, resident
-from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes
+from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes, refuse_beyond_steps
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
 
@@ -263,7 +263,7 @@ class TrainerRank:
 
     def optim_step(
         self,
-        adam: Adam,
+        adam: Optimizer,
         learning_rate: float,
         denominator: float = 1.0,
         adapters: Sequence[str | None] | None = None,
@@ -283,6 +283,7 @@ class TrainerRank:
             for name in names:
                 self._trainable(name)
                 self._refuse_alive(name, "stepped")
+                refuse_beyond_steps(adam, self._slots[name].lora)
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
         if self._lockstep is not None:

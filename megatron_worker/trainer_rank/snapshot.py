@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from longshore.training import Lora
+from longshore.training import Lora, Optimizer
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
@@ -31,3 +31,11 @@ def refuse_beyond_passes(lora: Lora) -> None:
     """Raises InvalidInput for what is no part of a backbone's pass that user code asks for."""
     if lora.dropout or AdaptedModules(lora).of(OUTPUT) is not None:
         raise InvalidInput("dropout and adapters of lm_head are of a run's own passes alone", "trainable")
+
+
+def refuse_beyond_steps(optimizer: Optimizer, lora: Lora | None) -> None:
+    """Raises InvalidInput for a setting that would do nothing in a step of user code. `lora` is None of the base."""
+    if optimizer.noise_scale:
+        raise InvalidInput("it needs the weights of your losses, which only a run's or a session's have", "noise_scale")
+    if optimizer.lora_plus_ratio != 1 and lora is None:
+        raise InvalidInput("the base has no B matrices", "lora_plus_ratio")

@@ -4,7 +4,7 @@ from typing import Literal
 
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Lora, OptimizerStates, Quantization, Recompute, Target
+from longshore.training import Decay, Dtype, Lora, OptimizerName, OptimizerStates, Quantization, Recompute, Target
 
 LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
 """Fields of `trainable` in a run."""
@@ -30,8 +30,12 @@ class OwnSettings(Frozen):
     recompute: Recompute | None = None
     max_tokens: int | None = None
     bin_tokens: int | None = None
+    optimizer: OptimizerName | None = None
     weight_decay: float | None = None
+    decay: Decay | None = None
     clip_norm: float | None = None
+    lora_plus_ratio: float | None = None
+    noise_scale: bool | None = None
     temperature: float | None = None
     idle_s: float | None = None
     between_steps: Literal["offload", "keep"] | None = None

@@ -10,7 +10,17 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Dtype, OptimizerStates, Quantization, Recompute, Trainable, fields_fit_engine
+from longshore.training import (
+    Adam,
+    Dtype,
+    Optimizer,
+    OptimizerStates,
+    Quantization,
+    Recompute,
+    Trainable,
+    check_optimizer,
+    fields_fit_engine,
+)
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import Loss, check_head, is_policy_loss, reference_of, scores_old
@@ -154,7 +164,7 @@ class JobPlan(WorkerPlan):
         allow_inf_nan=False,
         description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled from",
     )
-    optimizer: Adam = Adam()
+    optimizer: Optimizer = Adam()
     schedule: Schedule
     evaluation: Evaluation = Evaluation()
     memory_budget_bytes: int | None = Field(
@@ -198,6 +208,11 @@ class JobPlan(WorkerPlan):
         return self
 
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
+
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> Self:
+        check_optimizer(self.optimizer, self.engine, self.layout, self.trainable)
+        return self
 
     @model_validator(mode="after")
     def _loss_is_of_what_is_there(self) -> Self:

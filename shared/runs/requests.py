@@ -1,6 +1,6 @@
 """Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -12,15 +12,23 @@ from longshore.training import (
     QUANTIZE_DESCRIPTION,
     RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
+    Adam,
+    Decay,
     Dtype,
     DtypeChoice,
     Lora,
+    LoraPlusRatio,
     ModelUri,
+    Muon,
+    NoiseScale,
+    Optimizer,
+    OptimizerName,
     OptimizerStates,
     Quantization,
     Recompute,
     SessionRun,
     Trainable,
+    check_optimizer,
     fields_fit_engine,
     trains_the_language_head,
 )
@@ -37,13 +45,27 @@ Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name 
 FIRST_TENANT = "default"
 # Descriptions that several kinds of runs share.
 _PEAK = "the highest learning rate, after the warm-up"
-_DECAY = "AdamW's decoupled weight decay"
+_DECAY = "the optimizer's decoupled weight decay"
 _CLIP = "bound of the global gradient norm; 0 for none"
 _SEED = "seed of the data's order and of fresh adapter weights"
 _BUDGET = (
     "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
     "bin_tokens at most"
 )
+
+_TrainedRun = TypeVar("_TrainedRun", bound="_DatasetRun | RLRun")
+
+
+def optimizer_of(run: "_DatasetRun | RLRun") -> Optimizer:
+    """Return the optimizer of a run's jobs."""
+    return (Muon if run.optimizer == "muon" else Adam)(
+        **run.model_dump(include={"weight_decay", "decay", "clip_norm", "lora_plus_ratio", "noise_scale"})
+    )
+
+
+def _optimizer_fits(asked: _TrainedRun) -> _TrainedRun:
+    check_optimizer(optimizer_of(asked), asked.engine, asked.layout, asked.trainable)
+    return asked
 
 
 class _DatasetRun(Frozen):
@@ -70,8 +92,12 @@ class _DatasetRun(Frozen):
     learning_rate: float = Field(gt=0, le=10, description=_PEAK)
     schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
+    decay: Decay = "all"
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
+    lora_plus_ratio: LoraPlusRatio = 1.0
+    noise_scale: NoiseScale = False
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
@@ -104,6 +130,7 @@ class _DatasetRun(Frozen):
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
+    _optimizer_fits = model_validator(mode="after")(_optimizer_fits)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
     _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
 
@@ -246,8 +273,12 @@ class RLRun(Frozen):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up; decays need rollouts.steps, at whose end they reach 0"
     )
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
+    decay: Decay = "all"
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
+    lora_plus_ratio: LoraPlusRatio = 1.0
+    noise_scale: NoiseScale = False
     seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
     layout: Layout = Layout()
@@ -303,6 +334,7 @@ class RLRun(Frozen):
     _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
+    _optimizer_fits = model_validator(mode="after")(_optimizer_fits)
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")

@@ -4,13 +4,12 @@ import math
 
 from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference
-from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
 from shared.jobs.losses import Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of
+from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of, optimizer_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -47,7 +46,7 @@ def dataset_job(
         data=data,
         num_steps=num_steps,
         loss=_loss_of(run, reference),
-        optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        optimizer=optimizer_of(run),
         schedule=_schedule_of(run),
         evaluation=Evaluation(
             data=eval_data, every_steps=run.eval_every, num_samples=run.num_samples, sample_tokens=run.sample_tokens
@@ -108,7 +107,7 @@ def rl_job(
         num_steps=num_steps,
         loss=with_reference(run.loss, state.reference),
         temperature=run.temperature,
-        optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        optimizer=optimizer_of(run),
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         schedule=Schedule(

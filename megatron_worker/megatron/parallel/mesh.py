@@ -141,7 +141,7 @@ class Mesh:
             parameters: this rank's, all of `dtype`. Only those that the tensor is in are looked up.
         """
         if tensor_slice.parameter in parameters:
-            whole = self._gathered(tensor_slice, parameters[tensor_slice.parameter].detach())
+            whole = self.gathered(tensor_slice, parameters[tensor_slice.parameter].detach())
         else:
             whole = torch.empty(tensor_slice.shape, dtype=dtype, device=self.device)
         if tensor_slice.expert is not None and tensor_slice.stage == self.pp.rank:
@@ -149,7 +149,8 @@ class Mesh:
         self.pp.broadcast(whole, tensor_slice.stage)
         return whole
 
-    def _gathered(self, tensor_slice: TensorSlice, parameter: Tensor) -> Tensor:
+    def gathered(self, tensor_slice: TensorSlice, parameter: Tensor) -> Tensor:
+        """Gather a whole tensor on the ranks that hold some of it; perhaps a view. Collective over these."""
         group = self.splitting(tensor_slice)
         share = tensor_slice.shape[0] if tensor_slice.split != 0 else -(-tensor_slice.shape[0] // group.size)
         local, split = tensor_slice.read(parameter, share), tensor_slice.split
