@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longshore.layout import Layout
 from longshore.training import Adam, Dtype, Full, Lora
+from megatron_worker.head.teachers import Divergence, LikeliestIds, TeacherStates
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
 from shared.jobs.packed import RouteShape
@@ -29,7 +30,7 @@ class Batch:
     """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
     `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
-    with: the columns of those names, or values that were computed at the start of the job.
+    with: the columns of those names, or values that were computed at the start of the job. `teacher`: what it says.
     `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
     """
 
@@ -45,6 +46,7 @@ class Batch:
     sampler_logprob_N: Tensor
     sequence_N: Tensor
     route_TLK: Tensor | None = None
+    teacher: TeacherStates | LikeliestIds | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -103,7 +105,7 @@ class Outputs:
     """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
-    return, with their log-probabilities.
+    return, with their log-probabilities. Beside `divergence` log-probabilities alone are computed, as constants.
     """
 
     logprob: bool = True
@@ -111,11 +113,12 @@ class Outputs:
     entropy_gradient: bool = False
     temperature: float = 1.0
     top_k: int = 0
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probability, entropy and most likely ids of each of a batch's targets: float32, in nats; None: not asked for.
+    """Log-probability, entropy, likeliest ids, divergence of each of a batch's targets: float32, nats; None: not asked.
 
     The k most likely ids (int64, of the whole vocabulary) come with the likeliest first, and are constants.
     """
@@ -124,6 +127,7 @@ class Scores:
     entropy_N: Tensor | None = None
     top_logprob_NK: Tensor | None = None
     top_id_NK: Tensor | None = None
+    divergence_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +314,9 @@ class Engine(Protocol):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         """Score a bin's targets. Keeps the graph unless under `torch.no_grad`; under pp only there."""
         ...
+
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        """Compute what a bin's `teacher` is, by the active slot; None on ranks that score nothing. Under no_grad."""
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 
 from activities.sources.http import shown_uri
 from longshore.training import Full, Lora, SessionRun
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
+from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
 _METHODS = {
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimisation (DPO)",
+    "distill": "Distillation",
     "rl": "Reinforcement learning",
     "session": "A session",
 }
@@ -19,7 +20,7 @@ _SENT = {"rl": "trajectories that a client sent", "session": "commands that a cl
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
+    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun | DistillRun) else _SENT[run.kind]
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -58,7 +59,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}
 
 
-def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
+def _of_dataset(run: DatasetRun) -> dict[str, str]:
     match run:
         case SFTRun():
             own = {}
@@ -68,6 +69,13 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
                 "beta": f"{run.beta:g}",
                 "label smoothing": f"{run.label_smoothing:g}",
                 "reference": "the base model" if reference == "base" else f"`{shown_uri(reference)}`",
+            }
+        case DistillRun():
+            own = {
+                "teacher": "the base model" if run.teacher == "base" else f"`{shown_uri(run.teacher)}`",
+                "divergence": run.divergence + (f", skew {run.skew:g}" if run.skew is not None else ""),
+                "compared": f"top {run.top_k}" if run.top_k else run.tokens,
+                "temperature": f"{run.temperature:g}",
             }
     return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",

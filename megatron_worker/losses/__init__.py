@@ -3,9 +3,10 @@
 from longshore.losses import CrossEntropy
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
+from megatron_worker.losses.distillation import distillation_loss
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.losses import DPO, Distillation, Loss
 from shared.jobs.packed import Units
 
 
@@ -16,6 +17,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return cross_entropy.cross_entropy_loss(temperature)
         case DPO():
             return dpo_loss(loss)
+        case Distillation():
+            return distillation_loss(loss, temperature)
         case _:
             return policy_loss(loss, temperature)
 
@@ -23,7 +26,7 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
 def check_columns(units: Units, loss: Loss) -> None:
     """Raise InvalidInput, which names the column, the unit and the rule, where the data lacks what the loss needs."""
     match loss:
-        case CrossEntropy():
+        case CrossEntropy() | Distillation():
             pass
         case DPO():
             check_pairs(units)

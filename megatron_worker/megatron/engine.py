@@ -21,6 +21,7 @@ from megatron_worker.families import architecture_of, read_config
 from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.head.teachers import TeacherStates
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -116,6 +117,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         return self._passes.forward(batch, outputs)
+
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        return self._passes.teacher_states(batch)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
-from megatron_worker.head.logprobs import score_targets
+from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.head.teachers import TeacherStates
 from megatron_worker.megatron.local_bins import LocalBin, localised
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
@@ -57,6 +58,17 @@ class PipelinePasses:
             objective.backward()
             yield batch, sums.detached()
 
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        """See `megatron_worker.engine.Engine`."""
+        if batch.is_empty and self._mesh.experts.size == 1:
+            return None
+        part = self._localised(batch)
+        hidden_tH = self._through_stages(part)
+        if hidden_tH is None or batch.is_empty:
+            return None
+        hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
+        return TeacherStates(hidden_MH, self._model.beside_head(hidden_MH))
+
     def hidden_states(self, batch: Batch) -> Tensor | None:
         """Return the targets' final hidden states, [N, H], on all ranks of the last stage; None on others."""
         part = self._localised(batch)
@@ -79,7 +91,7 @@ class PipelinePasses:
             return _no_scores(batch, outputs)
         hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
         weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
-        own = score_targets(hidden_MH, weight_VH, part.label_M, outputs, self._model.shard, beside=beside)
+        own = score_beside_teacher(hidden_MH, weight_VH, batch, outputs, self._model.shard, beside, part.target_M)
         return _mapped(part.of_all_targets, own)
 
     def _objective(
@@ -121,6 +133,8 @@ class PipelinePasses:
         if k:
             columns["top_logprob_NK"] = self._from_last_stage("top_logprob_NK", scores, sizes, (k,), exact)
             columns["top_id_NK"] = self._from_last_stage("top_id_NK", scores, sizes, (k,), torch.int64)
+        if outputs.divergence is not None:
+            columns["divergence_N"] = self._from_last_stage("divergence_N", scores, sizes, (), exact)
         return [Scores(**{name: x[number] for name, x in columns.items()}) for number in range(len(sizes))]
 
     def _from_last_stage(
@@ -143,7 +157,8 @@ class PipelinePasses:
 def _no_scores(batch: Batch, outputs: Outputs) -> Scores:
     """Return the scores of an empty bin."""
     nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
-    return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
+    logprob_0K, id_0K = (nothing_0K, nothing_0K.long()) if outputs.top_k else (None, None)
+    return Scores(nothing_0, nothing_0, logprob_0K, id_0K, nothing_0 if outputs.divergence else None)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:

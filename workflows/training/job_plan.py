@@ -6,11 +6,11 @@ from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference
 from longshore.training import Adam
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, Loss, with_reference
+from shared.jobs.losses import DPO, Distillation, DistillationSettings, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of
+from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, SFTRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -47,6 +47,7 @@ def dataset_job(
         data=data,
         num_steps=num_steps,
         loss=_loss_of(run, reference),
+        temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         schedule=_schedule_of(run),
         evaluation=Evaluation(
@@ -61,17 +62,20 @@ def dataset_job(
     )
 
 
-def _schedule_of(run: SFTRun | DPORun) -> Schedule:
+def _schedule_of(run: DatasetRun) -> Schedule:
     rates = run.learning_rates or () if isinstance(run, SFTRun) else ()
     return Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, rates=rates)
 
 
-def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
+def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
     match run:
         case SFTRun():
             return CrossEntropy()
         case DPORun():
             return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
+        case DistillRun():
+            settings = run.model_dump(include=set(DistillationSettings.model_fields))
+            return Distillation(teacher=reference, **settings)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
