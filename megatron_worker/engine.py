@@ -19,9 +19,9 @@ from torch import Tensor
 
 from longshore.layout import Layout
 from longshore.training import Adam, Dtype, Full, Lora
-from megatron_worker.head.teachers import Divergence, LikeliestIds, TeacherStates
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
+from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 from shared.jobs.packed import RouteShape
 
 

@@ -22,11 +22,10 @@ from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.probe import probe, refusing
 from megatron_worker.fsdp.ranks import join_ranks
-from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
-from megatron_worker.head.teachers import TeacherStates
 from megatron_worker.sums import over_ranks
+from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
@@ -120,10 +119,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def teacher_states(self, batch: Batch) -> TeacherStates | None:
         def states(hidden_NH: Tensor, _weight_VH: Tensor) -> dict[str, Tensor]:
             beside = self._model.beside_head(hidden_NH)
-            return {"hidden": hidden_NH, **({} if beside is None else vars(beside))}
+            return {"hidden_NH": hidden_NH, **({} if beside is None else vars(beside))}
 
-        found = self._model.forward(_one_token(batch) if batch.is_empty else batch, states)
-        return TeacherStates(found.pop("hidden"), BesideHead(**found) if found else None)
+        return TeacherStates(**self._model.forward(_one_token(batch) if batch.is_empty else batch, states))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.

@@ -37,8 +37,8 @@ from torch.autograd.function import once_differentiable
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard, score_targets
-from megatron_worker.head.teachers import Divergence, LikeliestIds, TeacherStates
 from megatron_worker.head.torch_tiles import capped_slope, rows_of_labels
+from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 
 _WORKSPACE_BYTES = 256 << 20
 _LOGITS_HELD = 8  # of a chunk, in tensors as wide as the shard
@@ -163,12 +163,11 @@ class _Task:
     def _teachers(self, some: slice, own_CV: Tensor, weight_VX: Tensor) -> Tensor:
         """Return the teacher's log-probabilities, [C, V]."""
         match self.teacher:
-            case TeacherStates(hidden_NH=hidden_NH, beside=beside):
+            case TeacherStates(hidden_NH=hidden_NH, low_NR=low_NR, b_VR=b_VR):
                 states_CX = hidden_NH[some]
                 weight_VH = weight_VX[:, : hidden_NH.shape[1]]
-                if beside is not None:
-                    head = BesideHead(beside.low_NR[some], beside.b_VR)
-                    states_CX, weight_VH = head.joined(states_CX, weight_VH)
+                if low_NR is not None and b_VR is not None:
+                    states_CX, weight_VH = BesideHead(low_NR[some], b_VR).joined(states_CX, weight_VH)
                 return self.softmax.logprobs(self.softmax.logits(states_CX, weight_VH))
             case LikeliestIds(id_NK=id_NK, logprob_NK=logprob_NK):
                 return self._of_named(id_NK[some].long(), logprob_NK[some].to(own_CV.dtype), own_CV)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.head.distributions import score_beside_teacher
-from megatron_worker.head.teachers import TeacherStates
 from megatron_worker.megatron.local_bins import LocalBin, localised
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
+from megatron_worker.teachers import TeacherStates
 
 Dropping = Callable[[], AbstractContextManager[None]]
 Learned = tuple[Batch, dict[str, Tensor]]
@@ -67,7 +67,8 @@ class PipelinePasses:
         if hidden_tH is None or batch.is_empty:
             return None
         hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
-        return TeacherStates(hidden_MH, self._model.beside_head(hidden_MH))
+        beside = self._model.beside_head(hidden_MH)
+        return TeacherStates(hidden_MH) if beside is None else TeacherStates(hidden_MH, beside.low_NR, beside.b_VR)
 
     def hidden_states(self, batch: Batch) -> Tensor | None:
         """Return the targets' final hidden states, [N, H], on all ranks of the last stage; None on others."""

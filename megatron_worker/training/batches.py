@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, Scores
-from megatron_worker.head.teachers import LikeliestIds
 from megatron_worker.sums import combine
+from megatron_worker.teachers import LikeliestIds
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import Ints, PackedBin, Plan, Units
 

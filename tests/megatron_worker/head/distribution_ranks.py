@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.head.teachers import Divergence
 from megatron_worker.process.process_group import start_group
+from megatron_worker.teachers import Divergence
 from tests.megatron_worker.head.test_distributions import HIDDEN_SIZE, KINDS, SKEW, VOCAB_SIZE, Given, expected, score
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}  # top_k's log-probabilities are float32

@@ -12,7 +12,7 @@ from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
-from megatron_worker.head.teachers import Divergence, LikeliestIds, TeacherStates
+from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 from shared.jobs.losses import DivergenceKind
 from tests.megatron_worker.launch import fork_ranks
 
@@ -54,8 +54,8 @@ class Given:
         batch = Batch.to_score(zeros_N, zeros_N, zeros_N - 1, zeros_N, self.label_N)
         logprob_NV = teacher_logit_NV.log_softmax(1).float()
         if tokens == "all":
-            beside = BesideHead(self.teacher_NH @ self.a_HR, self.teacher_b_VR) if self.has_adapters else None
-            return dataclasses.replace(batch, teacher=TeacherStates(self.teacher_NH, beside))
+            beside = (self.teacher_NH @ self.a_HR, self.teacher_b_VR) if self.has_adapters else ()
+            return dataclasses.replace(batch, teacher=TeacherStates(self.teacher_NH, *beside))
         if tokens == "drawn":
             return dataclasses.replace(batch, ref_logprob_N=logprob_NV.gather(1, self.label_N[:, None])[:, 0])
         top = logprob_NV.topk(top_k, dim=1)

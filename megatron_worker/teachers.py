@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_worker.head.beside import BesideHead
 from shared.jobs.losses import DivergenceKind, DivergenceTokens
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence from a teacher's distributions (distributions.py), and what is known of them."""
+    """A divergence from a teacher's distributions (head/distributions.py), and what is known of them."""
 
     kind: DivergenceKind
     skew: float
@@ -21,11 +20,12 @@ class Divergence:
 class TeacherStates:
     """A teacher's hidden states of the targets of a bin that this rank scores, [N, H], after the final norm.
 
-    `beside`: the part of its logits that an adapter of the output layer makes.
+    `low_NR` and `b_VR` are what an adapter of the output layer makes its part of the logits of (head/beside.py).
     """
 
     hidden_NH: Tensor
-    beside: BesideHead | None = None
+    low_NR: Tensor | None = None
+    b_VR: Tensor | None = None
 
 
 @dataclass(frozen=True)
