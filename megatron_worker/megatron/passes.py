@@ -159,7 +159,8 @@ def _no_scores(batch: Batch, outputs: Outputs) -> Scores:
     """Return the scores of an empty bin."""
     nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
     logprob_0K, id_0K = (nothing_0K, nothing_0K.long()) if outputs.top_k else (None, None)
-    return Scores(nothing_0, nothing_0, logprob_0K, id_0K, nothing_0 if outputs.divergence else None)
+    divergence_0 = nothing_0 if outputs.divergence else None
+    return Scores(nothing_0, nothing_0, logprob_0K, id_0K, divergence_N=divergence_0)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:
