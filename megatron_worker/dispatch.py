@@ -4,7 +4,8 @@ It divides data over the data-parallel ranks, so that its callers need not deal 
 device. Every method is collective: all ranks call it, in the same order, with equal arguments.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -96,6 +97,7 @@ class Dispatcher:
         self.planner = Planner(engine.facts)
         self.slots: set[SlotName] = set()
         self.recomputing: set[SlotName] = set()  # whose passes compute their layers again
+        self.teachers: dict[SlotName, SlotName] = {}  # whose whole distributions a slot's losses compare with
         self._sent: dict[SlotName, LastSent] = {}
 
     @property
@@ -138,6 +140,7 @@ class Dispatcher:
             return
         self.slots.remove(slot)
         self.recomputing.discard(slot)
+        self.teachers.pop(slot, None)
         self._sent.pop(slot, None)
         self.engine.drop_slot(slot)
         if slot is None:
@@ -257,7 +260,7 @@ class Dispatcher:
             if number:
                 yield
             with self.resident(slot):
-                for batch, found in self.engine.forward_backward_all(some, loss):
+                for batch, found in self.engine.forward_backward_all(self._taught(slot, some, loss), loss):
                     sums.add(found, batch)
         return self.engine.reduce(sums.totals)
 
@@ -287,7 +290,7 @@ class Dispatcher:
             if cancelled():
                 return None
             with self._scoring(slot):
-                for batch in some:
+                for batch in self._taught(slot, some, loss):
                     sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
             yield
         return self.engine.reduce(sums.totals)
@@ -301,6 +304,19 @@ class Dispatcher:
         scored, loss_of = loss.baseline
         sums = yield from self.evaluate(slot, data, scored, cancelled, step)
         return None if sums is None else loss_of(sums)
+
+    def _taught(self, slot: SlotName, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Batch]:
+        """Yield bins with what the slot's teacher computes of them, if the loss compares with that."""
+        divergence = loss.outputs.divergence
+        for batch in batches:
+            if divergence is None or divergence.tokens != "all":
+                yield batch
+                continue
+            self.engine.set_adapter(self.teachers[slot])
+            with torch.no_grad(), self.engine.training():
+                teacher = self.engine.teacher_states(batch)
+            self.engine.set_adapter(slot)
+            yield dataclasses.replace(batch, teacher=teacher)
 
     def score(
         self, slot: SlotName, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0
@@ -316,6 +332,15 @@ class Dispatcher:
         scores = TargetScores(data)
         yield from self.forward(slot, data, steps, Outputs(temperature=temperature), scores)
         data.put(column, scores.found["logprobs"])
+
+    def score_likeliest(
+        self, slot: SlotName, data: PackedBatches, steps: range, top_k: int, temperature: float
+    ) -> Iterator[None]:
+        """Fill the columns of each target's `top_k` likeliest ids and their log-probabilities, as `score` does."""
+        outputs = Outputs(temperature=temperature, top_k=top_k)
+        scores = TargetScores(data, outputs)
+        yield from self.forward(slot, data, steps, outputs, scores)
+        data.put_likeliest(scores.found["top_ids"].astype(np.int32), scores.found["top_logprobs"])
 
     def forward(
         self, slot: SlotName, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores

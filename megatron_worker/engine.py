@@ -22,6 +22,7 @@ from longshore.layout import Layout
 from longshore.training import Dtype, Full, Lora, Optimizer
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import COUNT, MAX, SUM
+from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 from shared.jobs.packed import RouteShape
 
 
@@ -30,7 +31,7 @@ class Batch:
     """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
     `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
-    with: the columns of those names, or values that were computed at the start of the job.
+    with: the columns of those names, or values that were computed at the start of the job. `teacher`: what it says.
     `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
     """
 
@@ -46,6 +47,7 @@ class Batch:
     sampler_logprob_N: Tensor
     sequence_N: Tensor
     route_TLK: Tensor | None = None
+    teacher: TeacherStates | LikeliestIds | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -105,6 +107,7 @@ class Outputs:
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
     return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
+    Beside `divergence` log-probabilities alone are computed, as constants.
     """
 
     logprob: bool = True
@@ -113,11 +116,12 @@ class Outputs:
     temperature: float = 1.0
     top_k: int = 0
     values: bool = False
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probability, entropy and most likely ids of each of a batch's targets: float32, in nats; None: not asked for.
+    """Log-probability, entropy, likeliest ids, divergence of each of a batch's targets: float32, nats; None: not asked.
     Or the scalars of the slot's head, float32.
 
     The k most likely ids (int64, of the whole vocabulary) come with the likeliest first, and are constants.
@@ -128,6 +132,7 @@ class Scores:
     top_logprob_NK: Tensor | None = None
     top_id_NK: Tensor | None = None
     value_NL: Tensor | None = None
+    divergence_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -325,6 +330,9 @@ class Engine(Protocol):
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         """Score a bin's targets. Keeps the graph unless under `torch.no_grad`; under pp only there."""
         ...
+
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        """Compute what a bin's `teacher` is, by the active slot; None on ranks that score nothing. Under no_grad."""
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""

@@ -21,7 +21,7 @@ from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
 from shared.jobs.job import JobPlan, PackedData
-from shared.jobs.losses import is_policy_loss, reference_of, scores_old
+from shared.jobs.losses import Distillation, is_policy_loss, reference_of, scores_old
 from shared.jobs.packed import RouteShape
 
 
@@ -99,14 +99,22 @@ class PlannedSteps(Program):
             self.slot.micro_batch_tokens = self.data.most_tokens
 
     def _score_reference(self) -> Iterator[None]:
-        if reference_of(self.plan.loss) is None:
-            return
-        score = partial(
-            self.slot.dispatcher.score, self._reference_slot, column="ref_logprob_N", temperature=self.plan.temperature
-        )
-        yield from score(self.data, range(self._done(), self.plan.num_steps))
-        if (held_out := self.evaluator.wants_reference) is not None:
-            yield from score(held_out, range(1))
+        dispatcher, slot, temperature = self.slot.dispatcher, self._reference_slot, self.plan.temperature
+        match self.plan.loss:
+            case Distillation(tokens="all"):  # computed in the steps
+                dispatcher.teachers[self.slot.slot] = slot
+                return
+            case Distillation(top_k=int(top_k)):
+                if top_k > (most := dispatcher.facts.vocab_size):
+                    raise InvalidInput(f"top_k may be {most} at most, the size of the vocabulary", "loss.top_k")
+                score = partial(dispatcher.score_likeliest, slot, top_k=top_k)
+            case loss if reference_of(loss) is not None:
+                score = partial(dispatcher.score, slot, column="ref_logprob_N")
+            case _:
+                return
+        yield from score(self.data, range(self._done(), self.plan.num_steps), temperature=temperature)
+        if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
+            yield from score(held_out, range(1), temperature=1.0)
 
     # The steps.
 

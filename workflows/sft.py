@@ -1,4 +1,4 @@
-"""Fine-tune on a dataset, of examples (SFT) or of preference pairs (DPO), and publish the adapter or model."""
+"""Fine-tune on a dataset, of examples (SFT, distillation) or preference pairs (DPO), and publish what it made."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.losses import Reference
     from shared.jobs.job import PackedData
     from shared.models.shape import ModelShape
-    from shared.runs.requests import DPORun
+    from shared.runs.requests import DistillRun, DPORun
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus
@@ -79,11 +79,12 @@ class SFTWorkflow(RunHandlers):
         )
 
     async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
-        """Return the reference model of a preference run: by default the model that the run starts from."""
-        run = self._start.run
-        if not isinstance(run, DPORun) or run.reference is None:
-            return initial or "base"
-        return "base" if run.reference == "base" else await models.resolve_reference(self._start, run.reference, shape)
+        """Return the reference of a preference run, by default the model that the run starts from, or a teacher."""
+        match self._start.run:
+            case DPORun(reference=str(named)) | DistillRun(teacher=named):
+                return "base" if named == "base" else await models.resolve_reference(self._start, named, shape)
+            case _:
+                return initial or "base"
 
     async def _prepare(
         self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact

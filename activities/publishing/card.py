@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from activities.sources.http import shown_uri
 from longshore.training import Full, Lora, SessionRun
 from shared.jobs.losses import Preferences
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun, dtype_of
+from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, Run, SFTRun, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
 _METHODS = {
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimisation (DPO)",
+    "distill": "Distillation",
     "rl": "Reinforcement learning",
     "session": "A session",
 }
@@ -20,7 +21,7 @@ _SENT = {"rl": "trajectories that a client sent", "session": "commands that a cl
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
+    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun | DistillRun) else _SENT[run.kind]
     method = _METHODS[run.kind]
     if isinstance(run, DPORun) and run.objective != "sigmoid":
         method = f"Preference optimisation ({run.objective})"
@@ -64,7 +65,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}
 
 
-def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
+def _of_dataset(run: DatasetRun) -> dict[str, str]:
     match run:
         case SFTRun():
             own = {}
@@ -78,6 +79,13 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
             fields = run.model_dump(include=set(Preferences.model_fields), exclude_defaults=True)
             own |= {name.replace("_", " "): str(value) for name, value in fields.items() if name != "beta"}
             own |= {} if run.has_reference else {"reference": "none"}
+        case DistillRun():
+            own = {
+                "teacher": "the base model" if run.teacher == "base" else f"`{shown_uri(run.teacher)}`",
+                "divergence": run.divergence + (f", skew {run.skew:g}" if run.skew is not None else ""),
+                "compared": f"top {run.top_k}" if run.top_k else run.tokens,
+                "temperature": f"{run.temperature:g}",
+            }
     return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
         "batch": f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens",

@@ -22,8 +22,10 @@ from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.probe import probe, refusing
 from megatron_worker.fsdp.ranks import join_ranks
-from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.sums import over_ranks
+from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
@@ -103,7 +105,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if not (outputs.logprob or outputs.entropy or outputs.top_k or outputs.values):
+        if not (outputs.logprob or outputs.entropy or outputs.top_k or outputs.values or outputs.divergence):
             return Scores()
         shard = self.vocab_shard
 
@@ -111,10 +113,17 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             if outputs.values:
                 return {"value_NL": self._model.values(hidden_NH)}
             beside = self._model.beside_head(hidden_NH)
-            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard, beside=beside)
+            scores = score_beside_teacher(hidden_NH, weight_VH, batch, outputs, shard, beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
+
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        def states(hidden_NH: Tensor, _weight_VH: Tensor) -> dict[str, Tensor]:
+            beside = self._model.beside_head(hidden_NH)
+            return {"hidden_NH": hidden_NH, **({} if beside is None else vars(beside))}
+
+        return TeacherStates(**self._model.forward(_one_token(batch) if batch.is_empty else batch, states))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.
@@ -139,8 +148,14 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
             scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
-        made = scores.value_NL if loss.outputs.values else scores.logprob_N
-        assert made is not None, "a loss is made of log-probabilities, or of a head's scalars"
+        made = (
+            scores.value_NL
+            if loss.outputs.values
+            else scores.logprob_N
+            if loss.outputs.divergence is None
+            else scores.divergence_N
+        )
+        assert made is not None, "a loss is made of log-probabilities, of divergences, or of a head's scalars"
         (sums.loss if len(batch.label_N) else made.sum()).backward()
         self._is_cut_short = False
         return sums.detached()

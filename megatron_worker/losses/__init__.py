@@ -4,11 +4,12 @@ from longshore.losses import CrossEntropy, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.columns import check_finite
+from megatron_worker.losses.distillation import distillation_loss
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.kto import check_answers, kto_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
 from megatron_worker.losses.squared_error import squared_error_loss
-from shared.jobs.losses import DPO, KTO, Loss
+from shared.jobs.losses import DPO, KTO, Distillation, Loss
 from shared.jobs.packed import Units
 
 
@@ -23,6 +24,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return squared_error_loss(loss)
         case KTO():
             return kto_loss(loss)
+        case Distillation():
+            return distillation_loss(loss, temperature)
         case _:
             return policy_loss(loss, temperature)
 
@@ -30,7 +33,7 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
 def check_columns(units: Units, loss: Loss) -> None:
     """Raise InvalidInput, which names the column, the unit and the rule, where the data lacks what the loss needs."""
     match loss:
-        case CrossEntropy():
+        case CrossEntropy() | Distillation():
             pass
         case DPO():
             check_pairs(units)

@@ -30,6 +30,7 @@ from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import PipelinePasses
 from megatron_worker.quantized.weights import WholeWeights
 from megatron_worker.sums import over_ranks
+from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
@@ -117,6 +118,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         return self._passes.forward(batch, outputs)
+
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        return self._passes.teacher_states(batch)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].

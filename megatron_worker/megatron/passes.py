@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
-from megatron_worker.head.logprobs import score_targets
+from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.megatron.local_bins import LocalBin, localised
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
+from megatron_worker.teachers import TeacherStates
 
 Dropping = Callable[[], AbstractContextManager[None]]
 Learned = tuple[Batch, dict[str, Tensor]]
@@ -57,6 +58,18 @@ class PipelinePasses:
             objective.backward()
             yield batch, sums.detached()
 
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        """See `megatron_worker.engine.Engine`."""
+        if batch.is_empty and self._mesh.experts.size == 1:
+            return None
+        part = self._localised(batch)
+        hidden_tH = self._through_stages(part)
+        if hidden_tH is None or batch.is_empty:
+            return None
+        hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
+        beside = self._model.beside_head(hidden_MH)
+        return TeacherStates(hidden_MH) if beside is None else TeacherStates(hidden_MH, beside.low_NR, beside.b_VR)
+
     def hidden_states(self, batch: Batch) -> Tensor | None:
         """Return the targets' final hidden states, [N, H], on all ranks of the last stage; None on others."""
         part = self._localised(batch)
@@ -83,7 +96,7 @@ class PipelinePasses:
             assert self._model.scalar_head is not None, "the slot has no head of scalars"
             return Scores(value_NL=part.of_all_targets(self._model.scalar_head.values(hidden_MH)))
         weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
-        own = score_targets(hidden_MH, weight_VH, part.label_M, outputs, self._model.shard, beside=beside)
+        own = score_beside_teacher(hidden_MH, weight_VH, batch, outputs, self._model.shard, beside, part.target_M)
         return _mapped(part.of_all_targets, own)
 
     def _objective(
@@ -127,6 +140,8 @@ class PipelinePasses:
             columns["top_id_NK"] = self._from_last_stage("top_id_NK", scores, sizes, (k,), torch.int64)
         if outputs.values:
             columns["value_NL"] = self._from_last_stage("value_NL", scores, sizes, (self._model.num_values,), exact)
+        if outputs.divergence is not None:
+            columns["divergence_N"] = self._from_last_stage("divergence_N", scores, sizes, (), exact)
         return [Scores(**{name: x[number] for name, x in columns.items()}) for number in range(len(sizes))]
 
     def _from_last_stage(
@@ -150,7 +165,9 @@ class PipelinePasses:
         nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
         if outputs.values:
             return Scores(value_NL=nothing_0.new_empty(0, self._model.num_values))
-        return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
+        logprob_0K, id_0K = (nothing_0K, nothing_0K.long()) if outputs.top_k else (None, None)
+        divergence_0 = nothing_0 if outputs.divergence else None
+        return Scores(nothing_0, nothing_0, logprob_0K, id_0K, divergence_N=divergence_0)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:

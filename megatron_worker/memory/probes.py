@@ -37,10 +37,16 @@ def measure_step(
     The slot that is active must hold no gradients: those of the passes that measure are dropped. Collective.
     """
     device, world_size = engine.facts.device, engine.facts.layout.world_size
+    if (divergence := loss.outputs.divergence) is not None:  # of a whole distribution: no other takes more
+        outputs = dataclasses.replace(loss.outputs, divergence=dataclasses.replace(divergence, tokens="all"))
+        loss = dataclasses.replace(loss, outputs=outputs)
 
     def probe(num_tokens: int) -> Iterator[float]:
         batch = _two_sequences(num_tokens, branches, device, num_targets=num_tokens)
         yield 0
+        if divergence is not None:
+            with torch.no_grad():
+                batch = dataclasses.replace(batch, teacher=engine.teacher_states(batch))
         engine.forward_backward(batch, loss)
         yield 0
         yield 0

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from longshore.training import MAX_SCALARS
 from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.sums import combine
+from megatron_worker.teachers import LikeliestIds
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import Ints, PackedBin, Plan, Units
 
@@ -51,6 +52,7 @@ class PackedBatches:
         self.units = units
         self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
+        self._likeliest: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
         self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
         self.most_step_tokens: int | None = None  # a bound on the tokens of any step, where it is known
         self._num_parts = 1
@@ -104,14 +106,20 @@ class PackedBatches:
         if len(units) and int(units.max()) >= self.units.header.num_units:
             raise CorruptArtifact(f"the plan names unit {int(units.max())}, the units end before it", "plan")
         batch = to_batch(self.units.read_bin(units), device)
-        index_N = self.units.target_indices(units) if self._scored else None
-        scored = {name: torch.from_numpy(values[index_N]).to(device) for name, values in self._scored.items()}
+        index_N = self.units.target_indices(units) if self._scored or self._likeliest else None
+        scored: dict[str, Any] = {n: torch.from_numpy(values[index_N]).to(device) for n, values in self._scored.items()}
+        if index_N is not None and self._likeliest is not None:
+            scored["teacher"] = LikeliestIds(*(torch.from_numpy(v[index_N]).to(device) for v in self._likeliest))
         return dataclasses.replace(batch, **scored) if scored else batch
 
     def put(self, name: Scored, values: NDArray[np.float32]) -> None:
         """Replace a column of all later batches. `values`: one for each target on file."""
         assert len(values) == self.units.header.num_targets
         self._scored[name] = values
+
+    def put_likeliest(self, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """Give later batches a teacher's likeliest ids, [targets on file, K]."""
+        self._likeliest = ids, logprobs
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
         """Yield a rank's batches, as many on every rank: where one has a bin less, its last batch is empty."""
@@ -152,7 +160,7 @@ def to_batch(packed: PackedBin, device: torch.device) -> Batch:
     def tensor(values: NDArray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32)).to(device)
 
-    columns = {name: tensor(values) for name, values in vars(packed).items() if name != "route_TLK"}
+    columns: dict[str, Any] = {name: tensor(values) for name, values in vars(packed).items() if name != "route_TLK"}
     route_TLK = None
     if (stored := packed.route_TLK) is not None:  # torch knows few functions of uint16
         route_TLK = torch.from_numpy(stored.astype(np.uint8 if stored.itemsize == 1 else np.int16)).to(device)
@@ -170,7 +178,8 @@ class Sums:
         zeros_0 = torch.zeros(0, device=device)
         empty = Batch.empty(device)
         self.totals: dict[str, Tensor] = {}
-        scores = Scores(zeros_0, zeros_0, value_NL=zeros_0.new_empty(0, MAX_SCALARS))
+        values = zeros_0.new_empty(0, MAX_SCALARS)
+        scores = Scores(zeros_0, zeros_0, value_NL=values, divergence_N=zeros_0)
         self.add(loss.sums(scores, empty).detached(), empty)
 
     def add(self, sums: dict[str, Tensor], batch: Batch) -> None:

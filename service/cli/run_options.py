@@ -145,9 +145,9 @@ def run_model(kind: str) -> "type[BaseModel]":
     # This changes the config of all models imported from here on, in the process of the command line only. In hosts
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
-    from shared.runs.requests import DPORun, RLRun, SFTRun
+    from shared.runs.requests import DistillRun, DPORun, RLRun, SFTRun
 
-    models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "rl": RLRun}
+    models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "distill": DistillRun, "rl": RLRun}
     return models[kind]
 
 

@@ -9,7 +9,7 @@ from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
 from shared.runs.previews import PreviewRequest
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import DistillRun, DPORun, RLRun, Run, SFTRun
 from shared.storage.checkpoints import CheckpointName, is_name
 
 R = TypeVar("R", bound=Frozen)
@@ -55,7 +55,7 @@ class NamedModels:
         return StartingPoint(run.model, artifact.uri, run.trainable if isinstance(run.trainable, Lora) else None)
 
     def resolved(self, tenant: str, request: R, below: str = "") -> R:
-        """Return a request with URIs in place of names: of its model, its first adapter, and its reference.
+        """Return a request with URIs in place of names: of its model, its first adapter, and its reference or teacher.
 
         A run on the name of an adapter goes on from that adapter, in its shape unless the run has one of its own.
 
@@ -69,7 +69,7 @@ class NamedModels:
             case PreviewRequest():
                 model = self.starting_point(tenant, request.model_uri, f"{below}model_uri").model
                 changes: dict[str, Any] = {"model_uri": model}
-            case SFTRun() | DPORun() | RLRun() | SessionRun():
+            case SFTRun() | DPORun() | DistillRun() | RLRun() | SessionRun():
                 changes = self._changes(tenant, request, below)
             case _:
                 return request
@@ -93,6 +93,8 @@ class NamedModels:
         match run:
             case DPORun(reference=str(reference)) if reference != "base":
                 changes["reference"] = self._adapter(tenant, reference, f"{below}reference")
+            case DistillRun(teacher=teacher) if teacher != "base":
+                changes["teacher"] = self._adapter(tenant, teacher, f"{below}teacher")
             case RLRun() if (
                 (kl := run.loss.kl) is not None and isinstance(kl.reference, str) and kl.reference != "base"
             ):

@@ -23,7 +23,15 @@ from longshore.training import (
 )
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import Loss, check_head, is_policy_loss, reference_of, scores_old
+from shared.jobs.losses import (
+    Distillation,
+    Loss,
+    check_head,
+    is_policy_loss,
+    reference_of,
+    scores_old,
+    teacher_stays,
+)
 from shared.jobs.weight_sync import SyncTarget
 
 
@@ -162,7 +170,8 @@ class JobPlan(WorkerPlan):
         default=1.0,
         gt=0,
         allow_inf_nan=False,
-        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled from",
+        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled "
+        "from; of distillation: the teacher's and the student's are",
     )
     optimizer: Optimizer = Adam()
     schedule: Schedule
@@ -203,8 +212,11 @@ class JobPlan(WorkerPlan):
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:
-        if self.temperature != 1 and not is_policy_loss(self.loss):
-            raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
+        if self.temperature != 1 and not (is_policy_loss(self.loss) or isinstance(self.loss, Distillation)):
+            raise ValueError(
+                "temperature belongs to losses of sampled sequences and to distillation: "
+                f"with {self.loss.kind} it must be 1"
+            )
         return self
 
     _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
@@ -218,6 +230,12 @@ class JobPlan(WorkerPlan):
     def _loss_is_of_what_is_there(self) -> Self:
         reference_of(self.loss)
         check_head(self.loss, self.trainable.head)
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_stays(self) -> Self:
+        if isinstance(self.loss, Distillation):
+            teacher_stays(self.trainable, self.loss)
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 Formulas and metrics: docs/losses.md.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, cast, get_args
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,7 @@ from longshore.losses import (
     Reinforce,
     SquaredError,
 )
-from longshore.training import ScalarHead
+from longshore.training import Full, Lora, ScalarHead
 
 PairObjective = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 Objective = Literal[PairObjective, "kto"]
@@ -116,7 +116,56 @@ class Preferences(Frozen):
         return kind(**self.model_dump(include=shared), reference=reference if self.has_reference else "base")
 
 
-Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO | SquaredError, Field(discriminator="kind")]
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
+DivergenceTokens = Literal["all", "top_k", "drawn"]
+_SKEWS: dict[DivergenceKind, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.1}  # DistiLLM, section 4.3
+
+
+class DistillationSettings(Frozen):
+    """What a student's distributions are compared with its teacher's by. Formulas: docs/losses.md."""
+
+    divergence: DivergenceKind = Field(default="forward_kl", description="what is minimised, at every trained token")
+    skew: float | None = Field(
+        default=None, gt=0, lt=1, description="of jsd the teacher's part of the mixture (0.5), of skew_… its own (0.1)"
+    )
+    tokens: DivergenceTokens = Field(
+        default="all",
+        description="all: of the whole vocabulary; top_k: of the teacher's likeliest and all others as one; drawn: of "
+        "the row's own token and all others as one",
+    )
+    top_k: int | None = Field(default=None, ge=1, le=1024, description="how many ids of tokens top_k are kept")
+
+    @model_validator(mode="after")
+    def _nothing_of_a_divergence_is_ignored(self) -> Self:
+        if self.skew is not None and self.divergence not in _SKEWS:
+            raise ValueError(f"{self.divergence} has no mixture: drop skew, or take {', '.join(_SKEWS)}")
+        if (self.tokens == "top_k") != (self.top_k is not None):
+            raise ValueError("top_k belongs to tokens top_k, which needs it")
+        return self
+
+
+class Distillation(DistillationSettings):
+    """The divergence from a teacher on the same base, divided by the step's sum of weights."""
+
+    kind: Literal["distillation"] = "distillation"
+    teacher: Reference = "base"
+
+    @property
+    def mixed(self) -> float:
+        """Return the skew; 0 for a divergence without one."""
+        return _SKEWS.get(self.divergence, 0.0) if self.skew is None else self.skew
+
+
+def teacher_stays(trainable: Lora | Full, loss: DistillationSettings) -> None:
+    """Raise ValueError where the teacher computes in the middle of a step, and the step changes its weights."""
+    if isinstance(trainable, Full) and loss.tokens == "all":
+        raise ValueError(
+            "full training changes the base, which the teacher computes whole distributions with at every step: train "
+            "a lora, or take tokens top_k or drawn, which are scored before the first step"
+        )
+
+
+Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO | Distillation | SquaredError, Field(discriminator="kind")]
 
 
 def check_head(loss: Loss, head: ScalarHead | None) -> None:
@@ -139,6 +188,8 @@ def reference_of(loss: Loss) -> Reference | None:
             return loss.reference if loss.has_reference else None
         case KTO():
             return loss.reference
+        case Distillation():
+            return loss.teacher
         case _:
             return loss.kl.model if loss.kl else None
 

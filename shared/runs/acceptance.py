@@ -3,7 +3,7 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.jobs.layout import check_ranks
-from shared.runs.requests import DPORun, Precision, RLRun, Run, SFTRun
+from shared.runs.requests import DistillRun, DPORun, Precision, RLRun, Run, SFTRun
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16
@@ -24,7 +24,11 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     """
     check_ranks(run.layout, settings.max_ranks, below)
     match run:
-        case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
+        case DistillRun(teacher="base", initial_adapter=None):
+            rule = "the student begins as the base itself: name an initial_adapter, or another teacher"
+            raise InvalidInput(rule, f"{below}teacher")
+        case SFTRun() | DPORun() | DistillRun() if run.batch_size is not None:
+            examples = run.batch_size
             examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):
             if run.trainable.kind == "full" and settings.sampling.url is not None:

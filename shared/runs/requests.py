@@ -34,7 +34,15 @@ from longshore.training import (
 )
 from shared.field_rules import NO_NUL
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import PRESETS, AdvantageKind, Preferences, Preset, with_algorithm
+from shared.jobs.losses import (
+    PRESETS,
+    AdvantageKind,
+    DistillationSettings,
+    Preferences,
+    Preset,
+    teacher_stays,
+    with_algorithm,
+)
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource
 
@@ -143,14 +151,17 @@ class _DatasetRun(Frozen):
         return self
 
 
-class SFTRun(_DatasetRun):
-    """Supervised fine-tuning, as a user asks for it."""
-
-    kind: Literal["sft"] = "sft"
+class _ExamplesRun(_DatasetRun):
     dataset: ExamplesSource = Field(description="examples")
     eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
     too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
     learning_rate: float = Field(default=1e-4, gt=0, le=10, description=_PEAK)
+
+
+class SFTRun(_ExamplesRun):
+    """Supervised fine-tuning, as a user asks for it."""
+
+    kind: Literal["sft"] = "sft"
     learning_rates: tuple[Annotated[float, Field(ge=0, le=10)], ...] | None = Field(
         default=None,
         min_length=1,
@@ -169,6 +180,22 @@ class SFTRun(_DatasetRun):
                 "learning_rates is a schedule of its own: schedule is constant then, warmup_steps 0, and learning_rate "
                 "the highest of them"
             )
+        return self
+
+
+class DistillRun(_ExamplesRun, DistillationSettings):
+    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens.
+
+    Both are of one base, which is there once: what differs is an adapter.
+    """
+
+    kind: Literal["distill"] = "distill"
+    teacher: str = Field(min_length=1, max_length=2048, description="`base`, or a published adapter on it: URI or name")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
+
+    @model_validator(mode="after")
+    def _teacher_stays(self) -> Self:
+        teacher_stays(self.trainable, self)
         return self
 
 
@@ -205,7 +232,7 @@ class _Pairs(Frozen):
     eval_dataset: PairsSource | None
 
 
-DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
+DatasetRun = Annotated[SFTRun | DPORun | DistillRun, Field(discriminator="kind")]
 
 
 class Overlong(Frozen):
@@ -380,8 +407,8 @@ def _completion_tokens(given: dict[str, Any]) -> int:
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
 
 
-Kind = Literal["sft", "dpo", "rl", "session"]
-Run = Annotated[SFTRun | DPORun | RLRun | SessionRun, Field(discriminator="kind")]
+Kind = Literal["sft", "dpo", "distill", "rl", "session"]
+Run = Annotated[SFTRun | DPORun | DistillRun | RLRun | SessionRun, Field(discriminator="kind")]
 
 
 def dtype_of(run: Run) -> Dtype:

@@ -9,7 +9,18 @@ from pydantic import Field
 from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
-from shared.runs.requests import FIRST_TENANT, DatasetRun, DPORun, RLRun, Run, RunId, RunRecord, SFTRun, Tenant
+from shared.runs.requests import (
+    FIRST_TENANT,
+    DatasetRun,
+    DistillRun,
+    DPORun,
+    RLRun,
+    Run,
+    RunId,
+    RunRecord,
+    SFTRun,
+    Tenant,
+)
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
 from shared.settings import QuotaSettings, Settings
@@ -106,7 +117,7 @@ def workflow_of(
         "tenant_weight": quotas.worker_weight or 1.0,
     }
     match record.run:
-        case SFTRun() | DPORun() as run:
+        case SFTRun() | DPORun() | DistillRun() as run:
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case SessionRun() as run:
             return SESSION_WORKFLOW, SessionStart(run=run, **given)

@@ -5,11 +5,11 @@ import math
 from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import Loss, with_reference
+from shared.jobs.losses import Distillation, DistillationSettings, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.requests import DPORun, RLRun, SFTRun, dtype_of, optimizer_of
+from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, SFTRun, dtype_of, optimizer_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -46,6 +46,7 @@ def dataset_job(
         data=data,
         num_steps=num_steps,
         loss=_loss_of(run, reference),
+        temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
         optimizer=optimizer_of(run),
         schedule=_schedule_of(run),
         evaluation=Evaluation(
@@ -60,17 +61,20 @@ def dataset_job(
     )
 
 
-def _schedule_of(run: SFTRun | DPORun) -> Schedule:
+def _schedule_of(run: DatasetRun) -> Schedule:
     rates = run.learning_rates or () if isinstance(run, SFTRun) else ()
     return Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, rates=rates)
 
 
-def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
+def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
     match run:
         case SFTRun():
             return CrossEntropy()
         case DPORun():
             return run.loss(reference)
+        case DistillRun():
+            settings = run.model_dump(include=set(DistillationSettings.model_fields))
+            return Distillation(teacher=reference, **settings)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:

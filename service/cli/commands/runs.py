@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 _LONGEST_REASON = 72
 _LONG_POLL_S = 10.0
-_GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean", "session": "loss"}  # what a list shows of how runs do
+_GOALS = {
+    "sft": "loss",
+    "dpo": "loss",
+    "distill": "loss",
+    "rl": "reward_mean",
+    "session": "loss",
+}  # what a list shows of how runs do
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
@@ -40,7 +46,9 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ru
 def ls(
     client: "CliClient",
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
-    kind: Annotated[Literal["sft", "dpo", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")] = None,
+    kind: Annotated[
+        Literal["sft", "dpo", "distill", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")
+    ] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     idle: Annotated[bool, typer.Option("--all", help="With sessions that have waited for a day.")] = False,
@@ -138,7 +146,7 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
 
 
 def _demand_train_steps(client: "CliClient", run_id: str) -> None:
-    """Raise Stop for a run that has no train steps with rewards: an SFT or a DPO run, a session."""
+    """Raise Stop for a run that has no train steps with rewards: an SFT, a DPO or a distillation run, a session."""
     if (kind := client.run(run_id).kind) != "rl":
         message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
         raise Stop(message, USAGE, f"longshore metrics {run_id}")

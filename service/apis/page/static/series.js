@@ -83,6 +83,11 @@ const BY_STEP = [
 const FIRST = matchMedia("(max-width: 760px)").matches ? 4 : Infinity;  // charts that are not folded
 const PLANS = {
   sft: [{ title: "Loss", lines: [step("loss", "train"), held("loss", "held out")] }, ...BY_STEP],
+  distill: [
+    { title: "Divergence from the teacher", lines: [step("loss", "train"), held("loss", "held out")] },
+    { title: "Negative log-likelihood of the rows", lines: [step("nll", "train"), held("nll", "held out")] },
+    ...BY_STEP,
+  ],
   dpo: [
     { title: "Loss", lines: [step("loss", "train"), held("loss", "held out")] },
     { title: "Reward margin", lines: [step("reward_margin", "margin"), held("reward_margin", "held out")] },

@@ -1,0 +1,36 @@
+"""What a loss asks of a teacher's distributions, and what a teacher has computed of a bin."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.jobs.losses import DivergenceKind, DivergenceTokens
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence from a teacher's distributions (head/distributions.py), and what is known of them."""
+
+    kind: DivergenceKind
+    skew: float
+    tokens: DivergenceTokens
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """A teacher's hidden states of the targets of a bin that this rank scores, [N, H], after the final norm.
+
+    `low_NR` and `b_VR` are what an adapter of the output layer makes its part of the logits of (head/beside.py).
+    """
+
+    hidden_NH: Tensor
+    low_NR: Tensor | None = None
+    b_VR: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LikeliestIds:
+    """Ids that a teacher names for each target of a bin, integers [N, K], and their log-probabilities, float32."""
+
+    id_NK: Tensor
+    logprob_NK: Tensor

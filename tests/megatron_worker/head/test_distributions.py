@@ -1,0 +1,197 @@
+"""Divergences from a teacher against the textbook's sums over probabilities, in float64, however targets are cut."""
+
+import dataclasses
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_worker.engine import Batch, Outputs, Scores
+from megatron_worker.head.beside import BesideHead
+from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
+from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
+from shared.jobs.losses import DivergenceKind
+from tests.megatron_worker.launch import fork_ranks
+
+NUM_TARGETS, HIDDEN_SIZE, VOCAB_SIZE, RANK = 7, 6, 23, 2
+KINDS: tuple[DivergenceKind, ...] = get_args(DivergenceKind)
+SKEW = 0.3
+EXACT = {"rtol": 1e-6, "atol": 1e-6}
+
+
+class Given:
+    """Random states of student and teacher, with adapters beside the output layer if so wanted."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, has_adapters: bool = False) -> None:
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.student_NH, self.teacher_NH = random(NUM_TARGETS, HIDDEN_SIZE), random(NUM_TARGETS, HIDDEN_SIZE)
+        self.weight_VH, self.grad_N = random(VOCAB_SIZE, HIDDEN_SIZE), random(NUM_TARGETS)
+        self.label_N = torch.randint(0, VOCAB_SIZE, (NUM_TARGETS,), generator=generator)
+        self.student_b_VR, self.teacher_b_VR = (0.25 * random(VOCAB_SIZE, RANK) for _ in range(2))
+        self.a_HR = random(HIDDEN_SIZE, RANK)
+        self.has_adapters = has_adapters
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        weight = self.student_b_VR if self.has_adapters else self.weight_VH
+        return self.student_NH.clone().requires_grad_(), weight.clone().requires_grad_()
+
+    def logits(self, student_NH: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the student's and the teacher's."""
+        if not self.has_adapters:
+            return student_NH @ weight.t(), self.teacher_NH @ weight.detach().t()
+        teacher_VH = self.weight_VH + self.teacher_b_VR @ self.a_HR.t()
+        return student_NH @ (self.weight_VH + weight @ self.a_HR.t()).t(), self.teacher_NH @ teacher_VH.t()
+
+    def batch(self, tokens: str, teacher_logit_NV: Tensor, top_k: int) -> Batch:
+        zeros_N = torch.zeros(NUM_TARGETS, dtype=torch.int64)
+        batch = Batch.to_score(zeros_N, zeros_N, zeros_N - 1, zeros_N, self.label_N)
+        logprob_NV = teacher_logit_NV.log_softmax(1).float()
+        if tokens == "all":
+            beside = (self.teacher_NH @ self.a_HR, self.teacher_b_VR) if self.has_adapters else ()
+            return dataclasses.replace(batch, teacher=TeacherStates(self.teacher_NH, *beside))
+        if tokens == "drawn":
+            return dataclasses.replace(batch, ref_logprob_N=logprob_NV.gather(1, self.label_N[:, None])[:, 0])
+        top = logprob_NV.topk(top_k, dim=1)
+        return dataclasses.replace(batch, teacher=LikeliestIds(top.indices.int(), top.values))
+
+
+def textbook(kind: DivergenceKind, teacher: Tensor, own: Tensor) -> Tensor:
+    """Return the divergence of rows of probabilities."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p * (p / q).log()).sum(1)
+
+    mixed = SKEW * teacher + (1 - SKEW) * own
+    match kind:
+        case "forward_kl":
+            return kl(teacher, own)
+        case "reverse_kl":
+            return kl(own, teacher)
+        case "jsd":
+            return SKEW * kl(teacher, mixed) + (1 - SKEW) * kl(own, mixed)
+        case "skew_kl":
+            return kl(teacher, mixed)
+        case "skew_reverse_kl":
+            return kl(own, (1 - SKEW) * teacher + SKEW * own)
+
+
+def with_others_as_one(prob_NV: Tensor, id_NK: Tensor) -> Tensor:
+    named_NK = prob_NV.gather(1, id_NK)
+    return torch.cat([named_NK, 1 - named_NK.sum(1, keepdim=True)], dim=1)
+
+
+def expected(given: Given, kind: DivergenceKind, tokens: str, top_k: int, temperature: float) -> tuple[Tensor, ...]:
+    """Return the divergence and its gradients by hidden states and weight, or adapter."""
+    leaves = given.leaves()
+    own, teacher = ((x / temperature).softmax(1) for x in given.logits(*leaves))
+    if tokens != "all":
+        id_NK = given.label_N[:, None] if tokens == "drawn" else teacher.topk(top_k, dim=1).indices
+        own, teacher = (with_others_as_one(x, id_NK) for x in (own, teacher))
+    found_N = textbook(kind, teacher, own)
+    found_N.backward(given.grad_N)
+    return found_N.detach(), *(leaf.grad for leaf in leaves)
+
+
+def score(
+    given: Given, leaves: tuple[Tensor, Tensor], batch: Batch, outputs: Outputs, chunk: int | None, shard: VocabShard
+) -> Scores:
+    student_NH, weight = leaves
+    if given.has_adapters:
+        beside = BesideHead(student_NH @ given.a_HR, weight)
+        return score_beside_teacher(student_NH, given.weight_VH, batch, outputs, shard, beside, chunk=chunk)
+    return score_beside_teacher(student_NH, weight, batch, outputs, shard, None, chunk=chunk)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "top_k"), [("all", 0), ("top_k", 4), ("drawn", 0)])
+def test_value_and_gradients_are_the_textbooks_however_targets_are_cut(kind: DivergenceKind, tokens: str, top_k: int):
+    for has_adapters in (False, True):
+        exact, given = Given(torch.float64, has_adapters), Given(torch.float32, has_adapters)
+        reference = expected(exact, kind, tokens, top_k, temperature=1.5)
+        batch = given.batch(tokens, exact.logits(*exact.leaves())[1].detach() / 1.5, top_k)
+        outputs = Outputs(temperature=1.5, divergence=Divergence(kind, SKEW, tokens))
+        for chunk in (1, 3, None):
+            leaves = given.leaves()
+            found = score(given, leaves, batch, outputs, chunk, whole_vocabulary(VOCAB_SIZE))
+            found.divergence_N.backward(given.grad_N)
+            label_N = (exact.logits(*exact.leaves())[0].detach() / 1.5).log_softmax(1)
+            torch.testing.assert_close(
+                found.logprob_N.double(), label_N.gather(1, exact.label_N[:, None])[:, 0], rtol=1e-5, atol=1e-5
+            )
+            for name, value, wanted in zip(
+                ("divergence", "hidden", "weight"),
+                (found.divergence_N, *(x.grad for x in leaves)),
+                reference,
+                strict=True,
+            ):
+                scale = max(1.0, float(wanted.abs().max()))
+                error = float((value.detach().double() - wanted).abs().max()) / scale
+                assert error < 1e-6, (name, has_adapters, chunk, error)
+
+
+def test_naming_every_id_is_the_whole_distribution():
+    given = Given()
+    teacher_logit_NV = given.logits(*given.leaves())[1].detach()
+    for kind in KINDS:
+        whole, named = (
+            score(
+                given,
+                given.leaves(),
+                given.batch(tokens, teacher_logit_NV, VOCAB_SIZE),
+                Outputs(divergence=Divergence(kind, SKEW, tokens)),
+                None,
+                whole_vocabulary(VOCAB_SIZE),
+            ).divergence_N
+            for tokens in ("all", "top_k")
+        )
+        torch.testing.assert_close(whole, named, rtol=0, atol=1e-5)
+
+
+def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient():
+    given = Given()
+    given.teacher_NH = given.student_NH
+    for kind in KINDS:
+        leaves = given.leaves()
+        batch = given.batch("all", leaves[0].detach(), 0)
+        outputs = Outputs(divergence=Divergence(kind, SKEW, "all"))
+        found = score(given, leaves, batch, outputs, 2, whole_vocabulary(VOCAB_SIZE))
+        found.divergence_N.sum().backward()
+        assert found.divergence_N.abs().max() < 1e-6 and leaves[0].grad.abs().max() < 1e-6
+
+
+def test_capped_and_divided_logits():
+    exact, given = Given(torch.float64), Given()
+    leaves, cap, divisor = exact.leaves(), 4.0, 2.0
+    own, teacher = ((cap * (x / cap).tanh() / divisor).softmax(1) for x in exact.logits(*leaves))
+    wanted_N = textbook("reverse_kl", teacher, own)
+    wanted_N.backward(exact.grad_N)
+    mine = given.leaves()
+    shard = dataclasses.replace(whole_vocabulary(VOCAB_SIZE), logit_cap=cap, logit_divisor=divisor)
+    outputs = Outputs(divergence=Divergence("reverse_kl", 0.0, "all"))
+    found = score(given, mine, given.batch("all", mine[0].detach(), 0), outputs, 3, shard)
+    found.divergence_N.backward(given.grad_N)
+    torch.testing.assert_close(found.divergence_N.double(), wanted_N, **EXACT)
+    for leaf, wanted in zip(mine, leaves, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), wanted.grad, **EXACT)
+
+
+def test_in_half_precision_it_is_finite_and_near():
+    given = Given(torch.bfloat16)
+    leaves = given.leaves()
+    outputs = Outputs(divergence=Divergence("jsd", SKEW, "all"))
+    found = score(given, leaves, given.batch("all", leaves[0].detach(), 0), outputs, 3, whole_vocabulary(VOCAB_SIZE))
+    found.divergence_N.backward(given.grad_N.float())
+    near = expected(Given(torch.float64), "jsd", "all", 0, 1.0)
+    torch.testing.assert_close(found.divergence_N.double(), near[0], rtol=0.05, atol=0.02)
+    assert F.cosine_similarity(leaves[0].grad.double().flatten(), near[1].flatten(), dim=0) > 0.999
+
+
+def test_ranks_with_shards_of_the_vocabulary_agree_with_the_whole():
+    assert fork_ranks("tests.megatron_worker.head.distribution_ranks", num_ranks=2).count("agrees") == 2

@@ -1,0 +1,142 @@
+"""Distillation jobs on a tiny Qwen3: against transformers and PEFT, resumed, under layouts, on both engines."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.losses import CrossEntropy
+from longshore.training import Full, Lora
+from megatron_worker.training.batches import PackedBatches
+from shared.jobs.events import Evaluated, Failed, Step, Succeeded
+from shared.jobs.job import Evaluation, Job, JobPlan
+from shared.jobs.losses import Distillation
+from tests.megatron_worker.launch import fork_ranks
+from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256
+from tests.megatron_worker.test_megatron_job import worker as worker  # a fixture
+from tests.megatron_worker.test_megatron_job import workshop as workshop  # a fixture
+from tests.megatron_worker.workshop import Workshop, read_log, sealed
+
+STUDENT = Lora(rank=2, alpha=8, targets=("q_proj", "down_proj", "lm_head"))
+TEACHER = Lora(rank=4, alpha=8, targets=("v_proj", "up_proj", "lm_head"))
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def teacher(worker, workshop: Workshop) -> Artifact:
+    """An adapter, published by hand: far enough from the base that there is something to learn."""
+    job = do(worker, workshop, "teacher", plan(workshop, trainable=TEACHER, loss=CrossEntropy()))
+    folder = workshop.root / "teacher"
+    shutil.copytree(Path(job.checkpoint_dir) / f"step-{NUM_STEPS:08d}" / "weights", folder)
+    path = folder / "adapter_model.safetensors"
+    save_file({n: t * 30 if "lora_B" in n else t for n, t in load_file(path).items()}, path)
+    return sealed(folder)
+
+
+def a_plan(workshop: Workshop, teacher: Artifact, changes: dict[str, object] | None = None, **of_loss) -> JobPlan:
+    fields = {"trainable": STUDENT, "loss": Distillation(teacher=teacher, **of_loss)}
+    return plan(workshop, evaluation=Evaluation(data=workshop.held_out), **fields | (changes or {}))
+
+
+def losses(job: Job) -> list[float]:
+    return [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Step | Evaluated)]
+
+
+def transformers_loss(workshop: Workshop, teacher: Artifact, temperature: float = 1.0) -> float:
+    """Return the first step's forward KL of a fresh student, which is the base, in float64."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def model() -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(workshop.root / "model", dtype=torch.float64)
+
+    student, tutor = model(), PeftModel.from_pretrained(model(), workshop.root / "teacher").double()
+    total = weight = 0.0
+    data = PackedBatches.open(workshop.root / "units", workshop.root / "plan")
+    for unit in (unit for units in data.bins(0) for unit in units):
+        row = data.units.read_bin([int(unit)])
+        ids = torch.tensor(row.token_id_T.astype("int64"))[None]
+        with torch.no_grad():
+            own, theirs = (
+                (m(ids).logits[0][torch.tensor(row.hidden_index_N.astype("int64"))] / temperature).log_softmax(1)
+                for m in (student, tutor)
+            )
+        weight_N = torch.tensor(row.weight_N.astype("float64"))
+        total += float((weight_N * (theirs.exp() * (theirs - own)).sum(1)).sum())
+        weight += float(weight_N.sum())
+    return total / weight
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_the_first_loss_is_transformers_and_the_student_comes_near_its_teacher(worker, workshop, teacher, engine):
+    changes = {"engine": engine, "temperature": 2.0}
+    job = do(worker, workshop, f"first-{engine}", a_plan(workshop, teacher, changes))
+    steps = [e.metrics for e in read_log(job.log_path) if isinstance(e, Step)]
+    held_out = [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated)]
+    assert steps[0]["loss"] == pytest.approx(transformers_loss(workshop, teacher, 2.0), rel=1e-4)
+    assert steps[0]["loss"] > 0.01 and steps[0]["nll"] > 4 and 0 < held_out[-1] < 0.99 * held_out[0]
+
+
+def test_naming_all_ids_is_the_whole_and_every_form_resumes_to_the_bit(worker, workshop, teacher):
+    forms = {
+        "whole": {"divergence": "jsd"},
+        "every-id": {"divergence": "jsd", "tokens": "top_k", "top_k": VOCAB_SIZE},
+        "drawn": {"divergence": "reverse_kl", "tokens": "drawn"},
+    }
+    found = {}
+    for name, form in forms.items():
+        what = a_plan(workshop, teacher, **form)
+        job = do(worker, workshop, name, what)
+        resumed = do(worker, workshop, f"{name}-resumed", what, checkpoint(job, 2))
+        assert weights_sha256(resumed) == weights_sha256(job)
+        found[name] = losses(job)
+    assert found["whole"] == pytest.approx(found["every-id"], abs=1e-5)
+    assert found["drawn"][-1] < found["drawn"][0]
+
+
+def test_full_training_is_by_scores_from_before_the_first_step(worker, workshop, teacher):
+    what = a_plan(workshop, teacher, {"trainable": Full()}, tokens="top_k", top_k=8)
+    job = do(worker, workshop, "full", what)
+    resumed = do(worker, workshop, "full-resumed", what, checkpoint(job, 2))
+    assert weights_sha256(resumed) == weights_sha256(job)
+    with pytest.raises(ValueError, match="full training changes the base"):
+        a_plan(workshop, teacher, {"trainable": Full()})
+
+
+def test_micro_batches_are_formed_to_a_budget(worker, workshop, teacher):
+    budget = {"memory_budget_bytes": 3_000_000}
+    whole, cut = (do(worker, workshop, f"budget-{n}", a_plan(workshop, teacher, c)) for n, c in ((0, {}), (1, budget)))
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_more_ids_than_there_are_are_refused(worker, workshop, teacher):
+    job = workshop.job("too-many", a_plan(workshop, teacher, tokens="top_k", top_k=VOCAB_SIZE + 1))
+    worker.do_one(job)
+    last = read_log(job.log_path)[-1]
+    assert isinstance(last, Failed) and "top_k may be 512 at most" in last.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ("megatron", Layout(tp=2)),
+        ("megatron", Layout(dp=2)),
+        ("megatron", Layout(pp=2)),
+        ("megatron", Layout(cp=2)),
+        ("fsdp", Layout(dp=2)),
+    ],
+    ids=str,
+)
+def test_layouts_are_one_rank(worker, workshop, teacher, engine, layout):
+    alone = do(worker, workshop, f"alone-{engine}-{layout}", a_plan(workshop, teacher, divergence="reverse_kl"))
+    changes = {"layout": layout, "engine": engine}
+    job = workshop.job(f"{engine}-{layout}", a_plan(workshop, teacher, changes, divergence="reverse_kl"))
+    path = workshop.root / f"{engine}-{layout}.json"
+    path.write_text(job.model_dump_json())
+    fork_ranks("megatron_worker", "--once", str(path), num_ranks=2)
+    assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
+    assert losses(job) == pytest.approx(losses(alone), rel=1e-4, abs=1e-6)
