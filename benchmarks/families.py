@@ -29,10 +29,12 @@ from shared.models.config import Family
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.rows import EXPERTS_BESIDE, bin_of, distinct_model, random_rows, reference_steps
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {family: (family, {}) for family in get_args(Family)}
+MODELS["gemma4 with experts"] = "gemma4", EXPERTS_BESIDE
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "families.md"
 ROWS = random_rows((90, 2, 300, 33))
@@ -65,13 +67,14 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def measure(family: Family, folder: Path) -> dict[str, Any]:
-    model = distinct_model(folder / "model", family, tied=False, num_layers=4)
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    family, config = MODELS[name]
+    model = distinct_model(folder / "model", family, tied=False, num_layers=4, config=config)
     engine = MegatronEngine(model, Layout(), "float32")
     sequences = random_sequences(3)
     alone = torch.cat([logprobs(engine, as_chain(one)) for one in sequences])
     return {
-        "family": family,
+        "family": name,
         "packed": _furthest(logprobs(engine, bin_of(ROWS)), logprobs_in_transformers(loaded(model), ROWS)),
         "tree": _furthest(logprobs(engine, as_tree(sequences)), alone),
         "gradient": tree_gradient(model, folder),
@@ -154,19 +157,17 @@ def render() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=get_args(Family), default=get_args(Family))
+    parser.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     import transformers
 
-    for family in [] if options.render else options.families:
+    for name in [] if options.render else options.families:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(family, Path(folder))
+            row = measure(name, Path(folder))
         print(json.dumps(row), flush=True)
         rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        rows = sorted(
-            [*(r for r in rows if r["family"] != family), row], key=lambda r: get_args(Family).index(r["family"])
-        )
+        rows = sorted([*(r for r in rows if r["family"] != name), row], key=lambda r: list(MODELS).index(r["family"]))
         result = {"benchmark": "families", **provenance(), "transformers": transformers.__version__, "rows": rows}
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     render()

@@ -25,6 +25,7 @@ What one shard knows of its targets is found by torch (torch_tiles.py), or on CU
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greatest logits kept.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ def score_targets(
     if not (outputs.logprob or outputs.entropy or outputs.top_k):
         return Scores()
     if beside is not None:
-        hidden_NH, weight_VH = beside.joined(hidden_NH, weight_VH)
+        hidden_NH, weight_VH = torch.cat([hidden_NH, beside.low_NR], dim=1), weight_VH.detach()
     outputs = replace(outputs, temperature=outputs.temperature * shard.logit_divisor)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     tile = tile or tile_size(hidden_NH.device)
@@ -117,7 +118,7 @@ def score_targets(
 
 
 class _Head(torch.autograd.Function):
-    """`last_VR`: the last columns of the weight, where they alone have a gradient."""
+    """`last_VR`: the last columns of the weight, behind those of `weight_VH`, where they alone have a gradient."""
 
     @staticmethod
     def forward(
@@ -131,14 +132,14 @@ class _Head(torch.autograd.Function):
         tile: TileSize,
         keep_rows: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, tile, keep_rows)
+        local = _scan(hidden_NH, weight_VH, last_VR, label_N, outputs, shard, tile, keep_rows)
         lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
         entropy_N = lse_N - mean_logit_N
         ctx.by_entropy, ctx.temperature = outputs.entropy_gradient, outputs.temperature
         if not ctx.by_entropy:
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
-        ctx.shard, ctx.tile, ctx.num_last = shard, tile, 0 if last_VR is None else last_VR.shape[1]
+        ctx.save_for_backward(hidden_NH, weight_VH, last_VR, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
+        ctx.shard, ctx.tile = shard, tile
         top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, shard.group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
@@ -147,7 +148,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
+        hidden_NH, weight_VH, last_VR, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
         by_hidden, by_weight, by_last = ctx.needs_input_grad[:3]
         if ctx.temperature != 1:
             grad_N, by_entropy_N = grad_N / ctx.temperature, by_entropy_N / ctx.temperature
@@ -159,16 +160,29 @@ class _Head(torch.autograd.Function):
             grad_NH = exact_NH.to(hidden_NH.dtype)
         if by_weight or by_last:
             entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
-            width = ctx.num_last if by_last else weight_VH.shape[1]
             grad_VH = _weight_gradient(
-                hidden_NH, weight_VH, width, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
+                hidden_NH, weight_VH, last_VR, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
             )
         return grad_NH, *((None, grad_VH) if by_last else (grad_VH, None)), None, None, None, None, None
+
+
+def _parts(
+    weight_VH: Tensor, last_VR: Tensor | None, shard: VocabShard, num_joined: int
+) -> Iterator[tuple[VocabShard, Tensor]]:
+    """Yield a shard's real rows: all; with an adapter's columns some at a time, so that no copy of all is made."""
+    if last_VR is None:
+        yield shard, weight_VH[: shard.num_real]
+        return
+    for start in range(0, shard.num_real, num_joined):
+        size = min(num_joined, shard.num_real - start)
+        joined_PX = torch.cat([each[start : start + size].detach() for each in (weight_VH, last_VR)], dim=1)
+        yield replace(shard, first=shard.first + start, size=size), joined_PX
 
 
 def _scan(
     hidden_NH: Tensor,
     weight_VH: Tensor,
+    last_VR: Tensor | None,
     label_N: Tensor,
     outputs: Outputs,
     shard: VocabShard,
@@ -177,24 +191,29 @@ def _scan(
 ) -> LocalSums:
     dtype, num_targets = torch.promote_types(torch.float32, hidden_NH.dtype), len(label_N)
     zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
-    rows_NH = label_rows_NH = logit_rows_NH = None
+
+    def nothing() -> LocalSums:
+        rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype) if keep_rows else None
+        logit_rows_NH = torch.zeros_like(rows_NH) if rows_NH is not None and outputs.entropy_gradient else None
+        max_N, top_NK = torch.full_like(zeros_N, -torch.inf), label_N.new_full((num_targets, outputs.top_k), top_k.NONE)
+        sum_N, target_N, weighted_N = (zeros_N.clone() for _ in range(3))
+        return LocalSums(max_N, sum_N, target_N, weighted_N, rows_NH, None, logit_rows_NH, top_NK)
+
+    local = nothing()
     if keep_rows:
-        rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype)
-        label_rows_NH = _label_rows(weight_VH, label_N, shard, dtype)
-        logit_rows_NH = torch.zeros_like(rows_NH) if outputs.entropy_gradient else None
-    max_N = torch.full_like(zeros_N, -torch.inf)
-    top_NK = label_N.new_full((num_targets, outputs.top_k), top_k.NONE)
-    local = LocalSums(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
-    real_VH = weight_VH[: shard.num_real]
+        local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, dtype)
     if num_targets and shard.num_real:
-        if kernels_do(hidden_NH, shard.logit_cap):
-            _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, shard)
-        else:
-            torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, shard.first, tile, shard.logit_cap)
+        for part, real_VH in _parts(weight_VH, last_VR, shard, tile.joined):
+            if not kernels_do(hidden_NH, shard.logit_cap):
+                torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, part.first, tile, shard.logit_cap)
+            elif part is shard:
+                _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, part)
+            else:
+                _scan_by_kernels(found := nothing(), hidden_NH, real_VH, label_N, outputs, part)
+                torch_tiles.merge(local, found)
         slope_N = capped_slope(local.target_N, shard.logit_cap, outputs.temperature)
-        if label_rows_NH is not None and slope_N is not None:
-            label_rows_NH.mul_(slope_N[:, None])
-        local.top_NK = top_k.shifted(local.top_NK, shard.first)
+        if local.label_rows_NH is not None and slope_N is not None:
+            local.label_rows_NH.mul_(slope_N[:, None])
     return local
 
 
@@ -216,7 +235,7 @@ def _scan_by_kernels(
     local.max_N, local.sum_exp_N, local.target_N = found.max_N, found.sum_exp_N, found.target_N
     local.weighted_logit_N = found.weighted_logit_N
     if found.top_NK is not None:
-        local.top_NK = top_k.greatest(found.top_NK, outputs.top_k)
+        local.top_NK = top_k.shifted(top_k.greatest(found.top_NK, outputs.top_k), shard.first)
 
 
 def _merge(
@@ -247,7 +266,7 @@ def _merge(
 def _weight_gradient(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    width: int,
+    last_VR: Tensor | None,
     label_N: Tensor,
     lse_N: Tensor,
     grad_N: Tensor,
@@ -256,29 +275,30 @@ def _weight_gradient(
     shard: VocabShard,
     tile: TileSize,
 ) -> Tensor:
-    """Return d loss / d weight of this shard, of its last `width` columns, summed over chunks in the softmax's dtype.
+    """Return d loss / d weight of this shard, or of its last columns, summed over chunks in the softmax's dtype.
 
     `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
     are divided by the temperature already.
     """
-    grad_VH = lse_N.new_zeros(len(weight_VH), width)
-    real_VH = weight_VH[: shard.num_real]
-    if len(hidden_NH) and shard.num_real and kernels_do(hidden_NH, shard.logit_cap):
-        from megatron_worker.head import kernels as kernels
+    grad_VH = lse_N.new_zeros((weight_VH if last_VR is None else last_VR).shape)
+    for part, real_VH in _parts(weight_VH, last_VR, shard, tile.joined):
+        grad_PH = grad_VH[part.first - shard.first :][: part.num_real]
+        if len(hidden_NH) and part.num_real and kernels_do(hidden_NH, shard.logit_cap):
+            from megatron_worker.head import kernels as kernels
 
-        kernels.add_weight_gradient(
-            grad_VH[: shard.num_real],
-            hidden_NH.detach().contiguous(),
-            real_VH.detach(),
-            _row_or_none(label_N, shard),
-            lse_N,
-            grad_N.contiguous(),
-            entropy and (entropy[0], entropy[1].contiguous()),
-            temperature,
-        )
-        return grad_VH
-    arguments = label_N, lse_N, grad_N, entropy, temperature, shard.first, tile, shard.logit_cap
-    torch_tiles.add_weight_gradient(grad_VH[: shard.num_real], hidden_NH, real_VH, *arguments)
+            kernels.add_weight_gradient(
+                grad_PH,
+                hidden_NH.detach().contiguous(),
+                real_VH.detach(),
+                _row_or_none(label_N, part),
+                lse_N,
+                grad_N.contiguous(),
+                entropy and (entropy[0], entropy[1].contiguous()),
+                temperature,
+            )
+        else:
+            arguments = label_N, lse_N, grad_N, entropy, temperature, part.first, tile, shard.logit_cap
+            torch_tiles.add_weight_gradient(grad_PH, hidden_NH, real_VH, *arguments)
     return grad_VH
 
 
@@ -305,9 +325,12 @@ def _probe_kernels(one_NH: Tensor) -> None:
     kernels.add_weight_gradient(exact_NH, one_NH, one_NH, row_N, found.max_N, found.max_N, None, temperature=1.0)
 
 
-def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:
+def _label_rows(
+    weight_VH: Tensor, last_VR: Tensor | None, label_N: Tensor, shard: VocabShard, dtype: torch.dtype
+) -> Tensor:
     row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
-    return weight_VH.detach()[row_N].to(dtype).mul_(owned_N[:, None])
+    columns = weight_VH.detach()[row_N] if last_VR is None else torch.cat([weight_VH[row_N], last_VR[row_N]], dim=1)
+    return columns.detach().to(dtype).mul_(owned_N[:, None])
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

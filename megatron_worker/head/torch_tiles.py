@@ -20,10 +20,14 @@ from megatron_worker.head import top_k
 
 
 class TileSize(NamedTuple):
-    """Logits that torch holds at a time, where no kernel is used."""
+    """Logits that torch holds at a time, where no kernel is used.
+
+    `joined`: rows of the embedding that are copied at a time, with an adapter's columns behind them, kernel or not.
+    """
 
     targets: int
     columns: int
+    joined: int = 16_384
 
 
 CPU_TILE = TileSize(256, 2048)  # 2 MiB of float32, a core's second cache; products are large enough
@@ -51,6 +55,24 @@ class LocalSums:
     top_NK: Tensor
 
 
+def merge(local: LocalSums, other: LocalSums) -> None:
+    """Add to sums those over other rows, which are changed, too. Rows of labels are those of all already."""
+    max_N = torch.maximum(local.max_N, other.max_N)
+    for each in (local, other):
+        fall_N = each.max_N - max_N
+        scale_N = fall_N.exp()
+        if each.logit_rows_NH is not None and each.weighted_rows_NH is not None:
+            each.logit_rows_NH.addcmul_(each.weighted_rows_NH, finite(fall_N)[:, None]).mul_(scale_N[:, None])
+        if each.weighted_rows_NH is not None:
+            each.weighted_rows_NH.mul_(scale_N[:, None])
+        each.sum_exp_N, each.weighted_logit_N = each.sum_exp_N * scale_N, each.weighted_logit_N * scale_N
+    local.max_N = max_N
+    for name in ("sum_exp_N", "target_N", "weighted_logit_N", "weighted_rows_NH", "logit_rows_NH"):
+        if getattr(local, name) is not None:
+            getattr(local, name).add_(getattr(other, name))
+    local.top_NK = top_k.greatest(torch.cat([local.top_NK, other.top_NK], dim=1), local.top_NK.shape[1])
+
+
 def scan(
     local: LocalSums,
     hidden_NH: Tensor,
@@ -64,7 +86,7 @@ def scan(
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile, cap):
         _add_target(local.target_N[chunk], logit_CT, label_N[chunk], first + columns.start)
         if outputs.top_k:
-            found_CK = top_k.shifted(top_k.of_logits(logit_CT, outputs.top_k), columns.start)
+            found_CK = top_k.shifted(top_k.of_logits(logit_CT, outputs.top_k), first + columns.start)
             both = torch.cat([local.top_NK[chunk], found_CK], dim=1)
             local.top_NK[chunk] = top_k.greatest(both, outputs.top_k)
         _add_exponentials(local, chunk, logit_CT, real_VH[columns], outputs, cap)

@@ -16,6 +16,7 @@ from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocab
 from megatron_worker.head.torch_tiles import TileSize
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import fork_ranks
+from tests.megatron_worker.live_bytes import LiveBytes
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
 
@@ -71,15 +72,15 @@ def test_the_entropy_has_its_gradient_where_it_is_asked_for(
     torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("tile", [(5, 16), (256, 2048)])
-def test_an_adapter_beside_the_head_is_more_of_its_weight(tile: tuple[int, int]):
-    """Its values and gradients, the entropy's and a temperature's too, are those of W + B A."""
+@pytest.mark.parametrize("tile", [(5, 16), (256, 2048), (9, 16, 40)])
+def test_an_adapter_beside_the_head_is_more_of_its_weight(tile: tuple[int, ...]):
+    """Its values and gradients, the entropy's and a temperature's too, are those of W + B A; so of three parts of W."""
     hidden_NH, weight_VH, label_N, grad_N = inputs(torch.float64)
     a_RH, b_VR = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, HIDDEN_SIZE), (VOCAB_SIZE, 3)))
     given = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
     whole = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
-    outputs, shard = Outputs(entropy=True, entropy_gradient=True, temperature=1.7), whole_vocabulary(VOCAB_SIZE)
-    beside = BesideHead(given[0] @ given[1].t() * 0.5, given[2])
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=1.7, top_k=3)
+    beside, shard = BesideHead(given[0] @ given[1].t() * 0.5, given[2]), whole_vocabulary(VOCAB_SIZE)
     found = score_targets(given[0], weight_VH.detach(), label_N, outputs, shard, TileSize(*tile), beside=beside)
     merged_VH = weight_VH.detach() + 0.5 * whole[2] @ whole[1]
     logprob_NV = (whole[0] @ merged_VH.t() / 1.7).log_softmax(dim=-1)
@@ -88,8 +89,21 @@ def test_an_adapter_beside_the_head_is_more_of_its_weight(tile: tuple[int, int])
     for scored in ((found.logprob_N, found.entropy_N), (logprob_N, entropy_N)):
         ((scored[0] + 0.7 * scored[1]) * grad_N).sum().backward()
     torch.testing.assert_close(found.logprob_N, logprob_N, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found.top_id_NK, logprob_NV.topk(3).indices)
     for ours, theirs in zip(given, whole, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_no_copy_of_the_output_embedding_is_made_beside_an_adapter():
+    """Of 150,000 rows: part by part."""
+    weight_VH, b_VR = torch.randn(150_000, 64), torch.zeros(150_000, 2, requires_grad=True)
+    hidden_NH, label_N = torch.randn(4, 64, requires_grad=True), torch.arange(4)
+    with LiveBytes() as live:
+        beside = BesideHead(hidden_NH[:, :2] * 1, b_VR)
+        scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(150_000), beside=beside)
+        assert live.take_peak() < weight_VH.nbytes / 3
+        scores.logprob_N.sum().backward()
+    assert live.peak < weight_VH.nbytes / 3 + 2 * b_VR.nbytes
 
 
 @pytest.mark.parametrize("temperature", [0.25, 3.0])

@@ -10,9 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head import top_k
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.kernels import Scan, add_weight_gradient, scan
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.head.torch_tiles import TileSize
 from megatron_worker.head.workspace import (
     CANDIDATE_BYTES,
     WORKSPACE_BYTES,
@@ -164,6 +166,24 @@ def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
     if dtype == torch.bfloat16:  # torch rounds the logits, the kernels do not
         close(of["strict"][0], truth[0], 1e-5)
         assert (of["torch"][0] - truth[0]).norm() > 1e-4 * truth[0].norm()
+
+
+def test_an_adapter_beside_the_head_is_scanned_by_kernels_in_parts():
+    """Of a vocabulary of three parts; against torch's way, which has a float64 reference in test_head.py."""
+    outputs, of = Outputs(entropy=True, entropy_gradient=True, top_k=3, temperature=0.7), {}
+    shard = whole_vocabulary(301)
+    for way in ("torch", "strict"):
+        hidden_NH, weight_VH, label_N, grad_N = inputs(20, 301, 24)
+        label_N[0] = 290
+        b_VR = weight_VH.detach()[:, :2].clone().requires_grad_()
+        beside = BesideHead(hidden_NH[:, 2:4] * 0.5, b_VR)
+        with policy(way):
+            scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(9, 50, 128), beside)
+            ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+        of[way] = (scores.logprob_N.detach(), scores.entropy_N.detach(), hidden_NH.grad, b_VR.grad)
+        of[way] += (scores.top_id_NK, scores.top_logprob_NK)
+    for ours, theirs in zip(of["strict"], of["torch"], strict=True):
+        close(ours, theirs, 1e-5)
 
 
 @pytest.fixture
