@@ -18,7 +18,7 @@ from shared.models.generic import GenericConfig
 from shared.models.lora_modules import layer_of
 from shared.models.merging import FLOATS, Entry, parse_header
 from shared.models.peft import module_of
-from shared.models.shape import ModelShape, shape_of
+from shared.models.shape import shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 WEIGHTS = "model.safetensors"
@@ -84,17 +84,12 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]] = Field(min_length=1)
 
 
-def read_shape(location: Location, any_family: bool = False) -> ModelShape:
-    """Read a model's sizes from `config.json`. `any_family`: see `read_model_config`.
+def read_config(location: Location, any_family: bool = False) -> DenseConfig:
+    """Read `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
-    return shape_of(read_config(location, any_family))
-
-
-def read_config(location: Location, any_family: bool = False) -> DenseConfig:
-    """Read `config.json`. Raises InvalidInput as `read_shape` does."""
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
     return read_model_config(location.read_json("config.json"), location.place("config.json"), any_family)

@@ -4,6 +4,7 @@ Files that every host can read where they lie are not copied.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, cast
 
@@ -22,12 +23,11 @@ from activities.models.files import (
     decoder_modules,
     gguf_file,
     read_config,
-    read_shape,
     read_tensors,
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
-from activities.sources.models import Check, Location, locate, located
+from activities.sources.models import Location, locate, located
 from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
@@ -36,7 +36,7 @@ from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import Entry
 from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
-from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens
+from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
 from shared.storage.artifacts import (
@@ -104,9 +104,8 @@ class Resolve:
             location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
             if (name := gguf_file(location)) is not None:
                 location = self._converted(location, name, check, request.tenant)
-            shape = check(location)
-            config = read_config(location, _takes_any_family(request))
-            weights = check_contents(location, config)
+            config = check(location)
+            weights, shape = check_contents(location, config), shape_of(config)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, config)
                 beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
@@ -125,7 +124,9 @@ class Resolve:
                 adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
             )
 
-    def _converted(self, location: Location, name: str, check: Check, tenant: str) -> Location:
+    def _converted(
+        self, location: Location, name: str, check: Callable[[Location], DenseConfig], tenant: str
+    ) -> Location:
         """Make a model folder of a GGUF file, once. Its bytes count as the tenant's."""
         store, place = self._host.store, location.place(name)
         key = model_import(content_key("gguf", location.store.uri, _state(location, name)))
@@ -143,8 +144,7 @@ class Resolve:
                     raise InvalidInput("the file changed while it was being read", place)
                 try:
                     made = located(LocalStore(folder), manifest_of(folder))
-                    check(made)
-                    check_contents(made, read_config(made))
+                    check_contents(made, check(made))
                 except InvalidInput as error:
                     raise InvalidInput(error.message, place) from error
                 room = Room(store, tenant, self._host.settings.quotas)
@@ -164,18 +164,15 @@ class Resolve:
         return artifact
 
 
-def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
+def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> DenseConfig:
     """Check a model by its small files, before its weights are fetched."""
-    shape = read_shape(location, _takes_any_family(request))
+    config = read_config(location, any_family=request.any_family or request.engine == "fsdp")
+    shape = shape_of(config)
     check_layout(request.layout, shape, request.engine)
     check_max_tokens(request.max_tokens, shape)
     check_tokenizer(location, shape.vocab_size, host)
     check_chat_template(location)
-    return shape
-
-
-def _takes_any_family(request: ModelRequest) -> bool:
-    return request.any_family or request.engine == "fsdp"
+    return config
 
 
 def check_contents(location: Location, config: DenseConfig, read_all: bool = False) -> Weights:
