@@ -142,7 +142,7 @@ class Lora(Frozen):
 
 
 class Full(Frozen):
-    """Train every weight. With a head of scalars, all but those of the language head."""
+    """Train every weight."""
 
     kind: Literal["full"] = "full"
     head: ScalarHead | None = Field(default=None, description=HEAD_DESCRIPTION)

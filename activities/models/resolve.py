@@ -35,7 +35,7 @@ from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import Entry
-from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, HEAD_TENSORS, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -192,7 +192,8 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 
 
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
-    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
+    head = None if request.lora is None else request.lora.head
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), None if head is None else head.names)
     if request.lora is not None:
         linears = LINEARS if request.shape is None else request.shape.linears
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
@@ -203,7 +204,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
-    tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
+    for name in (OUTPUT_COPY, *(HEAD_TENSORS if lora.head else ())):  # the worker compares them with the model's
+        tensors.pop(name, None)
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes

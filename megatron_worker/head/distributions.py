@@ -69,7 +69,7 @@ def score_beside_teacher(
         return score_targets(hidden_NH, weight_VH, label_N, outputs, shard, beside=beside)
     teacher = _teacher(batch, outputs.divergence, target_N)
     if beside is not None:
-        hidden_NH, weight_VH = beside.joined(hidden_NH, weight_VH)
+        hidden_NH, weight_VH = torch.cat([hidden_NH, beside.low_NR], dim=1), weight_VH.detach()
     softmax = _Softmax(shard, outputs.temperature * shard.logit_divisor)
     if chunk is None:
         width = max(1, shard.num_real) * torch.promote_types(torch.float32, hidden_NH.dtype).itemsize
@@ -100,16 +100,21 @@ class _Softmax:
     shard: VocabShard
     temperature: float
 
-    def logits(self, hidden_CX: Tensor, weight_VX: Tensor) -> Tensor:
+    def logits(self, hidden_CX: Tensor, weight_VH: Tensor, last_VR: Tensor | None) -> Tensor:
         """Return logits [C, V] in the softmax's dtype: products of half precision are not rounded to it on CUDA."""
-        real_VX, dtype = weight_VX[: self.shard.num_real], torch.promote_types(torch.float32, hidden_CX.dtype)
-        if hidden_CX.dtype != dtype and hidden_CX.is_cuda:
-            logit_CV = torch.mm(hidden_CX, real_VX.t(), out_dtype=dtype)
-        else:
-            logit_CV = hidden_CX.to(dtype) @ real_VX.to(dtype).t()
+        parts_CX = hidden_CX.split([weight_VH.shape[1], hidden_CX.shape[1] - weight_VH.shape[1]], dim=1)
+        logit_CV = self._product(parts_CX[0], weight_VH)
+        if last_VR is not None:
+            logit_CV += self._product(parts_CX[1], last_VR)
         if (cap := self.shard.logit_cap) is not None:
             logit_CV.div_(cap).tanh_().mul_(cap)
         return logit_CV.div_(self.temperature)
+
+    def _product(self, hidden_CX: Tensor, weight_VX: Tensor) -> Tensor:
+        real_VX, dtype = weight_VX[: self.shard.num_real], torch.promote_types(torch.float32, hidden_CX.dtype)
+        if hidden_CX.dtype != dtype and hidden_CX.is_cuda:
+            return torch.mm(hidden_CX, real_VX.t(), out_dtype=dtype)
+        return hidden_CX.to(dtype) @ real_VX.to(dtype).t()
 
     def logprobs(self, logit_CV: Tensor) -> Tensor:
         return logit_CV - self.over_shards(logit_CV)[:, None]
@@ -142,33 +147,32 @@ class _Task:
     chunk: int
     keep_rows: bool
 
-    def chunks(self, hidden_NX: Tensor, weight_VX: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    def chunks(
+        self, hidden_NX: Tensor, weight_VH: Tensor, last_VR: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield slices of targets with their divergences [C], labels' log-probabilities [C], and by logit [C, V]."""
         softmax = self.softmax
         for start in range(0, len(hidden_NX), self.chunk):
             some = slice(start, min(start + self.chunk, len(hidden_NX)))
-            logit_CV = softmax.logits(hidden_NX[some], weight_VX)
+            logit_CV = softmax.logits(hidden_NX[some], weight_VH, last_VR)
             slope_CV = capped_slope(logit_CV, softmax.shard.logit_cap, softmax.temperature)
             own_CV = softmax.logprobs(logit_CV)
             row_C, owned_C = rows_of_labels(self.label_N[some], softmax.shard.first, softmax.shard.num_real)
             label_C = torch.zeros_like(owned_C, dtype=own_CV.dtype)
             if softmax.shard.num_real:
                 label_C = own_CV.gather(1, row_C[:, None])[:, 0].where(owned_C, label_C)
-            value_CV, by_own_CV = _terms(self._teachers(some, own_CV, weight_VX), own_CV, self.divergence)
+            value_CV, by_own_CV = _terms(self._teachers(some, own_CV, weight_VH), own_CV, self.divergence)
             sums_3C = softmax.summed(torch.stack([value_CV.sum(1), label_C, by_own_CV.sum(1)]))
             by_logit_CV = by_own_CV - own_CV.exp() * sums_3C[2, :, None]
             by_logit_CV = by_logit_CV if slope_CV is None else by_logit_CV * slope_CV
             yield some, sums_3C[0], sums_3C[1], by_logit_CV / softmax.temperature
 
-    def _teachers(self, some: slice, own_CV: Tensor, weight_VX: Tensor) -> Tensor:
+    def _teachers(self, some: slice, own_CV: Tensor, weight_VH: Tensor) -> Tensor:
         """Return the teacher's log-probabilities, [C, V]."""
         match self.teacher:
             case TeacherStates(hidden_NH=hidden_NH, low_NR=low_NR, b_VR=b_VR):
-                states_CX = hidden_NH[some]
-                weight_VH = weight_VX[:, : hidden_NH.shape[1]]
-                if low_NR is not None and b_VR is not None:
-                    states_CX, weight_VH = BesideHead(low_NR[some], b_VR).joined(states_CX, weight_VH)
-                return self.softmax.logprobs(self.softmax.logits(states_CX, weight_VH))
+                states_CX = hidden_NH[some] if low_NR is None else torch.cat([hidden_NH[some], low_NR[some]], dim=1)
+                return self.softmax.logprobs(self.softmax.logits(states_CX, weight_VH, b_VR))
             case LikeliestIds(id_NK=id_NK, logprob_NK=logprob_NK):
                 return self._of_named(id_NK[some].long(), logprob_NK[some].to(own_CV.dtype), own_CV)
 
@@ -218,32 +222,32 @@ class _Diverged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NX: Tensor, weight_VX: Tensor, last_VR: Tensor | None, task: _Task
+        ctx: Any, hidden_NX: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _Task
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(torch.float32, hidden_NX.dtype)
         divergence_N, logprob_N = hidden_NX.new_empty(2, len(hidden_NX), dtype=dtype)
         rows_NX = hidden_NX.new_empty(hidden_NX.shape, dtype=dtype) if task.keep_rows else None
-        real_VX = weight_VX[: task.softmax.shard.num_real]
-        for some, divergence_N[some], logprob_N[some], by_logit_CV in task.chunks(hidden_NX, weight_VX):
+        reals = [x[: task.softmax.shard.num_real] for x in (weight_VH, last_VR) if x is not None]
+        for some, divergence_N[some], logprob_N[some], by_logit_CV in task.chunks(hidden_NX, weight_VH, last_VR):
             if rows_NX is not None:
-                rows_NX[some] = by_logit_CV.to(real_VX.dtype) @ real_VX
-        ctx.task, ctx.num_last = task, 0 if last_VR is None else last_VR.shape[1]
+                rows_NX[some] = torch.cat([by_logit_CV.to(real_VX.dtype) @ real_VX for real_VX in reals], dim=1)
+        ctx.task = task
         rows_NX = rows_NX if rows_NX is None else task.softmax.summed(rows_NX)
-        ctx.save_for_backward(hidden_NX, weight_VX, rows_NX)
+        ctx.save_for_backward(hidden_NX, weight_VH, last_VR, rows_NX)
         ctx.mark_non_differentiable(logprob_N)
         return divergence_N, logprob_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NX, weight_VX, rows_NX = ctx.saved_tensors
+        hidden_NX, weight_VH, last_VR, rows_NX = ctx.saved_tensors
         by_hidden, by_weight, by_last = ctx.needs_input_grad[:3]
         grad_NX = (rows_NX * grad_N[:, None]).to(hidden_NX.dtype) if by_hidden else None
         grad_VX = None
         if by_weight or by_last:
-            width, num_real = ctx.num_last if by_last else weight_VX.shape[1], ctx.task.softmax.shard.num_real
-            grad_VX = grad_N.new_zeros(len(weight_VX), width)
-            for some, _divergence_C, _logprob_C, by_logit_CV in ctx.task.chunks(hidden_NX, weight_VX):
+            width, num_real = (last_VR if by_last else weight_VH).shape[1], ctx.task.softmax.shard.num_real
+            grad_VX = grad_N.new_zeros(len(weight_VH), width)
+            for some, _divergence_C, _logprob_C, by_logit_CV in ctx.task.chunks(hidden_NX, weight_VH, last_VR):
                 by_logit_CV *= grad_N[some, None]
                 grad_VX[:num_real] += by_logit_CV.t() @ hidden_NX[some, -width:].to(grad_VX.dtype)
         return grad_NX, *((None, grad_VX) if by_last else (grad_VX, None)), None

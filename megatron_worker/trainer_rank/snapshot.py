@@ -29,8 +29,8 @@ class Snapshot:
 
 def refuse_beyond_passes(lora: Lora) -> None:
     """Raises InvalidInput for what is no part of a backbone's pass that user code asks for."""
-    if lora.dropout or AdaptedModules(lora).of(OUTPUT) is not None:
-        raise InvalidInput("dropout and adapters of lm_head are of a run's own passes alone", "trainable")
+    if lora.dropout or lora.head is not None or AdaptedModules(lora).of(OUTPUT) is not None:
+        raise InvalidInput("dropout, heads and adapters of lm_head are of a run's own passes alone", "trainable")
 
 
 def refuse_beyond_steps(optimizer: Optimizer, lora: Lora | None) -> None:

@@ -41,6 +41,7 @@ _NOT_READ = {
     "dpo": ("assistant_turns", "assistant_pattern"),
     "rl": ("completion_field", "assistant_turns", "assistant_pattern"),
 }
+_REFUSED = {"head"}  # fields of `trainable` that all of these runs refuse
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
 # kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.
 Form = Literal["value", "names", "source", "reading", "kind", "json", "layout", "variant"]
@@ -219,6 +220,8 @@ def json_of(text: str, flag: str) -> Any:
 
 def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
     for name, field in model.model_fields.items():
+        if name in _REFUSED:
+            continue
         yield from _options(field, (*path, name), prefix, is_required and field.is_required())
 
 
@@ -236,7 +239,9 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
         yield replace(option, form="source", help=words)
     elif field.discriminator and field.is_required():
         yield replace(option, form="json", help=f"{option.help}: JSON, or a file of it")
-    elif field.discriminator and all(set(each.model_fields) == {"kind"} for each in _others(variants, field.default)):
+    elif field.discriminator and all(
+        each.model_fields.keys() - _REFUSED == {"kind"} for each in _others(variants, field.default)
+    ):
         yield from _variants(field, variants, path)
     elif field.discriminator:
         kinds = ", ".join(str(each.model_fields["kind"].default) for each in variants)

@@ -6,8 +6,8 @@ from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
 from longshore.training import Decay, Dtype, Lora, OptimizerName, OptimizerStates, Quantization, Recompute, Target
 
-LORA_FIELDS = tuple(name for name in Lora.model_fields if name != "kind")
-"""Fields of `trainable` in a run."""
+LORA_FIELDS = tuple(name for name in Lora.model_fields if name not in ("kind", "head"))
+"""Fields of `trainable` in a run of a language loss."""
 
 
 class OwnSettings(Frozen):

@@ -19,7 +19,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
-HEAD = f"{PREFIX}score.weight"  # of a head of scalars: a row for each
+HEAD_TENSORS = f"{PREFIX}score.weight", f"{PREFIX}score.bias"  # of a head of scalars, a row for each
 _PER: dict[str | None, Literal["token", "sequence"]] = {"TOKEN_CLS": "token", "SEQ_CLS": "sequence"}
 _HEADS = "classifier", "score"  # what PEFT calls the heads of these tasks, whichever a model has
 _NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no place for names
@@ -184,7 +184,7 @@ def _scalars(weights: Path) -> tuple[str, ...]:
     try:
         with safe_open(weights, "np") as file:
             named = json.loads((file.metadata() or {}).get(_NAMES, "[]"))
-            return tuple(named or map(str, range(file.get_slice(HEAD).get_shape()[0])))
+            return tuple(named or map(str, range(file.get_slice(HEAD_TENSORS[0]).get_shape()[0])))
     except (OSError, SafetensorError):
         return ()  # whoever reads the weights says what is wrong with them
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.layout import EngineName, Layout
-from longshore.training import Full
+from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from shared.models.config import Family
@@ -150,6 +150,23 @@ def test_what_peft_saves_is_read_with_equal_values(models, tmp_path, per) -> Non
         assert read_config(tmp_path / engine / "weights", may_have_head=True).head == HEADS[per]
         ours, saved = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / engine / "weights", tmp_path))
         assert ours.keys() == saved.keys() and all(torch.equal(ours[name], saved[name]) for name in ours)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bytes_of_a_slot_count_its_head(models, engine, dtype) -> None:
+    driven = start(engine, models("qwen3"), dtype=dtype)
+    for trainable in (lora("sequence"), Full(head=HEADS["token"])):
+        plain, counted = (driven.slot_bytes(t) for t in (trainable.model_copy(update={"head": None}), trainable))
+        assert all(counted[part] > plain[part] for part in counted)
+        before = driven.memory().parts
+        driven.add_adapter("run", trainable, 3) if isinstance(trainable, Lora) else driven.train_full(trainable, 3)
+        grown = {p: n.device - (before[p].device if p in before else 0) for p, n in driven.memory().parts.items()}
+        assert grown == counted, trainable.kind
+        driven.place("host")
+        driven.place("device")
+        driven.drop_slot(None if trainable.kind == "full" else "run")
+        driven.place("device", slots=[None])
 
 
 LAYOUTS: list[tuple[EngineName, Layout]] = [

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
-from longshore.training import LATENT, TARGETS, Adam, Lora
+from longshore.training import LATENT, TARGETS, Adam, Lora, ScalarHead
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
@@ -231,7 +231,7 @@ def test_masks_keep_the_mean_and_the_share():
 
 def test_code_of_one_s_own_has_neither_dropout_nor_another_head(model):
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
-    for lora in (Lora(dropout=0.1), Lora(targets=("lm_head",))):
+    for lora in (Lora(dropout=0.1), Lora(targets=("lm_head",)), Lora(head=ScalarHead())):
         with pytest.raises(InvalidInput, match="a run's own passes alone"):
             rank.create_adapter("run", lora, seed=0)
 

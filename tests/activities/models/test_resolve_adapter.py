@@ -10,7 +10,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
-from longshore.training import Lora
+from longshore.training import Lora, ScalarHead
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.config import read_model_config
 from shared.models.shape import ModelShape, shape_of
@@ -75,6 +75,21 @@ def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
     get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
     resolved = resolve_adapter(config, tmp_path / "peft")
     assert resolved.lora == Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"))
+
+
+def test_an_adapter_with_a_head_goes_on_where_one_is_asked_for(config, tiny_model, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForTokenClassification
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="TOKEN_CLS")
+    headed = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=2)
+    get_peft_model(headed, lora).save_pretrained(tmp_path / "peft")
+    head = ScalarHead(names=("good", "true"))
+    asked = Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"), head=head)
+    assert resolve_adapter(config, tmp_path / "peft", lora=asked).lora == asked
+    assert "its head gives scalars (TOKEN_CLS)" in adapter_refusal(config, tmp_path / "peft")
+    other = asked.model_copy(update={"head": ScalarHead(names=head.names, per="sequence")})
+    assert "head is 2 scalars a token, 2 scalars a sequence" in adapter_refusal(config, tmp_path / "peft", lora=other)
 
 
 @pytest.mark.parametrize(
