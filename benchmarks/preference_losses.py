@@ -166,8 +166,8 @@ def compared_kto(away: float) -> dict[str, float]:
 
     kto = KTO(beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)
     own, short = drawn(3, NUM_PAIRS), drawn(4, NUM_PAIRS)
-    wide = (torch.nn.functional.pad(each, (0, 1)) for each in (short.logprob.detach(), short.ref - away * short.mask))
-    other = Answers(*wide, torch.nn.functional.pad(short.mask, (0, 1)))
+    logprob, ref = short.logprob.detach(), short.ref - away * short.mask
+    other = Answers(wider(logprob), wider(ref), wider(short.mask))  # another width, by which the model tells them apart
     is_good = torch.arange(NUM_PAIRS) % 3 != 0
     trainer = _trainer(
         calculate_KL=True, loss_type="kto", desirable_weight=1.3, undesirable_weight=0.6, precompute_ref_logps=True
@@ -177,7 +177,9 @@ def compared_kto(away: float) -> dict[str, float]:
     references = {"ref_logps": own.ref.sum(1), "ref_KL_logps": other.ref.sum(1), "label": is_good}
     inputs = _inputs(own) | _inputs(other, "KL_") | references
     both = Answers(
-        *(torch.cat([torch.nn.functional.pad(a, (0, 1)), b]) for a, b in zip(_parts(own), _parts(other), strict=True))
+        torch.cat([wider(own.logprob), other.logprob]),
+        torch.cat([wider(own.ref), other.ref]),
+        torch.cat([wider(own.mask), other.mask]),
     )
     number, sign = torch.arange(NUM_PAIRS), is_good.double() * 2 - 1
     zeros, ones = torch.zeros(NUM_PAIRS, dtype=torch.float64), torch.ones(NUM_PAIRS, dtype=torch.float64)
@@ -187,8 +189,8 @@ def compared_kto(away: float) -> dict[str, float]:
     return difference(mine, theirs, own) | {"baseline": trainer._metrics["train"]["kl"][0]}
 
 
-def _parts(answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
-    return answers.logprob, answers.ref, answers.mask
+def wider(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 1))
 
 
 def difference(mine: Tensor, theirs: Tensor, answers: Answers) -> dict[str, float]:
