@@ -62,7 +62,8 @@ class Lora(Frozen):
     """Low-rank adapters beside linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
 
     The scale is alpha / rank, or alpha / sqrt(rank) where it is `rank_stabilized` (Kalajdzievski 2023,
-    arXiv:2312.03732). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
+    arXiv:2312.03732). With `dora` each row of W + scale B A is scaled to a trained norm (Liu et al. 2024,
+    arXiv:2402.09353). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
     """
 
     kind: Literal["lora"] = "lora"
@@ -89,6 +90,10 @@ class Lora(Frozen):
         default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass leaves out"
     )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
+
+    dora: bool = Field(
+        default=False, description="train the norms of weights' rows beside their directions, as PEFT's use_dora"
+    )
 
     @model_validator(mode="after")
     def _targets_are_said_once(self) -> Self:
@@ -141,6 +146,8 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
         raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dora:
+        raise ValueError("trainable.dora: the engine fsdp knows no norms of split rows; use megatron, or tp=1")
     return asked
 
 

@@ -61,7 +61,7 @@ _MODELS = "models"  # in the place of a run id: imported models stay for other r
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
     r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
-    r"\.lora_(?P<side>[AB])\.weight"
+    r"\.lora_((?P<side>[AB])\.weight|magnitude_vector)"
 )
 
 
@@ -213,7 +213,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     for name, tensor in () if is_generic else tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
-    expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
+    of_each = 3 if lora.dora else 2
+    expected = 0 if shape is None else of_each * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
     if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
@@ -224,12 +225,12 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
 def _check_tensor(name: str, tensor: TensorEntry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-    if match is None or (size := lora.of(module)) is None:
+    if match is None or (size := lora.of(module)) is None or (match["side"] is None and not lora.lora.dora):
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != size.rank:
+    if rank != (match["side"] and size.rank) or not tensor.shape:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
     linear = cast(Target, module.rpartition(".")[2])
     of: Literal["", "experts", "shared"] = "experts" if match["expert"] else "shared" if match["shared"] else ""

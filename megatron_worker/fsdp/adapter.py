@@ -15,18 +15,21 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.head.beside import BesideHead
-from megatron_worker.tensors.adapter_slots import kaiming_uniform
+from megatron_worker.tensors.adapter_slots import kaiming_uniform, norms_of_rows
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
+from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT, AdaptedModules
-from shared.models.peft import PREFIX
+from shared.models.peft import NORMS, PREFIX
 
 
 class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, in one buffer, under PEFT's names."""
 
     def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
-        """`sizes`: outputs and inputs of the model's linears."""
+        """`sizes`: outputs and inputs of the model's linears. Raises InvalidInput where DoRA's rows would be split."""
+        if lora.dora and ranks.tp_size > 1:
+            raise InvalidInput("the engine fsdp knows no norms of split rows: use megatron, or tp=1", "dora")
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._ranks = ranks
         self.slices: list[TensorSlice] = []
@@ -35,6 +38,7 @@ class FsdpAdapter:
         for linear, (num_outputs, num_inputs) in sizes.items():
             if (size := adapted.of(linear)) is not None:
                 self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
+                self.slices += [_whole(f"{PREFIX}{linear}{NORMS}", num_outputs)] if lora.dora else []
                 self.scales[linear] = size.scale
         self.flat = Flat({s.name: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
@@ -51,7 +55,10 @@ class FsdpAdapter:
 
     def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
         """Return what A makes of a linear's input, [T, R]. It drops some of that where masks are drawn."""
-        return F.linear(dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank)), a_RI)
+        return F.linear(self.kept(linear, input_TI), a_RI)
+
+    def kept(self, linear: str, input_TI: Tensor) -> Tensor:
+        return dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank))
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
         """Return what the output layer's adapter adds for some targets, if it has one."""
@@ -65,11 +72,25 @@ class FsdpAdapter:
         return FsdpOptimizer(self.slices, self.parameters, self.flat.views, self._ranks)
 
 
-def add_adapter(adapter: FsdpAdapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
-    """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T."""
+def add_adapter(
+    adapter: FsdpAdapter,
+    linear: str,
+    input_1TI: Tensor,
+    output_1TO: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T, each row of DoRA's norm."""
     if linear not in adapter.scales:
         return output_1TO
     a_RI, b_OR = adapter.factors(linear)
+    if adapter.lora.dora:
+        norm_O = norms_of_rows(weight_OI, b_OR @ a_RI * adapter.scales[linear]).to(weight_OI.dtype)
+        gain_O = adapter.parameters[f"{PREFIX}{linear}{NORMS}"] / norm_O
+        alone_1TO = output_1TO if bias_O is None else output_1TO - bias_O
+        if adapter.masks.rate:
+            alone_1TO = F.linear(adapter.kept(linear, input_1TI[0]), weight_OI)[None]
+        output_1TO, b_OR = output_1TO + alone_1TO * (gain_O - 1), b_OR * gain_O[:, None]
     return add_low(adapter, linear, adapter.low(linear, input_1TI[0], a_RI), b_OR, output_1TO)
 
 

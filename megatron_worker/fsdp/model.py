@@ -102,14 +102,14 @@ class FsdpModel:
             linear.register_forward_hook(self._beside(name))
 
     def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-        def add(_: nn.Module, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
+        def add(linear: Any, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
             if self._adapter is None:
                 return output_1TO
             if self._ranks.tp_size > 1:
                 return add_split_adapter(
                     self._adapter, name, self._styles.get(name), inputs[0], output_1TO, self._ranks
                 )
-            return add_adapter(self._adapter, name, inputs[0], output_1TO)
+            return add_adapter(self._adapter, name, inputs[0], output_1TO, linear.weight, linear.bias)
 
         return add
 

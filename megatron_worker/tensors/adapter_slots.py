@@ -180,7 +180,17 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
+        self._begin_with_norms(adapter)
         self._install(name, adapter, trainable=True, seed=seed)
+
+    def _begin_with_norms(self, adapter: AdapterT) -> None:
+        """Let DoRA, if it is that, begin with the norms of the model's own rows. Collective."""
+        weights = {peft_format.norms_of(s.name): s for s in self._base.slices if s.name.endswith(".weight")}
+        for s in (s for s in adapter.slices if s.name.endswith(peft_format.NORMS)):
+            weight_OI = self._ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
+            if s.parameter in adapter.flat.views:
+                place = self._ranks.splitting(s)
+                s.write(adapter.flat.views[s.parameter], s.local(norms_of_rows(weight_OI), place.rank, place.size))
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
@@ -370,6 +380,13 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
     if len({size.scale for size in sizes}) == 1:
         return sizes[0].scale
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
+
+
+@torch.no_grad()
+def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
+    """Return the norms by which DoRA divides, of W + scale B A, in float32: constants, as in PEFT."""
+    norm_O: Tensor = torch.linalg.vector_norm(weight_OI.float() + change_OI, dim=1)
+    return norm_O
 
 
 def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
 
-W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), computed in float32 and rounded once to W's own type.
+W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), its rows scaled to DoRA's norms where there are any,
+computed in float32 and rounded once to W's own type.
 Only the adapter is held in memory: of the base model, a block of rows.
 """
 
@@ -23,6 +24,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number of each type that is computed with, by safetensors' names."""
 Floats = NDArray[np.float32]
+_DIMENSIONS = {"A": 2, "B": 2, "magnitude_vector": 1}
 
 
 class Readable(Protocol):
@@ -44,9 +46,10 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
+    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank], and
+    DoRA's norms of its rows, [out]."""
 
-    factors: dict[str, tuple[float, Floats, Floats]]
+    factors: dict[str, tuple[float, Floats, Floats, Floats | None]]
     _used: set[str] = field(default_factory=set)
 
     @classmethod
@@ -56,18 +59,19 @@ class Merger:
         sides: dict[str, dict[str, Floats]] = {}
         for entry in entries:
             stem, _, side = entry.name.removesuffix(".weight").rpartition(".lora_")
-            if not stem.startswith(PREFIX) or side not in ("A", "B") or len(entry.shape) != 2:
+            if not stem.startswith(PREFIX) or _DIMENSIONS.get(side) != len(entry.shape):
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
             sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
         merger, adapted = cls({}), AdaptedModules(lora)
+        wanted = {"A", "B", "magnitude_vector"} if lora.dora else {"A", "B"}
         for name, found in sides.items():
-            if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
-                raise InvalidInput(f"the two factors for {name} do not belong together", place)
+            if set(found) != wanted or found["A"].shape[0] != found["B"].shape[1]:
+                raise InvalidInput(f"the factors for {name} do not belong together", place)
             if (size := adapted.of(name)) is None or size.rank != len(found["A"]):
                 raise InvalidInput(f"the factors for {name} are not those that {CONFIG} names", place)
-            merger.factors[name] = size.scale, found["A"], found["B"]
+            merger.factors[name] = size.scale, found["A"], found["B"], found.get("magnitude_vector")
         return merger
 
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
@@ -97,7 +101,7 @@ class Merger:
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        scale, a_RI, b_OR = self.factors[module_of(entry.name)]
+        scale, a_RI, b_OR, norm_O = self.factors[module_of(entry.name)]
         if entry.dtype not in FLOATS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
@@ -109,6 +113,8 @@ class Merger:
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
             weight_OI = weight_OI + scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
+            if norm_O is not None:
+                weight_OI *= (norm_O[row : row + len(weight_OI)] / np.linalg.norm(weight_OI, axis=1))[:, None]
             row += len(weight_OI)
             yield bytes_of(weight_OI, entry.dtype)
 

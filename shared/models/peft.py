@@ -18,6 +18,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
+NORMS = ".lora_magnitude_vector"  # behind a module's name: the norms of rows that DoRA trains
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
@@ -49,8 +50,13 @@ def module_of(tensor: str) -> str:
     return module
 
 
+def norms_of(tensor: str) -> str:
+    """Return PEFT's name of the norms that DoRA trains beside a model's tensor."""
+    return PREFIX + module_of(tensor) + NORMS
+
+
 class _Config(BaseModel):
-    """Fields of plain LoRA. PEFT 0.21 has some 32 more, which are refused if they are switched on (_switched_on).
+    """Fields of LoRA and DoRA. PEFT 0.21 has some 31 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
     adapter is loaded, and MiCA trains one matrix alone.
@@ -67,6 +73,7 @@ class _Config(BaseModel):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
 
 
@@ -102,6 +109,7 @@ def config_of(lora: Lora) -> dict[str, object]:
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
         "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
     }
     return config | {name: value for name, value in more.items() if value}
 
@@ -134,6 +142,7 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
             rank_pattern=read.rank_pattern or {},
             alpha_pattern=read.alpha_pattern or {},
             rank_stabilized=read.use_rslora,
+            dora=read.use_dora,
             **{"target_pattern" if is_pattern else "targets": names},
         )
     except ValidationError as error:
