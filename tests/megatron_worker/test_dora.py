@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Adam, Lora
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from tests.megatron_worker import dora_ranks
 from tests.megatron_worker.dora_ranks import STEPS, Trial
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE
 from tests.megatron_worker.engines import checkpoint_bytes
-from tests.megatron_worker.rows import distinct_model, reference_steps
+from tests.megatron_worker.rows import Row, distinct_model, random_rows, reference_steps
+from tests.megatron_worker.scores import logprobs_in_transformers
 from tests.megatron_worker.test_lora_forms import furthest, in_peft, weights_of
 from tests.megatron_worker.trials import run_trials
 
@@ -75,10 +79,6 @@ def test_it_begins_with_the_norms_that_peft_begins_with(trials):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_beside_quantized_weights_it_is_peft_s_beside_what_they_stand_for(tmp_path, kind):
-    from safetensors.torch import save_file
-
-    from megatron_worker.megatron.engine import MegatronEngine
-
     model = distinct_model(tmp_path / "model", "qwen3", tied=False)
     trial = Trial(model=model, lora=DORA, settings={"quantize": kind})
     engine = MegatronEngine(model, Layout(), "float32", quantize=kind)
@@ -88,3 +88,17 @@ def test_beside_quantized_weights_it_is_peft_s_beside_what_they_stand_for(tmp_pa
     theirs = peft_s(trial, tmp_path / "out" / "before" / "weights", tmp_path / "theirs")
     assert furthest(weights_of(tmp_path / "out" / "after" / "weights"), theirs) <= 1e-5
     assert checkpoint_bytes(tmp_path / "out" / "after") == checkpoint_bytes(tmp_path / "out" / "resumed")
+
+
+def test_passes_of_one_s_own_take_it(trials):
+    trial, out = trials["qwen3-megatron-tp2"]
+    rank = TrainerRank(MegatronEngine(trial.model, Layout(), "float32"))
+    rank.load_adapter("run", out / "after" / "weights", trainable=True)
+    row = random_rows([30], seed=4)[0]
+    (found,) = rank.forward([ForwardInput(row.ids, target_logprobs=True, adapter="run")])
+    expected = logprobs_in_transformers(in_peft(trial.model, out / "after" / "weights"), [Row(row.ids, [1.0] * 30)])
+    assert (found.target_logprob_P - expected).abs().max() <= 1e-5
+    rank.backward(-found.target_logprob_P.sum())
+    rank.optim_step(Adam(), 1e-2, 1.0, adapters=["run"])
+    name = "base_model.model.model.layers.0.self_attn.o_proj.lora_magnitude_vector"
+    assert not torch.equal(rank.snapshot("run").tensors[name], weights_of(out / "after" / "weights")[name])
