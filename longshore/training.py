@@ -25,9 +25,9 @@ MAMBA: tuple[Linear, ...] = ("in_proj",)
 """The linears of a Mamba-2 mixer that take adapters: PEFT refuses them beside its `out_proj`."""
 LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
 """The linears around experts that work in fewer dimensions than the model."""
-Target = Literal[Linear, "lm_head"]
-TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
-"""What an adapter can be beside: linears of layers, and the output layer."""
+Target = Literal[Linear, "lm_head", "embed_tokens"]
+TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head", "embed_tokens")
+"""What an adapter can be beside: linears of layers, the output layer, and the embeddings of tokens."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["nf4", "int8", "fp8"]
@@ -72,7 +72,7 @@ class Lora(Frozen):
     targets: Annotated[tuple[Target, ...], _LISTED] = Field(
         default=LINEARS,
         min_length=1,
-        description="linears with an adapter, of those that the model has; all-linear: every one but lm_head",
+        description="what has an adapter, of what the model has; all-linear: all but lm_head and embed_tokens",
     )
     target_pattern: Pattern | None = Field(
         default=None, description="instead of targets: a regular expression that the whole names of modules match"

@@ -35,7 +35,7 @@ from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
-from shared.models.peft import CONFIG, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, COPIES, EMBEDDING, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, check_layout, check_max_tokens
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -60,8 +60,8 @@ _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
-    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
-    r"\.lora_((?P<side>[AB])\.weight|magnitude_vector)"
+    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head|"
+    r"model\.(language_model\.)?embed_tokens)\.lora_((embedding_)?(?P<side>[AB])(\.weight)?|magnitude_vector)"
 )
 
 
@@ -109,7 +109,8 @@ class Resolve:
             weights = check_contents(location, config)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, config)
-                beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
+                own = (*shape.linears, EMBEDDING)
+                beside(request.trainable, {name: name.rpartition(".")[2] in own for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -197,7 +198,7 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
     if request.lora is not None:
-        linears = LINEARS if request.shape is None else request.shape.linears
+        linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
 
@@ -206,7 +207,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
-    tensors.pop(OUTPUT_COPY, None)  # compared with the model's by the worker
+    for name in [name for name in tensors if name.endswith(COPIES)]:
+        tensors.pop(name)  # compared with the model's by the worker
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
@@ -214,7 +216,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
     of_each = 3 if lora.dora else 2
-    expected = 0 if shape is None else of_each * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
+    ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))
+    expected = 0 if shape is None else of_each * (shape.num_linears(lora.targets) + ends)
     if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)

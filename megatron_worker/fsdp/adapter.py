@@ -4,6 +4,7 @@ Shape suffixes: T tokens, I input features, O output features, R rank.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT, AdaptedModules
-from shared.models.peft import NORMS, PREFIX
+from shared.models.peft import DRAWN, NORMS, PREFIX, factor_of
 
 
 class FsdpAdapter:
@@ -46,12 +47,17 @@ class FsdpAdapter:
     def initialise(self, seed: int) -> None:
         """Initialise the weights as PEFT does: A Kaiming-uniform, B zero."""
         for s in self.slices:
-            if ".lora_A." in s.name:
+            if s.name.endswith(DRAWN):
                 self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
     def factors(self, linear: str) -> tuple[Tensor, Tensor]:
         """Return A and B of a linear's adapter."""
         return self.parameters[_a(linear)], self.parameters[_b(linear)]
+
+    def counted_once(self, module: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of what tensor-parallel ranks each compute whole, for one of them to count."""
+        a, b = self.factors(module)
+        return counted_by(self._ranks.tp_rank == 0, a), counted_by(self._ranks.tp_rank == 0, b)
 
     def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
         """Return what A makes of a linear's input, [T, R]. It drops some of that where masks are drawn."""
@@ -64,7 +70,7 @@ class FsdpAdapter:
         """Return what the output layer's adapter adds for some targets, if it has one."""
         if OUTPUT not in self.scales:
             return None
-        a_RH, b_VR = (counted_by(self._ranks.tp_rank == 0, factor) for factor in self.factors(OUTPUT))
+        a_RH, b_VR = self.counted_once(OUTPUT)
         return BesideHead(self.low(OUTPUT, hidden_NH, a_RH) * self.scales[OUTPUT], b_VR)
 
     def new_optimizer(self) -> FsdpOptimizer:
@@ -94,6 +100,15 @@ def add_adapter(
     return add_low(adapter, linear, adapter.low(linear, input_1TI[0], a_RI), b_OR, output_1TO)
 
 
+def add_to_tokens(adapter: FsdpAdapter, module: str, table: Any, token_1T: Tensor, output_1TH: Tensor) -> Tensor:
+    """Add the adapter's output to the embeddings of tokens, if these have one."""
+    if module not in adapter.scales:
+        return output_1TH
+    a_RV, b_HR = adapter.counted_once(module)
+    scale = adapter.scales[module] * getattr(table, "embed_scale", 1.0)
+    return output_1TH + F.embedding(token_1T, a_RV.t()) * scale @ b_HR.t()
+
+
 def add_low(adapter: FsdpAdapter, linear: str, low_TR: Tensor, b_OR: Tensor, output_1TO: Tensor) -> Tensor:
     """Add to a linear's output what B, or this rank's part of it, makes of what A made."""
     return torch.addmm(output_1TO[0], low_TR, b_OR.t(), alpha=adapter.scales[linear])[None]
@@ -105,11 +120,11 @@ def counted_by(this_rank: bool, factor: Tensor) -> Tensor:
 
 
 def _a(linear: str) -> str:
-    return f"{PREFIX}{linear}.lora_A.weight"
+    return factor_of(f"{linear}.weight", "A")
 
 
 def _b(linear: str) -> str:
-    return f"{PREFIX}{linear}.lora_B.weight"
+    return factor_of(f"{linear}.weight", "B")
 
 
 def _whole(name: str, *shape: int) -> TensorSlice:

@@ -38,7 +38,7 @@ from megatron_worker.quantized.weights import quantized_linear, whole
 from megatron_worker.tensors.adapter_slots import kaiming_uniform, norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
-from shared.models.peft import PREFIX, module_of, norms_of
+from shared.models.peft import DRAWN, factor_of, norms_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ class LoraWeights:
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
+
+    def of_tokens(self, token_id_t: Tensor) -> Tensor:
+        """Return what the embeddings' adapter adds to those of some tokens, [t, H]."""
+        return F.embedding(token_id_t, self.a_RI.t()) * self.scale @ self.b_parts[0].t()
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead:
         """Return what the output layer's adapter adds for some targets."""
@@ -249,7 +253,7 @@ class MegatronAdapter:
     def initialise(self, seed: int) -> None:
         """Initialise as PEFT does: A Kaiming-uniform (a = sqrt 5) from seed and name, made whole, then cut; B zero."""
         for s in self.slices:
-            if ".lora_A." in s.name and holds(self._mesh, s):
+            if s.name.endswith(DRAWN) and holds(self._mesh, s):
                 whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
@@ -289,10 +293,10 @@ def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize], has_norm
     """Return A and B of every part, and DoRA's norms, under PEFT's names."""
     slices, start = [], 0
     for number, (part, size) in enumerate(parts.items()):
-        module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
+        num_outputs, num_inputs = part.shape
         split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
-        slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
-        slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
+        slice_a = replace(part, name=factor_of(part.name, "A"), parameter=f"{linear.name}.A", groups=1)
+        slice_b = replace(part, name=factor_of(part.name, "B"), parameter=f"{linear.name}.B{number}", groups=1)
         stop = start + size.rank
         slices.append(replace(slice_a, shape=(size.rank, num_inputs), split=split_a, start=start, stop=stop))
         slices.append(replace(slice_b, shape=(num_outputs, size.rank), split=split_b, start=0, stop=num_outputs))
@@ -308,8 +312,9 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    # Under sp ranks have different tokens, but at the output layer, whose every rank has all.
-    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith("output_layer.") else "whole"
+    # Under sp ranks have different tokens, but at embeddings and output layer, whose every rank has all.
+    has_all = tensor_slice.parameter.startswith(("embedding.", "output_layer."))
+    return "partial" if mesh.layout.sp and not has_all else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:

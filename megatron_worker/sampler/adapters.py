@@ -76,15 +76,11 @@ def adapter_shapes(decoder: AnyDecoder, lora: Lora) -> dict[str, tuple[int, ...]
     adapted = AdaptedModules(lora)
     for linear in decoder.adaptable:
         for part, size in targeted(linear.parts, adapted).items():
-            shapes[_name(part, "A")] = (size.rank, part.shape[1])
-            shapes[_name(part, "B")] = (part.shape[0], size.rank)
+            shapes[peft_format.factor_of(part.name, "A")] = (size.rank, part.shape[1])
+            shapes[peft_format.factor_of(part.name, "B")] = (part.shape[0], size.rank)
             if lora.dora:
                 shapes[peft_format.norms_of(part.name)] = part.shape[:1]
     return shapes
-
-
-def _name(part: TensorSlice, matrix: str) -> str:
-    return f"{peft_format.PREFIX}{peft_format.module_of(part.name)}.lora_{matrix}.weight"
 
 
 def _lora_weights(
@@ -99,8 +95,8 @@ def _lora_weights(
     for part in linear.parts:
         if part in chosen:
             columns = slice(first, first := first + chosen[part].rank)
-            a_RI[columns] = tensors[_name(part, "A")]
-            b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
+            a_RI[columns] = tensors[peft_format.factor_of(part.name, "A")]
+            b_OR[row : row + part.shape[0], columns] = tensors[peft_format.factor_of(part.name, "B")]
         row += part.shape[0]
     here = decoder.device, decoder.dtype
     a_RI, b_OR, scale = a_RI.to(*here), b_OR.to(*here), scale_of(sizes, decoder.device)

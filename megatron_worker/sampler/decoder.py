@@ -30,7 +30,15 @@ from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
 from megatron_worker.sampler.layers.delta_net import RecurrentState, SamplerDeltaNet, fuse_delta_net
 from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
-from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, Norm, fuse_mlp
+from megatron_worker.sampler.layers.linears import (
+    FusedLinear,
+    LoraFactors,
+    Mlp,
+    Norm,
+    fuse_mlp,
+    token_table,
+    with_tokens,
+)
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
 
@@ -141,6 +149,7 @@ class Decoder:
         self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps, a.zero_centred_norms)
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
+        self._table = token_table(slices[f"{a.tensor_prefix}.embed_tokens.weight"], self._embedding_VH)
         self._layers = [_layer(a, self._final_norm, weights, slices, number) for number in range(a.num_layers)]
         self._attention = [layer.mixer for layer in self._layers if isinstance(layer.mixer, SamplerAttention)]
         self._unfused = weights  # what `fuse` has left of them
@@ -168,7 +177,7 @@ class Decoder:
     @property
     def adaptable(self) -> list[FusedLinear]:
         """What adapters can be beside."""
-        return [*self.linears, self._output]
+        return [*self.linears, self._output, self._table]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -176,7 +185,7 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        x_TH = self._embedded(torch.tensor(token_ids, device=self.device))
+        x_TH = self._embedded(torch.tensor(token_ids, device=self.device), lora_weights)
         index_T = torch.arange(len(token_ids), device=self.device)
         rotary = self._rotary(index_T)
         delta_net = self.architecture.delta_net
@@ -225,7 +234,7 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH, chosen = self._embedded(token_B), [] if chosen is None else chosen
+        x_BH, chosen = self._embedded(token_B, lora_weights), [] if chosen is None else chosen
         rotary = self._rotary(position_B)
         masks = {window: masks_of(position_B, num_blocks, window) for window in self.architecture.windows}
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
@@ -264,8 +273,9 @@ class Decoder:
                 made_TH = experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
         return self._added(x_TH, made_TH, layer.mlp_norm)
 
-    def _embedded(self, token_T: Tensor) -> Tensor:
-        x_TH, scale = F.embedding(token_T, self._embedding_VH), self.architecture.embedding_scale
+    def _embedded(self, token_T: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        x_TH = with_tokens(F.embedding(token_T, self._embedding_VH), token_T, lora_weights)
+        scale = self.architecture.embedding_scale
         return x_TH if scale == 1 else x_TH * scale
 
     def _taken(self, x_TH: Tensor, norm: Norm) -> Tensor:

@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from longshore.training import Lora
 from shared.errors import InvalidInput
 from shared.models.lora_modules import AdaptedModules
-from shared.models.peft import CONFIG, PREFIX, module_of
+from shared.models.peft import CONFIG, EMBEDDING, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number of each type that is computed with, by safetensors' names."""
 Floats = NDArray[np.float32]
-_DIMENSIONS = {"A": 2, "B": 2, "magnitude_vector": 1}
+_DIMENSIONS = {"A": 2, "B": 2, "embedding_A": 2, "embedding_B": 2, "magnitude_vector": 1}
+_TURNED = {"embedding_A": "B", "embedding_B": "A"}
 
 
 class Readable(Protocol):
@@ -50,7 +51,7 @@ class Merger:
     DoRA's norms of its rows, [out]."""
 
     factors: dict[str, tuple[float, Floats, Floats, Floats | None]]
-    _used: set[str] = field(default_factory=set)
+    _seen: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, lora: Lora, weights: Readable, place: str) -> "Merger":
@@ -63,6 +64,8 @@ class Merger:
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
+            if side.startswith("embedding"):  # of a weight of [tokens, hidden]
+                side, values = _TURNED[side], np.ascontiguousarray(values.T)
             sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
         merger, adapted = cls({}), AdaptedModules(lora)
         wanted = {"A", "B", "magnitude_vector"} if lora.dora else {"A", "B"}
@@ -91,14 +94,20 @@ class Merger:
 
         Raises as `merge` does.
         """
+        self._seen.add(entry.name)
         if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
             return self._merged(entry, source, place)
         return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
     def check_used(self, place: str) -> None:
         """Raise InvalidInput if factors are left whose weight was in none of the files."""
-        if left := sorted(self.factors.keys() - self._used):
+        modules = {module_of(name): name for name in self._seen if name.endswith(".weight")}
+        if left := sorted(self.factors.keys() - modules.keys()):
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
+        if "lm_head" not in modules and any(name.endswith(EMBEDDING) for name in self.factors):
+            raise InvalidInput(
+                "the adapter changes embeddings that are tied: the output layer would change, too", place
+            )
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
         scale, a_RI, b_OR, norm_O = self.factors[module_of(entry.name)]
@@ -107,7 +116,6 @@ class Merger:
             raise InvalidInput(
                 f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
             )
-        self._used.add(module_of(entry.name))
         row_bytes = entry.shape[1] * FLOATS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):

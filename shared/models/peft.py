@@ -17,7 +17,10 @@ from shared.field_rules import refused_value
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
-OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
+EMBEDDING = "embed_tokens"  # ends the name of the module that gives tokens their embeddings
+COPIES = (f"{PREFIX}lm_head.base_layer.weight", f".{EMBEDDING}.base_layer.weight")
+"""Ends of names of the model's own weights: PEFT writes them beside adapters of output layer and embeddings."""
+DRAWN = (".lora_A.weight", ".lora_embedding_B")  # factors that begin at random; the others begin at zero
 NORMS = ".lora_magnitude_vector"  # behind a module's name: the norms of rows that DoRA trains
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -48,6 +51,13 @@ def module_of(tensor: str) -> str:
         if module.startswith(in_files):
             return in_memory + module.removeprefix(in_files)
     return module
+
+
+def factor_of(tensor: str, side: Literal["A", "B"]) -> str:
+    """Return PEFT's name of a factor beside a model's tensor. Beside embeddings A is of [rank, tokens]."""
+    module = module_of(tensor)
+    is_linear = module.rpartition(".")[2] != EMBEDDING
+    return f"{PREFIX}{module}.lora_" + (f"{side}.weight" if is_linear else f"embedding_{side}")
 
 
 def norms_of(tensor: str) -> str:
@@ -204,7 +214,8 @@ def _are_alike(one: set[Target], other: set[Target]) -> bool:
     """Return True if there may be a model beside which both targets are the same modules.
 
     So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
-    Every model has an output layer.
+    Every model has an output layer and embeddings.
     """
-    smaller, larger = sorted((one - {"lm_head"}, other - {"lm_head"}), key=len)
-    return "lm_head" not in one ^ other and (smaller == larger or smaller < larger > _PLAIN)
+    ends: set[Target] = {"lm_head", "embed_tokens"}
+    smaller, larger = sorted((one - ends, other - ends), key=len)
+    return not ends & (one ^ other) and (smaller == larger or smaller < larger > _PLAIN)

@@ -116,8 +116,9 @@ class ModelShape(Frozen):
 
     def linear_size(self, linear: Target, of: Literal["", "experts", "shared"] = "", layer: int = 0) -> tuple[int, int]:
         """Return the sizes of a linear's input and output; 0: not known. `of`: an MLP that is an expert, or shared."""
-        if linear == "lm_head":
-            return self.hidden_size, self.vocab_size
+        if linear in ("lm_head", "embed_tokens"):
+            sizes = self.hidden_size, self.vocab_size
+            return sizes if linear == "lm_head" else sizes[::-1]
         if self.is_generic:
             return 0, 0
         if self.layers:

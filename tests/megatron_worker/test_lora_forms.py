@@ -66,17 +66,28 @@ WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
         update={"dora": True, "target_pattern": r"model\.layers\.\d\.mixer\.(in|[qvo]|fc\d_latent)_proj"}
     ),
 }
+TOKENS = Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj", "lm_head"), rank_pattern={"embed_tokens": 3})
+WITH_TOKENS: tuple[Family, ...] = (
+    "qwen2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "granite",
+)  # scaled ones, of each layer, tied
 CASES = [("qwen3", engine, name) for engine in ENGINES for name in FORMS]
 CASES += [(family, "megatron", "all") for family in OF_FAMILIES]
 CASES += [("qwen2", engine, "dora") for engine in ENGINES]
 CASES += [(family, "megatron", "norms") for family in WITH_NORMS]
+CASES += [("qwen3", engine, "tokens") for engine in ENGINES] + [
+    (family, "megatron", "tokens") for family in WITH_TOKENS
+]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[Family], Path]:
     @functools.cache
     def made(family: Family) -> Path:
-        return distinct_model(tmp_path_factory.mktemp(family), family, tied=family == "gemma3")
+        return distinct_model(tmp_path_factory.mktemp(family), family, tied=family in ("gemma3", "qwen2"))
 
     return made
 
@@ -118,7 +129,11 @@ def trained(engine, lora: Lora, folder: Path):
 def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine, name):
     model = models(family)
     ours = ENGINES[engine](model, Layout(), "float32")
-    before, after = trained(ours, FORMS.get(name) or (WITH_NORMS if name == "norms" else OF_FAMILIES)[family], tmp_path)
+    before, after = trained(
+        ours,
+        {**FORMS, "tokens": TOKENS}.get(name) or (WITH_NORMS if name == "norms" else OF_FAMILIES)[family],
+        tmp_path,
+    )
     reference = in_peft(model, before, is_trainable=True)
     reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
     reference.save_pretrained(tmp_path / "theirs")

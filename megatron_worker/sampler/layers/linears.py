@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, as_linear
+from shared.models.peft import EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,20 @@ class FusedLinear:
         if gain_O is not None:
             y = y * gain_O if self.bias_O is None else torch.addcmul(self.bias_O, y, gain_O)
         return y
+
+
+def token_table(s: TensorSlice, weight_VH: Tensor) -> FusedLinear:
+    """Return the embeddings of tokens as what an adapter can be beside."""
+    return FusedLinear(EMBEDDING, (as_linear(s),), weight_VH.t(), None)
+
+
+def with_tokens(
+    x_TH: Tensor, token_T: Tensor, lora_weights: Mapping[str, LoraFactors], scale: float | Tensor = 1.0
+) -> Tensor:
+    """Return embeddings of tokens, which are scaled, with what an adapter adds to them."""
+    if (extra := lora_weights.get(EMBEDDING)) is None:
+        return x_TH
+    return x_TH + F.embedding(token_T, extra.a_RI.t()) * (extra.scale * scale) @ extra.b_OR.t()
 
 
 def fuse(
