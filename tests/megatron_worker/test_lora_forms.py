@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
-from longshore.training import LATENT, TARGETS, Adam, Lora
+from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
@@ -188,7 +188,7 @@ class OursInPeft(torch.nn.Module):
 def test_dropout_is_peft_s_under_the_same_masks(models, tmp_path, family, engine, dora):
     """Two bins a step, each of one row. PEFT's own masks are of torch's random state, and of no step."""
     model, steps = models(family), [rows[:2] for rows in STEPS]
-    lora = OF_FAMILIES.get(family, Lora(rank=4, alpha=8, targets=TARGETS[:-1] if dora else TARGETS))
+    lora = OF_FAMILIES.get(family, Lora(rank=4, alpha=8, targets=LINEARS if dora else TARGETS))
     lora = lora.model_copy(update={"dropout": 0.3, "dora": dora})
     ours = ENGINES[engine](model, Layout(), "float32")
     ours.add_adapter("run", lora, seed=3)

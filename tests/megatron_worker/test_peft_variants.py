@@ -63,6 +63,8 @@ def ours(model, folder):
         {"target_modules": ["self_attn.q_proj", "layers.1.mlp.down_proj"]},
         {"target_modules": r"(?:.*?(?:language|text|model).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bx)"},
         {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "layers_to_transform": [0]},
     ],
     ids=str,
 )

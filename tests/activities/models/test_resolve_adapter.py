@@ -58,6 +58,20 @@ def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
     assert "12 tensors; this model and these targets need 4" in message
 
 
+def test_an_adapter_of_embeddings_that_peft_wrote(config, tiny_model, tmp_path) -> None:
+    """With a copy of the model's own, which the worker compares."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=8, target_modules=["q_proj", "embed_tokens"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
+    assert resolve_adapter(config, tmp_path / "peft").lora.targets == ("q_proj", "embed_tokens")
+    wanted = "embed_tokens of the model has 511 inputs"
+    assert wanted in adapter_refusal(config, tmp_path / "peft", shape=SHAPE.model_copy(update={"vocab_size": 511}))
+    wanted = "the adapter's targets is ['embed_tokens', 'q_proj']"
+    assert wanted in adapter_refusal(config, tmp_path / "peft", lora=Lora(rank=8, alpha=8, targets=("q_proj",)))
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path, dora) -> None:
     from peft import LoraConfig, get_peft_model

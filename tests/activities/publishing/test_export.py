@@ -45,17 +45,17 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model(IDS).logits
 
 
-def adapter_of(model: Path, folder: Path, dora: bool = False) -> Path:
+def adapter_of(model: Path, folder: Path, dora: bool = False, more: tuple[str, ...] = ()) -> Path:
     """A LoRA of PEFT's on every linear of a model, with both factors other than zero, and other norms of rows."""
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(model)
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *more]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=linears, init_lora_weights=False, use_dora=dora)
     made = get_peft_model(base, config)
     for name, tensor in made.named_parameters():
         if "magnitude" in name:
             tensor.data *= torch.rand_like(tensor) + 0.5
-    made.save_pretrained(folder)
+    made.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
@@ -77,6 +77,19 @@ def in_shards(model: Path, folder: Path) -> Path:
             (folder / path.name).write_bytes(path.read_bytes())
     assert (folder / "model.safetensors.index.json").exists()
     return folder
+
+
+def test_embeddings_are_merged_where_the_output_layer_has_weights_of_its_own(tmp_path) -> None:
+    for tied in (False, True):
+        model = make_tiny_model(tmp_path / f"{tied}", CORPUS, family="llama", tied=tied, **SIZES)
+        adapter = adapter_of(model, tmp_path / f"{tied}-adapter", more=("embed_tokens",))
+        if tied:
+            told = refused(source_of(model, "merged", adapter=adapter), tmp_path / "refused")
+            assert "changes embeddings that are tied: the output layer would change, too" in told
+            continue
+        expected = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter))
+        folder = exported(source_of(model, "merged", adapter=adapter), tmp_path / "merged")
+        assert (logits_of(AutoModelForCausalLM.from_pretrained(folder)) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -1,6 +1,6 @@
-"""What each rank does in test_dora.py: ten steps under a layout, and the last six of them once more from a checkpoint.
+"""What each rank does in test_forms_over_ranks.py: ten steps, and the last six once more from a checkpoint.
 
-python -m megatron_worker.process.launcher N tests.megatron_worker.dora_ranks OUT TRIALS
+python -m megatron_worker.process.launcher N tests.megatron_worker.form_ranks OUT TRIALS
 """
 
 from pathlib import Path

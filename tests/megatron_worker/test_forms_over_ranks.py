@@ -1,4 +1,4 @@
-"""DoRA over ranks, beside quantized weights, and merged: as PEFT computes it. Forms of one rank: test_lora_forms.py."""
+"""DoRA and adapters of embeddings over ranks and beside quantized weights. On one rank: test_lora_forms.py."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from longshore.layout import Layout
 from longshore.training import Adam, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from tests.megatron_worker import dora_ranks
-from tests.megatron_worker.dora_ranks import STEPS, Trial
+from tests.megatron_worker import form_ranks
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE
 from tests.megatron_worker.engines import checkpoint_bytes
+from tests.megatron_worker.form_ranks import STEPS, Trial
 from tests.megatron_worker.rows import Row, distinct_model, random_rows, reference_steps
 from tests.megatron_worker.scores import logprobs_in_transformers
-from tests.megatron_worker.test_lora_forms import furthest, in_peft, weights_of
+from tests.megatron_worker.test_lora_forms import TOKENS, furthest, in_peft, weights_of
 from tests.megatron_worker.trials import run_trials
 
 DORA = Lora(rank=4, alpha=8, dora=True, rank_pattern={"q_proj": 2})
@@ -24,23 +24,28 @@ QWEN2 = [("fsdp", Layout(dp=2)), ("megatron", Layout(tp=2, sp=True)), ("megatron
 QWEN3 = [("megatron", Layout(tp=2)), ("megatron", Layout(cp=2)), ("megatron", Layout(dp=2))]
 LATENT = [("megatron", Layout(tp=2, sp=True))]
 OF_LATENT = Lora(rank=4, alpha=8, dora=True, targets=("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"))
+OF_TOKENS = [*QWEN3, ("megatron", Layout(tp=2, sp=True)), ("fsdp", Layout(dp=2)), ("fsdp", Layout(tp=2))]
+OF_TIED = [("megatron", Layout(pp=2))]
 
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory) -> dict[str, tuple[Trial, Path]]:
     out = tmp_path_factory.mktemp("dora")
     asked = [("qwen2", DORA, QWEN2), ("qwen3", DORA, QWEN3), ("glm4_moe_lite", OF_LATENT, LATENT)]
+    asked += [("llama", TOKENS, OF_TOKENS), ("gemma3", TOKENS, OF_TIED)]
     found = []
     for family, lora, layouts in asked:
-        model = distinct_model(out / "models" / family, family)
+        model = distinct_model(out / "models" / family, family, tied=family != "llama")
         found += [Trial(model=model, lora=lora, engine=engine, layout=layout) for engine, layout in layouts]
-    run_trials("dora_ranks", out, found, num_ranks=2, timeout_s=300)
+    run_trials("form_ranks", out, found, num_ranks=2, timeout_s=300)
     return {trial.name: (trial, out / trial.name) for trial in found}
 
 
 NAMES = [f"qwen2-{engine}-{layout.label}" for engine, layout in QWEN2]
 NAMES += [f"qwen3-{engine}-{layout.label}" for engine, layout in QWEN3]
 NAMES += [f"glm4_moe_lite-{engine}-{layout.label}" for engine, layout in LATENT]
+NAMES += [f"llama-{engine}-{layout.label}" for engine, layout in OF_TOKENS]
+NAMES += [f"gemma3-{engine}-{layout.label}" for engine, layout in OF_TIED]
 
 
 def peft_s(trial: Trial, before: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +61,7 @@ def test_ranks_train_what_peft_trains_and_resume_to_the_bit(trials, tmp_path, na
     trial, out = trials[name]
     after = weights_of(out / "after" / "weights")
     assert furthest(after, peft_s(trial, out / "before" / "weights", tmp_path)) <= 1e-5
-    moved = [n for n in after if n.endswith("magnitude_vector")]
+    moved = [n for n in after if n.endswith(("magnitude_vector", "embedding_A", "embedding_B"))]
     assert moved and all(not torch.equal(after[n], weights_of(out / "before" / "weights")[n]) for n in moved)
     assert checkpoint_bytes(out / "after") == checkpoint_bytes(out / "resumed")
 
@@ -83,7 +88,7 @@ def test_beside_quantized_weights_it_is_peft_s_beside_what_they_stand_for(tmp_pa
     trial = Trial(model=model, lora=DORA, settings={"quantize": kind})
     engine = MegatronEngine(model, Layout(), "float32", quantize=kind)
     whole = {name: tensor.clone().contiguous() for name, tensor in engine.named_weights()}
-    dora_ranks.run(trial, tmp_path / "out")
+    form_ranks.run(trial, tmp_path / "out")
     save_file(whole, model / "model.safetensors", metadata={"format": "pt"})
     theirs = peft_s(trial, tmp_path / "out" / "before" / "weights", tmp_path / "theirs")
     assert furthest(weights_of(tmp_path / "out" / "after" / "weights"), theirs) <= 1e-5
