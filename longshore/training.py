@@ -25,9 +25,9 @@ MAMBA: tuple[Linear, ...] = ("in_proj",)
 """The linears of a Mamba-2 mixer that take adapters: PEFT refuses them beside its `out_proj`."""
 LATENT_EXPERTS: tuple[Linear, ...] = ("fc1_latent_proj", "fc2_latent_proj")
 """The linears around experts that work in fewer dimensions than the model."""
-Target = Literal[Linear, "lm_head"]
-TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head")
-"""What an adapter can be beside: linears of layers, and the output layer."""
+Target = Literal[Linear, "lm_head", "embed_tokens"]
+TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head", "embed_tokens")
+"""What an adapter can be beside: linears of layers, the output layer, and the embeddings of tokens."""
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["nf4", "int8", "fp8"]
@@ -99,7 +99,8 @@ class Lora(Frozen):
     """Low-rank adapters beside linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
 
     The scale is alpha / rank, or alpha / sqrt(rank) where it is `rank_stabilized` (Kalajdzievski 2023,
-    arXiv:2312.03732). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
+    arXiv:2312.03732). With `dora` each row of W + scale B A is scaled to a trained norm (Liu et al. 2024,
+    arXiv:2402.09353). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
     """
 
     kind: Literal["lora"] = "lora"
@@ -108,7 +109,7 @@ class Lora(Frozen):
     targets: Annotated[tuple[Target, ...], _LISTED] = Field(
         default=LINEARS,
         min_length=1,
-        description="linears with an adapter, of those that the model has; all-linear: every one but lm_head",
+        description="what has an adapter, of what the model has; all-linear: all but lm_head and embed_tokens",
     )
     target_pattern: Pattern | None = Field(
         default=None, description="instead of targets: a regular expression that the whole names of modules match"
@@ -127,6 +128,10 @@ class Lora(Frozen):
     )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
     head: ScalarHead | None = Field(default=None, description=HEAD_DESCRIPTION)
+
+    dora: bool = Field(
+        default=False, description="train the norms of weights' rows beside their directions, as PEFT's use_dora"
+    )
 
     @model_validator(mode="after")
     def _targets_are_said_once(self) -> Self:
@@ -180,6 +185,8 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
         raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dora:
+        raise ValueError("trainable.dora: the engine fsdp knows no norms of split rows; use megatron, or tp=1")
     return asked
 
 

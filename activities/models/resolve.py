@@ -35,7 +35,7 @@ from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import Entry
-from shared.models.peft import CONFIG, HEAD_TENSORS, OUTPUT_COPY, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import CONFIG, COPIES, EMBEDDING, HEAD_TENSORS, PREFIX, WEIGHTS, check_same, lora_of
 from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -60,8 +60,8 @@ _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
-    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head)"
-    r"\.lora_(?P<side>[AB])\.weight"
+    r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head|"
+    r"model\.(language_model\.)?embed_tokens)\.lora_((embedding_)?(?P<side>[AB])(\.weight)?|magnitude_vector)"
 )
 
 
@@ -108,7 +108,8 @@ class Resolve:
             weights, shape = check_contents(location, config), shape_of(config)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, config)
-                beside(request.trainable, {name: name.rpartition(".")[2] in shape.linears for name in modules})
+                own = (*shape.linears, EMBEDDING)
+                beside(request.trainable, {name: name.rpartition(".")[2] in own for name in modules})
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -195,7 +196,7 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
     head = None if request.lora is None else request.lora.head
     lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), None if head is None else head.names)
     if request.lora is not None:
-        linears = LINEARS if request.shape is None else request.shape.linears
+        linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
 
@@ -204,15 +205,18 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
-    for name in (OUTPUT_COPY, *(HEAD_TENSORS if lora.head else ())):  # the worker compares them with the model's
-        tensors.pop(name, None)
+    left_out = COPIES + (HEAD_TENSORS if lora.head else ())  # the worker compares them with the model's
+    for name in [name for name in tensors if name.endswith(left_out)]:
+        tensors.pop(name)
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
     for name, tensor in () if is_generic else tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
-    expected = 0 if shape is None else 2 * (shape.num_linears(lora.targets) + (OUTPUT in lora.targets))
+    of_each = 3 if lora.dora else 2
+    ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))
+    expected = 0 if shape is None else of_each * (shape.num_linears(lora.targets) + ends)
     if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
@@ -223,12 +227,12 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
 def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-    if match is None or (size := lora.of(module)) is None:
+    if match is None or (size := lora.of(module)) is None or (match["side"] is None and not lora.lora.dora):
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
     rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != size.rank:
+    if rank != (match["side"] and size.rank) or not tensor.shape:
         raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
     linear = cast(Target, module.rpartition(".")[2])
     of: Of = "experts" if match["expert"] else "shared" if match["shared"] else ""

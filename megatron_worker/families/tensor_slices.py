@@ -6,14 +6,14 @@ rows of the rank's parameter that this part fills.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from longshore.training import TARGETS
-from shared.models.peft import module_of
+from shared.models.peft import EMBEDDING, module_of
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,19 @@ def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
     return {module_of(s.name): s.takes_adapter and s.name.split(".")[-2] in TARGETS for s in weights}
 
 
+def as_linear(embedding: TensorSlice) -> TensorSlice:
+    """Return embeddings as a linear of tokens, [hidden, vocabulary], of which every rank has all."""
+    num_tokens, size = embedding.shape
+    return replace(embedding, shape=(size, num_tokens), split=None, start=0, stop=size)
+
+
 def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
-    """Return the linears that LoRA can adapt, in model order."""
+    """Return the linears that LoRA can adapt, in model order. Embeddings are one of them."""
     can_adapt = modules_of(slices)
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
         if can_adapt.get(module_of(s.name)) and s.name.endswith(".weight"):
-            grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
+            own = as_linear(s) if s.name.endswith(f".{EMBEDDING}.weight") else s
+            grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(own)
     kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
     return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]

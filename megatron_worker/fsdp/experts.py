@@ -48,7 +48,7 @@ def put_adapters_beside(name: str, experts: Any, active: Callable[[], FsdpAdapte
 
     def linear(adapter: FsdpAdapter, number: int, kind: str, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         output_1MO = F.linear(x_MI, weight_OI)[None]
-        return add_adapter(adapter, f"{name}.{number}.{kind}", x_MI[None], output_1MO)[0]
+        return add_adapter(adapter, f"{name}.{number}.{kind}", x_MI[None], output_1MO, weight_OI)[0]
 
     def forward(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if (adapter := active()) is None:

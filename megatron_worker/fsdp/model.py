@@ -18,7 +18,7 @@ from megatron_worker.engine import Batch
 from megatron_worker.families import architecture_of, is_generic, read_config
 from megatron_worker.families.rope import check_lengths
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
+from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter, add_to_tokens
 from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
 from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
 from megatron_worker.fsdp.ranks import Ranks
@@ -27,6 +27,7 @@ from megatron_worker.head.beside import BesideHead
 from megatron_worker.mixers.tree_attention import plan_forest
 from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT
+from shared.models.peft import EMBEDDING
 from shared.models.shape import check_layout, shape_of
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -100,16 +101,27 @@ class FsdpModel:
             put_adapters_beside(name, experts, lambda: self._adapter)
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._beside(name))
+        tables = {name: m for name, m in headed.causal_lm.named_modules() if name.endswith(f".{EMBEDDING}")}
+        self._tables = {name: module for name, module in tables.items() if isinstance(module, nn.Embedding)}
+        for name, table in self._tables.items():
+            table.register_forward_hook(self._beside_tokens(name))
+
+    def _beside_tokens(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+        def add(table: nn.Module, inputs: tuple[Tensor], output_1TH: Tensor) -> Tensor:
+            adapter = self._adapter
+            return output_1TH if adapter is None else add_to_tokens(adapter, name, table, inputs[0], output_1TH)
+
+        return add
 
     def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-        def add(_: nn.Module, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
+        def add(linear: Any, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
             if self._adapter is None:
                 return output_1TO
             if self._ranks.tp_size > 1:
                 return add_split_adapter(
                     self._adapter, name, self._styles.get(name), inputs[0], output_1TO, self._ranks
                 )
-            return add_adapter(self._adapter, name, inputs[0], output_1TO)
+            return add_adapter(self._adapter, name, inputs[0], output_1TO, linear.weight, linear.bias)
 
         return add
 
@@ -119,6 +131,7 @@ class FsdpModel:
         sizes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
         for name, experts in self._experts.items():
             sizes |= linears_of_experts(name, experts)
+        sizes |= {name: (table.embedding_dim, table.num_embeddings) for name, table in self._tables.items()}
         return sizes | {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:

@@ -36,10 +36,10 @@ from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.quantized.tensors import QuantizedTensor
 from megatron_worker.quantized.weights import quantized_linear, whole
-from megatron_worker.tensors.adapter_slots import initial, scale_of, targeted
+from megatron_worker.tensors.adapter_slots import initial, norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
-from shared.models.peft import PREFIX, module_of
+from shared.models.peft import factor_of, norms_of
 
 _OF_HEADS = ("output_layer.", scalar.MODULE)
 
@@ -49,7 +49,8 @@ class LoraWeights:
     """An adapter's weights beside one fused linear, whose parts own ranks one after another.
 
     `scale`: of the ranks, [R] where parts have different ones. `name`, `place`: what the mask of the parts' common
-    input follows from; ranks of one place have the same inputs.
+    input follows from; ranks of one place have the same inputs. `norm_parts`: DoRA's norms of each part's rows, if it
+    has any; `columns`: the ranks that hold other columns of these rows.
     """
 
     name: str
@@ -60,6 +61,20 @@ class LoraWeights:
     parts: tuple[TensorSlice, ...]
     a_RI: Parameter
     b_parts: tuple[Parameter, ...]
+    norm_parts: tuple[Parameter, ...] = ()
+    columns: Group | None = None
+
+    def gain_O(self, weight_OI: Tensor) -> Tensor:
+        """Return by how much DoRA scales each row of W + scale B A: to the norm that is trained."""
+        change_OI = (self.b_OR(len(weight_OI)) * self.scale) @ self.a_RI.detach()
+        square_O = norms_of_rows(weight_OI, change_OI).square()
+        if self.columns is not None:
+            self.columns.sum(square_O)
+        norm_O = square_O.sqrt().to(weight_OI.dtype)  # rounded alike: before training, it is what is trained
+        trained_O = norm_O.clone()
+        for part, own in zip(self.parts, self.norm_parts, strict=True):
+            trained_O.view(part.groups, -1)[:, part.start : part.stop] = own.view(part.groups, -1)
+        return trained_O / norm_O
 
     def b_OR(self, num_rows: int) -> Tensor:
         """Return all B matrices in one, each in its own rows and ranks."""
@@ -69,6 +84,10 @@ class LoraWeights:
         for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
             target.copy_(source.detach().view(target.shape))
         return dense_OR
+
+    def of_tokens(self, token_id_t: Tensor) -> Tensor:
+        """Return what the embeddings' adapter adds to those of some tokens, [t, H]."""
+        return F.embedding(token_id_t, self.a_RI.t()) * self.scale @ self.b_parts[0].t()
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead:
         """Return what the output layer's adapter adds for some targets."""
@@ -145,9 +164,15 @@ def _linear(
             return F.linear(input_, weight_OI, bias_O)
         return quantized_linear(input_, weight_OI, bias_O, forward_group, backward_group)
     flat_TI = input_.reshape(-1, input_.shape[-1])
-    output_TO = _LoraLinear.apply(
-        flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts
-    )
+    groups = forward_group, backward_group
+    own_bias_O = None if lora.norm_parts else bias_O
+    output_TO = _LoraLinear.apply(flat_TI, weight_OI, own_bias_O, lora, *groups, lora.a_RI, *lora.b_parts)
+    if lora.norm_parts:
+        gain_O = lora.gain_O(whole(weight_OI))
+        output_TO = output_TO * gain_O if bias_O is None else torch.addcmul(bias_O, output_TO, gain_O)
+        if (seed := lora.masks.seed_of(lora.name, lora.place)) is not None:  # what a gain adds has the mask, too
+            left_TI = dropped(flat_TI, lora.masks.rate, seed) - flat_TI
+            output_TO = output_TO + quantized_linear(left_TI, weight_OI, None, *groups) * (gain_O - 1)
     return output_TO.view(*input_.shape[:-1], output_TO.shape[-1])
 
 
@@ -221,7 +246,7 @@ class MegatronAdapter:
         adapted = AdaptedModules(lora)
         chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
-        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts)]
+        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.dora)]
         self.slices += scalar.head_slices(lora.head, hidden_size, mesh.pp.size - 1)
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
@@ -252,6 +277,8 @@ class MegatronAdapter:
                 tuple(parts),
                 self.parameters[f"{linear.name}.A"],
                 tuple(self.parameters[f"{linear.name}.B{number}"] for number in range(len(parts))),
+                tuple(self.parameters[f"{linear.name}.N{n}"] for n in range(len(parts) if self.lora.dora else 0)),
+                self._mesh.splitting(linear.slices[0]) if linear.kind == "row" else None,
             )
             for linear, parts in self._linears
         }
@@ -266,17 +293,20 @@ def _place(linear: Linear, mesh: Mesh) -> int:
     return mesh.rank // mesh.splitting(linear.slices[0]).size if is_alike else mesh.rank
 
 
-def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize]) -> list[TensorSlice]:
-    """Return A and B of every part, under PEFT's names."""
+def _lora_slices(linear: Linear, parts: Mapping[TensorSlice, LoraSize], has_norms: bool) -> list[TensorSlice]:
+    """Return A and B of every part, and DoRA's norms, under PEFT's names."""
     slices, start = [], 0
     for number, (part, size) in enumerate(parts.items()):
-        module, (num_outputs, num_inputs) = PREFIX + module_of(part.name), part.shape
+        num_outputs, num_inputs = part.shape
         split_a, split_b = {"column": (None, 0), "row": (1, None), "whole": (None, None)}[linear.kind]
-        slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
-        slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
+        slice_a = replace(part, name=factor_of(part.name, "A"), parameter=f"{linear.name}.A", groups=1)
+        slice_b = replace(part, name=factor_of(part.name, "B"), parameter=f"{linear.name}.B{number}", groups=1)
         stop = start + size.rank
         slices.append(replace(slice_a, shape=(size.rank, num_inputs), split=split_a, start=start, stop=stop))
         slices.append(replace(slice_b, shape=(num_outputs, size.rank), split=split_b, start=0, stop=num_outputs))
+        if has_norms:
+            norm = replace(slices[-1], name=norms_of(part.name), parameter=f"{linear.name}.N{number}")
+            slices.append(replace(norm, shape=(num_outputs,)))
         start = stop
     return slices
 
@@ -286,8 +316,9 @@ def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
         return "expert" if tensor_slice.split is not None else "expert partial"
     if tensor_slice.split is not None:
         return "split"
-    # Under sp ranks have different tokens, but at the head, whose every rank has all.
-    return "partial" if mesh.layout.sp and not tensor_slice.parameter.startswith(_OF_HEADS) else "whole"
+    # Under sp ranks have different tokens, but at embeddings and heads, whose every rank has all.
+    has_all = tensor_slice.parameter.startswith(("embedding.", *_OF_HEADS))
+    return "partial" if mesh.layout.sp and not has_all else "whole"
 
 
 def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -296,7 +327,7 @@ def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[
         rows[s.parameter] = max(rows.get(s.parameter, 0), s.stop)
     shapes: dict[str, tuple[int, ...]] = {}
     for s in slices:
-        size, columns = mesh.splitting(s).size, s.shape[1:]
+        size = mesh.splitting(s).size
         own_rows = -(-rows[s.parameter] // (size if s.split == 0 else 1))  # a vocabulary's last shard is padded
-        shapes[s.parameter] = (own_rows, columns[0] // size) if s.split == 1 else (own_rows, *columns)
+        shapes[s.parameter] = (own_rows, *(columns // (size if s.split == 1 else 1) for columns in s.shape[1:]))
     return shapes

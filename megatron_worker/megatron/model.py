@@ -228,6 +228,7 @@ class MegatronModel:
         self.num_values = 0 if adapter is None or adapter.lora.head is None else len(adapter.lora.head.names)
         self.scalar_head = None if adapter is None else HeadWeights.among(adapter.parameters)
         self._beside_output = weights.get("output_layer")
+        self._beside_embedding = weights.get(_EMBEDDING.removesuffix(".weight"))
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
@@ -245,6 +246,8 @@ class MegatronModel:
         per_layer_sLP = None
         if received_s1H is None:
             received_s1H = self._gpt.embedding(part.token_id_t[None], None)
+            if self._beside_embedding is not None:
+                received_s1H = received_s1H + self._beside_embedding.of_tokens(part.token_id_t)[:, None]
             if self._mesh.layout.sp:
                 received_s1H = own_rows(received_s1H, self._mesh.tp)
             if self._embedding_scale != 1:

@@ -32,13 +32,13 @@ def whole(weight: Tensor | QuantizedTensor) -> Tensor:
 
 def quantized_linear(
     x: Tensor,
-    weight: QuantizedTensor,
+    weight: Tensor | QuantizedTensor,
     bias_O: Tensor | None,
     forward_group: dist.ProcessGroup | None = None,
     backward_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Apply a linear, its weight [O, I]. The output, or the input's gradient, is summed over a group."""
-    output: Tensor = _Linear.apply(x, weight.whole, bias_O, forward_group, backward_group)
+    """Apply a frozen linear, its weight [O, I]. The output, or the input's gradient, is summed over a group."""
+    output: Tensor = _Linear.apply(x, lambda: whole(weight), bias_O, forward_group, backward_group)
     return output
 
 

@@ -12,7 +12,7 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
-from megatron_worker.tensors.adapter_slots import scale_of, targeted
+from megatron_worker.tensors.adapter_slots import norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.safetensors_files import single_file
 from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256
@@ -42,7 +42,8 @@ class LoadedAdapter:
         return weights_sha256(
             (f"{linear}.{matrix}", tensor)
             for linear, lora in self.lora_weights.items()
-            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR))
+            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR), ("gain", lora.gain_O))
+            if tensor is not None
         )
 
 
@@ -75,13 +76,11 @@ def adapter_shapes(decoder: AnyDecoder, lora: Lora) -> dict[str, tuple[int, ...]
     adapted = AdaptedModules(lora)
     for linear in decoder.adaptable:
         for part, size in targeted(linear.parts, adapted).items():
-            shapes[_name(part, "A")] = (size.rank, part.shape[1])
-            shapes[_name(part, "B")] = (part.shape[0], size.rank)
+            shapes[peft_format.factor_of(part.name, "A")] = (size.rank, part.shape[1])
+            shapes[peft_format.factor_of(part.name, "B")] = (part.shape[0], size.rank)
+            if lora.dora:
+                shapes[peft_format.norms_of(part.name)] = part.shape[:1]
     return shapes
-
-
-def _name(part: TensorSlice, matrix: str) -> str:
-    return f"{peft_format.PREFIX}{peft_format.module_of(part.name)}.lora_{matrix}.weight"
 
 
 def _lora_weights(
@@ -96,8 +95,16 @@ def _lora_weights(
     for part in linear.parts:
         if part in chosen:
             columns = slice(first, first := first + chosen[part].rank)
-            a_RI[columns] = tensors[_name(part, "A")]
-            b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
+            a_RI[columns] = tensors[peft_format.factor_of(part.name, "A")]
+            b_OR[row : row + part.shape[0], columns] = tensors[peft_format.factor_of(part.name, "B")]
         row += part.shape[0]
     here = decoder.device, decoder.dtype
-    return LoraFactors(a_RI.to(*here), b_OR.to(*here), scale_of(sizes, decoder.device))
+    a_RI, b_OR, scale = a_RI.to(*here), b_OR.to(*here), scale_of(sizes, decoder.device)
+    if peft_format.norms_of(next(iter(chosen)).name) not in tensors:
+        return LoraFactors(a_RI, b_OR, scale)
+    norm_O = norms_of_rows(linear.weight_OI, (b_OR * scale) @ a_RI).to(decoder.dtype)
+    rows = zip(linear.parts, norm_O.split([part.shape[0] for part in linear.parts]), strict=True)
+    trained_O = torch.cat(
+        [tensors[peft_format.norms_of(part.name)].to(norm_O) if part in chosen else own_O for part, own_O in rows]
+    )
+    return LoraFactors(a_RI, b_OR, scale, trained_O / norm_O)

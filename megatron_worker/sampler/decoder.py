@@ -26,7 +26,15 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
 from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
-from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, Norm, fuse_mlp
+from megatron_worker.sampler.layers.linears import (
+    FusedLinear,
+    LoraFactors,
+    Mlp,
+    Norm,
+    fuse_mlp,
+    token_table,
+    with_tokens,
+)
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
 
@@ -136,6 +144,7 @@ class Decoder:
         self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps)
         self._slices = slices_of(a, 1)
         slices = {s.name: s for s in self._slices}
+        self._table = token_table(slices[f"{a.tensor_prefix}.embed_tokens.weight"], self._embedding_VH)
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
         self._frequencies = a.frequencies(device)
@@ -162,7 +171,7 @@ class Decoder:
     @property
     def adaptable(self) -> list[FusedLinear]:
         """What adapters can be beside."""
-        return [*self.linears, self._output]
+        return [*self.linears, self._output, self._table]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -170,7 +179,7 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
         """Read one prompt."""
-        x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
+        x_TH = self._embedded(torch.tensor(token_ids, device=self.device), lora_weights)
         rotary = self._rotary(torch.arange(len(token_ids), device=self.device))
         keys, values, experts = [], [], list[Tensor]()
         for layer in self._layers:
@@ -207,7 +216,7 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH, chosen = F.embedding(token_B, self._embedding_VH), [] if chosen is None else chosen
+        x_BH, chosen = self._embedded(token_B, lora_weights), [] if chosen is None else chosen
         rotary, masks = self._rotary(position_B), masks_of(position_B, num_blocks)
         places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
@@ -238,6 +247,9 @@ class Decoder:
                 return mlp(normed_TH, lora_weights)
             case SamplerExperts() as experts:
                 return experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
+
+    def _embedded(self, token_T: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+        return with_tokens(F.embedding(token_T, self._embedding_VH), token_T, lora_weights)
 
     def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}

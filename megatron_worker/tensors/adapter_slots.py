@@ -150,7 +150,17 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)
+        self._begin_with_norms(adapter)
         self._install(name, adapter, trainable=True, seed=seed)
+
+    def _begin_with_norms(self, adapter: AdapterT) -> None:
+        """Let DoRA, if it is that, begin with the norms of the model's own rows. Collective."""
+        weights = {peft_format.norms_of(s.name): s for s in self._base.slices if s.name.endswith(".weight")}
+        for s in (s for s in adapter.slices if s.name.endswith(peft_format.NORMS)):
+            weight_OI = self._ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
+            if s.parameter in adapter.flat.views:
+                place = self._ranks.splitting(s)
+                s.write(adapter.flat.views[s.parameter], s.local(norms_of_rows(weight_OI), place.rank, place.size))
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
@@ -370,15 +380,27 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
 
 
+@torch.no_grad()
+def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
+    """Return the norms by which DoRA divides, of W + scale B A, in float32: constants, as in PEFT."""
+    norm_O: Tensor = torch.linalg.vector_norm(weight_OI.float() + change_OI, dim=1)
+    return norm_O
+
+
 def initial(s: TensorSlice, seed: int) -> Tensor | None:
     """Return what a tensor of a fresh adapter is, whole and float32, from the seed and its PEFT name; None: zeros.
 
-    A as PEFT's (Kaiming-uniform, a = sqrt 5). A head's weight is normal with a variance of 1 / (inputs + 1) (Stiennon
-    et al. 2020, arXiv:2009.01325). It is the same for every engine and layout.
+    A as PEFT's (Kaiming-uniform, a = sqrt 5); of embeddings it is B that begins at random, with a deviation of 1. A
+    head's weight is normal with a variance of 1 / (inputs + 1) (Stiennon et al. 2020, arXiv:2009.01325). It is the same
+    for every engine and layout.
     """
     digest = hashlib.sha256(f"{seed}:{s.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    drawn = torch.empty(s.shape)
     if s.parameter == scalar.WEIGHT:
-        return torch.empty(s.shape).normal_(0.0, (s.shape[1] + 1) ** -0.5, generator=generator)
-    bound = s.shape[-1] ** -0.5
-    return torch.empty(s.shape).uniform_(-bound, bound, generator=generator) if ".lora_A." in s.name else None
+        return drawn.normal_(0.0, (s.shape[1] + 1) ** -0.5, generator=generator)
+    if not s.name.endswith(peft_format.DRAWN):
+        return None
+    if s.name.endswith("_B"):
+        return drawn.normal_(generator=generator)
+    return drawn.uniform_(-(s.shape[1] ** -0.5), s.shape[1] ** -0.5, generator=generator)

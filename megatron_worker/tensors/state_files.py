@@ -269,13 +269,15 @@ def read_adapter(
 
 
 def check_adapter_names(files: TensorFiles, expected: set[str], path: Path, model: Path) -> None:
-    """Raise InvalidInput unless the expected tensors are there, and at most a copy of the model's output layer."""
-    copies = files.names & {peft_format.OUTPUT_COPY}
+    """Raise InvalidInput unless the expected tensors are there, and at most copies of output layer and embeddings."""
+    copies = {name for name in files.names if name.endswith(peft_format.COPIES)}
     check_names(files, expected | copies, path)
     if copies:
         with model_files(model) as base:
-            tied = {name for name in base.names if name.endswith(".embed_tokens.weight")}
-            base.beside(files).check_equal(peft_format.OUTPUT_COPY, ({"lm_head.weight"} & base.names or tied).pop())
+            tied = {name for name in base.names if name.endswith(f".{peft_format.EMBEDDING}.weight")}
+            for name in copies:
+                own = base.names & {"lm_head.weight"} if name == peft_format.COPIES[0] else tied
+                base.beside(files).check_equal(name, next(iter(own or tied)))
 
 
 def write_adapter(

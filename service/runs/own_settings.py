@@ -22,6 +22,7 @@ class OwnSettings(Frozen):
     alpha_pattern: dict[str, float] | None = None
     dropout: float | None = None
     rank_stabilized: bool | None = None
+    dora: bool | None = None
     engine: EngineName | None = None
     layout: Layout | None = None
     dtype: Dtype | None = None

@@ -97,6 +97,8 @@ def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
     found = [name for name in {*modules, *above} if adapted.of(name) is not None]
     if others := sorted(name for name in found if not modules.get(name)):
         raise InvalidInput(f"the pattern means {others[0]}, too, which takes no adapter", "target_pattern")
+    if lora.dora and (without := sorted(name for name in found if layer_of(name) is None or ".experts." in name)):
+        raise InvalidInput(f"DoRA is of linears of layers, experts' excepted, and not of {without[0]}", "dora")
     if lacking := sorted(set(lora.layers or ()) - {layer_of(name) for name in found}):
         raise InvalidInput(f"this model has nothing to adapt in layer {lacking[0]}", "layers")
     if not found:

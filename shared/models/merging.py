@@ -1,6 +1,7 @@
 """Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
 
-W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), computed in float32 and rounded once to W's own type.
+W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), its rows scaled to DoRA's norms where there are any,
+computed in float32 and rounded once to W's own type.
 Only the adapter is held in memory: of the base model, a block of rows.
 """
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from longshore.training import Lora
 from shared.errors import InvalidInput
 from shared.models.lora_modules import AdaptedModules
-from shared.models.peft import CONFIG, PREFIX, module_of
+from shared.models.peft import CONFIG, EMBEDDING, PREFIX, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -29,6 +30,8 @@ ITEM_BYTES = FLOATS | {
     **{"I32": 4, "U32": 4, "I64": 8, "U64": 8, "F64": 8},
 }
 Floats = NDArray[np.float32]
+_DIMENSIONS = {"A": 2, "B": 2, "embedding_A": 2, "embedding_B": 2, "magnitude_vector": 1}
+_TURNED = {"embedding_A": "B", "embedding_B": "A"}
 
 
 class Readable(Protocol):
@@ -50,10 +53,11 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank]."""
+    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank], and
+    DoRA's norms of its rows, [out]."""
 
-    factors: dict[str, tuple[float, Floats, Floats]]
-    _used: set[str] = field(default_factory=set)
+    factors: dict[str, tuple[float, Floats, Floats, Floats | None]]
+    _seen: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, lora: Lora, weights: Readable, place: str) -> "Merger":
@@ -62,18 +66,21 @@ class Merger:
         sides: dict[str, dict[str, Floats]] = {}
         for entry in entries:
             stem, _, side = entry.name.removesuffix(".weight").rpartition(".lora_")
-            if not stem.startswith(PREFIX) or side not in ("A", "B") or len(entry.shape) != 2:
+            if not stem.startswith(PREFIX) or _DIMENSIONS.get(side) != len(entry.shape):
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
+            if side.startswith("embedding"):  # of a weight of [tokens, hidden]
+                side, values = _TURNED[side], np.ascontiguousarray(values.T)
             sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
         merger, adapted = cls({}), AdaptedModules(lora)
+        wanted = {"A", "B", "magnitude_vector"} if lora.dora else {"A", "B"}
         for name, found in sides.items():
-            if set(found) != {"A", "B"} or found["A"].shape[0] != found["B"].shape[1]:
-                raise InvalidInput(f"the two factors for {name} do not belong together", place)
+            if set(found) != wanted or found["A"].shape[0] != found["B"].shape[1]:
+                raise InvalidInput(f"the factors for {name} do not belong together", place)
             if (size := adapted.of(name)) is None or size.rank != len(found["A"]):
                 raise InvalidInput(f"the factors for {name} are not those that {CONFIG} names", place)
-            merger.factors[name] = size.scale, found["A"], found["B"]
+            merger.factors[name] = size.scale, found["A"], found["B"], found.get("magnitude_vector")
         return merger
 
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
@@ -93,28 +100,35 @@ class Merger:
 
         Raises as `merge` does.
         """
+        self._seen.add(entry.name)
         if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
             return self._merged(entry, source, place)
         return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
     def check_used(self, place: str) -> None:
         """Raise InvalidInput if factors are left whose weight was in none of the files."""
-        if left := sorted(self.factors.keys() - self._used):
+        modules = {module_of(name): name for name in self._seen if name.endswith(".weight")}
+        if left := sorted(self.factors.keys() - modules.keys()):
             raise InvalidInput(f"the base model has no {left[0]}, which the adapter changes", place)
+        if "lm_head" not in modules and any(name.endswith(EMBEDDING) for name in self.factors):
+            raise InvalidInput(
+                "the adapter changes embeddings that are tied: the output layer would change, too", place
+            )
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        scale, a_RI, b_OR = self.factors[module_of(entry.name)]
+        scale, a_RI, b_OR, norm_O = self.factors[module_of(entry.name)]
         if entry.dtype not in FLOATS or entry.shape != (len(b_OR), a_RI.shape[1]):
             have = f"{entry.dtype} of {list(entry.shape)}"
             raise InvalidInput(
                 f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
             )
-        self._used.add(module_of(entry.name))
         row_bytes = entry.shape[1] * FLOATS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
             weight_OI = weight_OI + scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
+            if norm_O is not None:
+                weight_OI *= (norm_O[row : row + len(weight_OI)] / np.linalg.norm(weight_OI, axis=1))[:, None]
             row += len(weight_OI)
             yield bytes_of(weight_OI, entry.dtype)
 

@@ -18,11 +18,15 @@ from shared.field_rules import refused_value
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
-OUTPUT_COPY = f"{PREFIX}lm_head.base_layer.weight"  # PEFT writes it beside the output layer's adapter, and loads it
 HEAD_TENSORS = f"{PREFIX}score.weight", f"{PREFIX}score.bias"  # of a head of scalars, a row for each
 _PER: dict[str | None, Literal["token", "sequence"]] = {"TOKEN_CLS": "token", "SEQ_CLS": "sequence"}
 _HEADS = "classifier", "score"  # what PEFT calls the heads of these tasks, whichever a model has
 _NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no place for names
+EMBEDDING = "embed_tokens"  # ends the name of the module that gives tokens their embeddings
+COPIES = (f"{PREFIX}lm_head.base_layer.weight", f".{EMBEDDING}.base_layer.weight")
+"""Ends of names of the model's own weights: PEFT writes them beside adapters of output layer and embeddings."""
+DRAWN = (".lora_A.weight", ".lora_embedding_B")  # factors that begin at random; the others begin at zero
+NORMS = ".lora_magnitude_vector"  # behind a module's name: the norms of rows that DoRA trains
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
@@ -54,8 +58,20 @@ def module_of(tensor: str) -> str:
     return module
 
 
+def factor_of(tensor: str, side: Literal["A", "B"]) -> str:
+    """Return PEFT's name of a factor beside a model's tensor. Beside embeddings A is of [rank, tokens]."""
+    module = module_of(tensor)
+    is_linear = module.rpartition(".")[2] != EMBEDDING
+    return f"{PREFIX}{module}.lora_" + (f"{side}.weight" if is_linear else f"embedding_{side}")
+
+
+def norms_of(tensor: str) -> str:
+    """Return PEFT's name of the norms that DoRA trains beside a model's tensor."""
+    return PREFIX + module_of(tensor) + NORMS
+
+
 class _Config(BaseModel):
-    """Fields of plain LoRA. PEFT 0.21 has some 32 more, which are refused if they are switched on (_switched_on).
+    """Fields of LoRA and DoRA. PEFT 0.21 has some 31 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
     adapter is loaded, and MiCA trains one matrix alone.
@@ -72,6 +88,7 @@ class _Config(BaseModel):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
     task_type: str | None = None
     modules_to_save: object = None
@@ -117,6 +134,7 @@ def config_of(lora: Lora) -> dict[str, object]:
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
         "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
     }
     return config | {name: value for name, value in more.items() if value}
 
@@ -156,6 +174,7 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
             alpha_pattern=read.alpha_pattern or {},
             rank_stabilized=read.use_rslora,
             head=read.per and ScalarHead(names=scalars or ("value",), per=read.per),
+            dora=read.use_dora,
             **{"target_pattern" if is_pattern else "targets": names},
         )
     except ValidationError as error:
@@ -237,7 +256,8 @@ def _are_alike(one: set[Target], other: set[Target]) -> bool:
     """Return True if there may be a model beside which both targets are the same modules.
 
     So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
-    Every model has an output layer.
+    Every model has an output layer and embeddings.
     """
-    smaller, larger = sorted((one - {"lm_head"}, other - {"lm_head"}), key=len)
-    return "lm_head" not in one ^ other and (smaller == larger or smaller < larger > _PLAIN)
+    ends: set[Target] = {"lm_head", "embed_tokens"}
+    smaller, larger = sorted((one - ends, other - ends), key=len)
+    return not ends & (one ^ other) and (smaller == larger or smaller < larger > _PLAIN)

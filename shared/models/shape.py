@@ -92,8 +92,9 @@ class ModelShape(Frozen):
 
     def linear_size(self, linear: Target, of: Of, layer: int) -> Sizes:
         """Return the sizes of a linear's input and output; 0: not known."""
-        if linear == "lm_head":
-            return self.hidden_size, self.vocab_size
+        if linear in ("lm_head", "embed_tokens"):
+            sizes = self.hidden_size, self.vocab_size
+            return sizes if linear == "lm_head" else sizes[::-1]
         found = (s for s in self.sizes if (s.name, s.of) == (linear, of) and layer in s.layers)
         return next(((size.inputs, size.outputs) for size in found), (0, 0))
 

@@ -65,6 +65,10 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
     if isinstance(run.trainable, Lora) and run.trainable.max_rank > _VLLM_MAX_RANK:
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
+    if isinstance(run.trainable, Lora) and run.trainable.dora:
+        return "vllm serves no adapters with trained norms: drop trainable.dora, or sample with own"
+    if isinstance(run.trainable, Lora) and "embed_tokens" in run.trainable.targets:
+        return "adapters of embed_tokens were never tried with vllm: leave them out, or sample with own"
     if rollouts.colocate:
         return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"
     if rollouts.weight_sync.backend not in ("auto", "store"):

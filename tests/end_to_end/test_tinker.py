@@ -19,7 +19,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from longshore.training import TARGETS
+from longshore.training import LINEARS
 from service.apis.tinker.addresses import TINKER
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
@@ -100,7 +100,7 @@ def test_ten_steps_are_a_job_s_to_the_byte(stack: Stack, tiny_model: Path, tmp_p
         ),
         *("--format", "tokenized", "--steps", "10", "--batch-size", str(BATCH), "--max-tokens", "4096"),
         *("--lora-rank", "4", "--learning-rate", "0.01", "--schedule", "constant", "--seed", "7"),
-        *("--lora-targets", ",".join(TARGETS)),  # as Tinker's client, unless told otherwise
+        *("--lora-targets", ",".join((*LINEARS, "lm_head"))),  # as Tinker's client, unless told otherwise
         "--wait",
     )
     steps = [[rows[index] for index in step] for step in steps_by_count(epoch_order(len(rows), 7, 0), BATCH)]

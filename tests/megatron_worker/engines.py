@@ -22,10 +22,10 @@ LORA = Lora(rank=4, alpha=8)
 def start(
     engine: EngineName, model: Path, kind: str = "base", dtype: str = "float32", layout: Layout | None = None
 ) -> Engine:
-    """An engine that trains an adapter ("lora"), every weight ("full"), or nothing yet ("base")."""
+    """An engine that trains an adapter ("lora", "dora"), every weight ("full"), or nothing yet ("base")."""
     made = ENGINES[engine](model, layout or Layout(), dtype)
-    if kind == "lora":
-        made.add_adapter("run", LORA, seed=3)
+    if kind in ("lora", "dora"):
+        made.add_adapter("run", LORA.model_copy(update={"dora": kind == "dora"}), seed=3)
     elif kind == "full":
         made.train_full(Full())
     return made

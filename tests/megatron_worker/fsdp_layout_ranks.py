@@ -31,9 +31,9 @@ def refuse(model: Path, words: str) -> None:
 
 
 def train_head(model: Path, layout: Layout, out: Path) -> None:
-    """Three steps of an adapter of the output layer and of one more linear."""
+    """Three steps of an adapter of output layer, embeddings and one linear."""
     engine = start("fsdp", model, layout=layout)
-    engine.add_adapter("run", Lora(rank=4, alpha=8, targets=("q_proj", "lm_head")), seed=3)
+    engine.add_adapter("run", Lora(rank=4, alpha=8, targets=("q_proj", "lm_head", "embed_tokens")), seed=3)
     note(out / "history.json", train(engine, STEPS[:3]))
     engine.save(out / "end")
 

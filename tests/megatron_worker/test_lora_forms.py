@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
-from longshore.training import LATENT, TARGETS, Adam, Lora, ScalarHead
+from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora, ScalarHead
 from megatron_worker.families import read_architecture
 from megatron_worker.families.model_slices import output_slice, slices_of
 from megatron_worker.families.tensor_slices import linears_of
@@ -42,6 +42,9 @@ FORMS = {
     ),
     "lm_head": Lora(rank=4, alpha=8, targets=("q_proj", "down_proj", "lm_head"), layers=(0,)),
     "lm_head alone": Lora(rank=3, alpha=8, targets=("lm_head",)),
+    "dora": Lora(
+        **{"rank": 4, "alpha": 8, "dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}},
+    ),
 }
 # Of families with linears or a head of their own, all at once: what PEFT sees linears for.
 OF_FAMILIES: dict[Family, Lora] = {
@@ -56,15 +59,35 @@ OF_FAMILIES: dict[Family, Lora] = {
     ),
     "gemma3": Lora(rank=4, targets=TARGETS, layers=(0,), rank_pattern={"up_proj": 6, "lm_head": 2}),  # tied, and capped
 }
+WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
+    "gpt_oss": Lora(rank=4, alpha=8, dora=True, targets=ATTENTION),
+    "glm4_moe_lite": Lora(rank=4, alpha=8, dora=True, targets=(*LATENT, "o_proj")),
+    "nemotron_h": OF_FAMILIES["nemotron_h"].model_copy(
+        update={"dora": True, "target_pattern": r"model\.layers\.\d\.mixer\.(in|[qvo]|fc\d_latent)_proj"}
+    ),
+}
+TOKENS = Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj", "lm_head"), rank_pattern={"embed_tokens": 3})
+WITH_TOKENS: tuple[Family, ...] = (
+    "qwen2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "granite",
+)  # scaled ones, of each layer, tied
 CASES = [("qwen3", engine, name) for engine in ENGINES for name in FORMS]
 CASES += [(family, "megatron", "all") for family in OF_FAMILIES]
+CASES += [("qwen2", engine, "dora") for engine in ENGINES]
+CASES += [(family, "megatron", "norms") for family in WITH_NORMS]
+CASES += [("qwen3", engine, "tokens") for engine in ENGINES] + [
+    (family, "megatron", "tokens") for family in WITH_TOKENS
+]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[Family], Path]:
     @functools.cache
     def made(family: Family) -> Path:
-        return distinct_model(tmp_path_factory.mktemp(family), family, tied=family == "gemma3")
+        return distinct_model(tmp_path_factory.mktemp(family), family, tied=family in ("gemma3", "qwen2"))
 
     return made
 
@@ -106,7 +129,11 @@ def trained(engine, lora: Lora, folder: Path):
 def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine, name):
     model = models(family)
     ours = ENGINES[engine](model, Layout(), "float32")
-    before, after = trained(ours, FORMS.get(name) or OF_FAMILIES[family], tmp_path)
+    before, after = trained(
+        ours,
+        {**FORMS, "tokens": TOKENS}.get(name) or (WITH_NORMS if name == "norms" else OF_FAMILIES)[family],
+        tmp_path,
+    )
     reference = in_peft(model, before, is_trainable=True)
     reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
     reference.save_pretrained(tmp_path / "theirs")
@@ -151,13 +178,18 @@ class OursInPeft(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("family", "engine"),
-    [*(("qwen3", engine) for engine in ENGINES), *((family, "megatron") for family in OF_FAMILIES)],
+    ("family", "engine", "dora"),
+    [
+        *(("qwen3", engine, False) for engine in ENGINES),
+        *((family, "megatron", False) for family in OF_FAMILIES),
+        *(("qwen2", engine, True) for engine in ENGINES),  # with biases
+    ],
 )
-def test_dropout_is_peft_s_under_the_same_masks(models, tmp_path, family, engine):
+def test_dropout_is_peft_s_under_the_same_masks(models, tmp_path, family, engine, dora):
     """Two bins a step, each of one row. PEFT's own masks are of torch's random state, and of no step."""
     model, steps = models(family), [rows[:2] for rows in STEPS]
-    lora = OF_FAMILIES.get(family, Lora(rank=4, alpha=8, targets=TARGETS)).model_copy(update={"dropout": 0.3})
+    lora = OF_FAMILIES.get(family, Lora(rank=4, alpha=8, targets=LINEARS if dora else TARGETS))
+    lora = lora.model_copy(update={"dropout": 0.3, "dora": dora})
     ours = ENGINES[engine](model, Layout(), "float32")
     ours.add_adapter("run", lora, seed=3)
     ours.save(tmp_path / "before")
@@ -244,6 +276,7 @@ def test_code_of_one_s_own_has_neither_dropout_nor_another_head(model):
         ({"layers": [0, 7]}, "layers", "nothing to adapt in layer 7"),
         ({"rank_pattern": {"q_prj": 2}}, "trainable", "like that: q_prj"),
         ({"targets": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "trainable", "like that: v_proj"),
+        ({"targets": ["q_proj", "lm_head"], "dora": True}, "dora", "experts' excepted, and not of lm_head"),
     ],
 )
 def test_what_a_model_has_not_is_refused_by_its_field(model, settings, place, words):

@@ -56,12 +56,15 @@ def ours(model, folder):
         {"init_lora_weights": "orthogonal"},
         {"init_lora_weights": False, "inference_mode": False},
         {"use_rslora": True},
+        {"use_dora": True},
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1.*": 2}},
         {"layers_to_transform": [1]},
         {"layers_to_transform": 0, "layers_pattern": "layers"},
         {"target_modules": ["self_attn.q_proj", "layers.1.mlp.down_proj"]},
         {"target_modules": r"(?:.*?(?:language|text|model).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bx)"},
         {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "layers_to_transform": [0]},
     ],
     ids=str,
 )
@@ -82,7 +85,6 @@ def variants():
         "kasa": ("kasa_config", {"kasa_config": KasaConfig()}),
         "monteclora": ("monteclora_config", {"monteclora_config": MontecloraConfig()}),
         "velora": ("velora_config", {"velora_config": VeloraConfig()}),
-        "dora": ("use_dora", {"use_dora": True}),
         "modules": ("modules_to_save", {"modules_to_save": ["lm_head"]}),
         "tokens": ("trainable_token_indices", {"trainable_token_indices": [5, 6]}),
         "biases": ("bias", {"bias": "all"}),
@@ -123,7 +125,7 @@ HARMLESS = {
     "init_lora_weights": "eva",
 }
 READ = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
-READ |= {"layers_to_transform", "layers_pattern"}
+READ |= {"layers_to_transform", "layers_pattern", "use_dora"}
 LOADING_CHANGES_THE_BASE = ["pissa", "olora", "corda", "loftq", "lora_ga", "mica", "something_new"]
 
 

@@ -34,8 +34,9 @@ from tests.megatron_worker.workshop import read_log
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DROPPING = Lora(rank=4, alpha=8, dropout=0.3)
+DORA = DROPPING.model_copy(update={"dora": True})
 CASES = {
-    "dense": ("qwen3", DROPPING, {}),
+    "dense": ("qwen3", DORA, {}),
     "whole": ("qwen3", Full(), {}),
     "quantized": ("qwen3", DROPPING, {"quantize": "nf4"}),
     "mixture": ("qwen3_moe", Full(), {}),
@@ -46,7 +47,7 @@ CASES = {
     "shared keys": ("gemma4", DROPPING, {}),
     "mamba": ("nemotron_h", Full(), {}),
     "latents": ("deepseek_v3", Full(), {}),
-    "fsdp": ("qwen3", DROPPING, {"engine": "fsdp"}),
+    "fsdp": ("qwen3", DORA, {"engine": "fsdp"}),
     "fsdp whole": ("qwen3", Full(), {"engine": "fsdp"}),
 }
 
@@ -67,6 +68,7 @@ def test_ranks_have_the_same_bits(tmp_path):
     layouts = [(dense, Layout(tp=2)), (dense, Layout(tp=2, sp=True)), (dense, Layout(pp=2)), (dense, Layout(cp=2))]
     layouts.append((mixture, Layout(dp=2, ep=2)))
     trials = [Trial(model=m, layout=layout, trainable=DROPPING, routes=m == mixture) for m, layout in layouts]
+    trials.append(Trial(model=dense, layout=Layout(tp=2), trainable=DORA))
     trials += [Trial(model=dense, layout=Layout(dp=2), trainable=of, engine="fsdp") for of in (DROPPING, Full())]
     run_trials("recompute_ranks", tmp_path, trials, num_ranks=2, timeout_s=240)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

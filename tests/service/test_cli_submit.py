@@ -87,7 +87,7 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     given = [
         *("--name", "harbour", "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"),
         *("--lora-layers", "0", "--lora-layers", "1", "--lora-rank-pattern", '{"q_proj": 2}', "--lora-rank-stabilized"),
-        *("--lora-dropout", "0.25"),
+        *("--lora-dropout", "0.25", "--lora-dora"),
         *("--lora-alpha-pattern", '{"layers.1.*": 3}'),
         *("--learning-rate", "0.5", "--schedule", "cosine", "--warmup", "2", "--max-tokens", "64", "--seed", "5"),
         *("--tp", "2", "--dp", "2", "--dtype", "bfloat16", "--prompt-field", "q", "--completion-field", "a"),
@@ -98,7 +98,7 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     assert run["trainable"] == {
         **{"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "target_pattern": None},
         **{"layers": [0, 1], "rank_pattern": [["q_proj", 2]], "alpha_pattern": [["layers.1.*", 3]]},
-        **{"rank_stabilized": True, "dropout": 0.25},
+        **{"rank_stabilized": True, "dropout": 0.25, "dora": True},
     }
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)

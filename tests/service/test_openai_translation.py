@@ -108,7 +108,7 @@ def test_a_supervised_job_in_full() -> None:
 def test_every_setting_of_an_adapter_is_a_setting_of_a_job() -> None:
     given = {
         **{"rank": 8, "alpha": 16.0, "target_pattern": ".*q_proj", "rank_pattern": {"layers.0.*": 2}},
-        **{"alpha_pattern": {"layers.1.*": 3.0}, "rank_stabilized": True, "dropout": 0.1},
+        **{"alpha_pattern": {"layers.1.*": 3.0}, "rank_stabilized": True, "dropout": 0.1, "dora": True},
     }
     assert made(longshore=given)[0].trainable == Lora.model_validate(given)
     others = {"targets": "all-linear", "layers": [0, 3]}

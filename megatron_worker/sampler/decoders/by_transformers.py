@@ -28,7 +28,8 @@ from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
-from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
+from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, token_table, with_tokens
+from shared.models.peft import EMBEDDING
 
 _READ = 256  # tokens of a prompt that are read at a time: attention may hold a score for each of them and all before
 
@@ -100,6 +101,9 @@ class TransformersDecoder:
         for name, stacks in self._views.experts.items():
             module = self._model.get_submodule(name)
             module.forward = partial(self._experts, module, stacks)
+        table = self._model.get_input_embeddings()
+        self._tables = [token_table(s, table.weight) for s in self._slices if s.name.endswith(f".{EMBEDDING}.weight")]
+        table.register_forward_hook(self._beside_tokens)
         self._head = _head_of(self._model)
         self.read_weights(folder)
 
@@ -115,7 +119,7 @@ class TransformersDecoder:
 
     @property
     def adaptable(self) -> list[FusedLinear]:
-        return [*self._views.all_linears, self._output]
+        return [*self._views.all_linears, self._output, *self._tables]
 
     def new_cache(self, num_slots: int) -> TransformersCache:
         return TransformersCache(num_slots)
@@ -182,6 +186,9 @@ class TransformersDecoder:
         found = self._model.base_model(input_ids=token_T[None], past_key_values=cache, use_cache=True)
         hidden_1TH: Tensor = found.last_hidden_state
         return hidden_1TH[0]
+
+    def _beside_tokens(self, table: Any, inputs: tuple[Tensor], output_1TH: Tensor) -> Tensor:
+        return with_tokens(output_1TH, inputs[0], self._lora_weights, getattr(table, "embed_scale", 1.0))
 
     def _linear(self, linear: FusedLinear, x: Tensor) -> Tensor:
         return linear(x, self._lora_weights)

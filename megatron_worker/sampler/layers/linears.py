@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import TensorSlice, as_linear
+from shared.models.peft import EMBEDDING
 
 
 @dataclass(frozen=True)
 class LoraFactors:
     """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks.
 
-    `scale`: of the ranks, [R] where parts have different ones.
+    `scale`: of the ranks, [R] where parts have different ones. `gain_O`: by how much DoRA scales the rows.
     """
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float | Tensor
+    gain_O: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,29 @@ class FusedLinear:
         return named
 
     def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
-        y = F.linear(x, self.weight_OI, self.bias_O)
         extra = lora_weights.get(self.name)
+        gain_O = None if extra is None else extra.gain_O
+        y = F.linear(x, self.weight_OI, self.bias_O if gain_O is None else None)
         if extra is not None:
             low = F.linear(x, extra.a_RI).mul_(extra.scale)
             y += F.linear(low, extra.b_OR)
+        if gain_O is not None:
+            y = y * gain_O if self.bias_O is None else torch.addcmul(self.bias_O, y, gain_O)
         return y
+
+
+def token_table(s: TensorSlice, weight_VH: Tensor) -> FusedLinear:
+    """Return the embeddings of tokens as what an adapter can be beside."""
+    return FusedLinear(EMBEDDING, (as_linear(s),), weight_VH.t(), None)
+
+
+def with_tokens(
+    x_TH: Tensor, token_T: Tensor, lora_weights: Mapping[str, LoraFactors], scale: float | Tensor = 1.0
+) -> Tensor:
+    """Return embeddings of tokens, which are scaled, with what an adapter adds to them."""
+    if (extra := lora_weights.get(EMBEDDING)) is None:
+        return x_TH
+    return x_TH + F.embedding(token_T, extra.a_RI.t()) * (extra.scale * scale) @ extra.b_OR.t()
 
 
 def fuse(

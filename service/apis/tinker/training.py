@@ -57,7 +57,7 @@ async def opened(
     """Open a session for a model. The same request again gives the same model."""
     assert body.session_id is not None and body.model_seq_id is not None
     await gateway.read(gateway.records.session, body.session_id)
-    chosen = {"lm_head": lora.train_unembed} | dict.fromkeys(ATTENTION, lora.train_attn)
+    chosen = {"lm_head": lora.train_unembed, "embed_tokens": False} | dict.fromkeys(ATTENTION, lora.train_attn)
     targets = tuple(name for name in TARGETS if chosen.get(name, lora.train_mlp))
     if not targets:
         raise InvalidInput("nothing is left to train: one of train_attn, train_mlp and train_unembed", "lora_config")

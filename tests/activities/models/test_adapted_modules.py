@@ -19,7 +19,7 @@ from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
 from shared.models.config import Family
 from shared.models.lora_modules import OUTPUT, layer_of
-from shared.models.peft import module_of
+from shared.models.peft import EMBEDDING, module_of
 from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
@@ -31,7 +31,7 @@ WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4")
 def modules_before_a_run(config, model) -> dict[str, bool]:
     location = locate(str(model), "default", config, HUB_PATTERNS, lambda _: None)
     config = read_config(location)
-    linears = shape_of(config).linears
+    linears = (*shape_of(config).linears, EMBEDDING)
     return {
         name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location, config), config)
     }

@@ -67,14 +67,32 @@ def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
     assert "12 tensors; this model and these targets need 4" in message
 
 
-def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
+def test_an_adapter_of_embeddings_that_peft_wrote(config, tiny_model, tmp_path) -> None:
+    """With a copy of the model's own, which the worker compares."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    lora = LoraConfig(r=8, target_modules=["q_proj", "embed_tokens"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
+    assert resolve_adapter(config, tmp_path / "peft").lora.targets == ("q_proj", "embed_tokens")
+    wanted = "embed_tokens of the model has 511 inputs"
+    assert wanted in adapter_refusal(config, tmp_path / "peft", shape=SHAPE.model_copy(update={"vocab_size": 511}))
+    wanted = "the adapter's targets is ['embed_tokens', 'q_proj']"
+    assert wanted in adapter_refusal(config, tmp_path / "peft", lora=Lora(rank=8, alpha=8, targets=("q_proj",)))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path, dora) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], use_dora=dora)
     get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
     resolved = resolve_adapter(config, tmp_path / "peft")
-    assert resolved.lora == Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"))
+    assert resolved.lora == Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"), dora=dora)
+    if dora:
+        edit(tmp_path / "peft" / "adapter_config.json", use_dora=False)
+        assert "lora_magnitude_vector belongs to none of" in adapter_refusal(config, tmp_path / "peft")
 
 
 def test_an_adapter_with_a_head_goes_on_where_one_is_asked_for(config, tiny_model, tmp_path) -> None:
@@ -98,7 +116,8 @@ def test_an_adapter_with_a_head_goes_on_where_one_is_asked_for(config, tiny_mode
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": 0}, "adapter_config.json: r = 0 "),
         ({"r": 5}, "does not fit r=5"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "8 tensors; this model and these targets need 12"),
+        ({"use_dora": "x"}, "use_dora"),
         ({"rank_pattern": {"q_proj": 2}}, "q_proj.lora_A.weight has the shape (4, 64), which does not fit r=2"),
         ({"rank_pattern": {"(q": 2}}, "rank_pattern.0.0 = '(q' cannot be used: no regular expression"),
         ({"layers_to_transform": [0]}, "layers.1.self_attn.o_proj.lora_A.weight belongs to none of the adapter's"),

@@ -45,13 +45,17 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model(IDS).logits
 
 
-def adapter_of(model: Path, folder: Path) -> Path:
-    """A LoRA of PEFT's on every linear of a model, with both factors other than zero."""
+def adapter_of(model: Path, folder: Path, dora: bool = False, more: tuple[str, ...] = ()) -> Path:
+    """A LoRA of PEFT's on every linear of a model, with both factors other than zero, and other norms of rows."""
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(model)
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    made = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=linears, init_lora_weights=False))
-    made.save_pretrained(folder)
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *more]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=linears, init_lora_weights=False, use_dora=dora)
+    made = get_peft_model(base, config)
+    for name, tensor in made.named_parameters():
+        if "magnitude" in name:
+            tensor.data *= torch.rand_like(tensor) + 0.5
+    made.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
@@ -75,8 +79,22 @@ def in_shards(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_merged_shards_compute_what_the_adapter_does(llama, tmp_path) -> None:
-    model, adapter = in_shards(llama, tmp_path / "model"), adapter_of(llama, tmp_path / "adapter")
+def test_embeddings_are_merged_where_the_output_layer_has_weights_of_its_own(tmp_path) -> None:
+    for tied in (False, True):
+        model = make_tiny_model(tmp_path / f"{tied}", CORPUS, family="llama", tied=tied, **SIZES)
+        adapter = adapter_of(model, tmp_path / f"{tied}-adapter", more=("embed_tokens",))
+        if tied:
+            told = refused(source_of(model, "merged", adapter=adapter), tmp_path / "refused")
+            assert "changes embeddings that are tied: the output layer would change, too" in told
+            continue
+        expected = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter))
+        folder = exported(source_of(model, "merged", adapter=adapter), tmp_path / "merged")
+        assert (logits_of(AutoModelForCausalLM.from_pretrained(folder)) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_shards_compute_what_the_adapter_does(llama, tmp_path, dora) -> None:
+    model, adapter = in_shards(llama, tmp_path / "model"), adapter_of(llama, tmp_path / "adapter", dora)
     expected = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter))
     folder = exported(source_of(model, "merged", adapter=adapter), tmp_path / "merged")
     assert (logits_of(AutoModelForCausalLM.from_pretrained(folder)) - expected).abs().max() <= 1e-4
@@ -192,7 +210,7 @@ def test_a_file_that_is_not_what_was_written_fails_when_it_is_read_back(llama, t
     def spoilt(self, entry, source, place):
         calls.append(entry.name)
         if calls.count(entry.name) == 2 and entry.name.endswith("1.mlp.up_proj.weight"):
-            self.factors = {name: (3 * scale, a, b) for name, (scale, a, b) in self.factors.items()}
+            self.factors = {name: (3 * scale, *others) for name, (scale, *others) in self.factors.items()}
         return merged(self, entry, source, place)
 
     monkeypatch.setattr(Merger, "blocks", spoilt)

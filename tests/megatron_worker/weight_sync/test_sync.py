@@ -112,8 +112,9 @@ def test_one_sampler_without_the_last_version_gets_all_of_it(model, tmp_path):
             assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in driven.named_weights())
 
 
-def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
-    driven = start(engine, model, "lora")
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine, kind):
+    driven = start(engine, model, kind)
     train(driven, STEPS, learning_rate=1e-3)
     driven.save(tmp_path / "saved")
     with listening(model, tmp_path, 2) as samplers:
@@ -129,6 +130,8 @@ def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
                 assert torch.equal(found.lora_weights[name].a_RI, lora.a_RI)
                 assert torch.equal(found.lora_weights[name].b_OR, lora.b_OR)
                 assert found.lora_weights[name].scale == lora.scale
+                if kind == "dora":
+                    assert torch.equal(found.lora_weights[name].gain_O, lora.gain_O)
         with pytest.raises(RequestRefused, match="no weights of this digest"):
             named(samplers[0], "run-2", "0" * 64)
 

@@ -126,7 +126,8 @@ PLAIN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
         (PLAIN, (*PLAIN[:2], *DELTA_NET), False),
         (PLAIN, TARGETS, False),  # every model has an output layer
         (("q_proj", "lm_head"), (*PLAIN, "lm_head"), False),
-        ((*PLAIN, "lm_head"), TARGETS, True),
+        ((*PLAIN, "lm_head"), (*LINEARS, "lm_head"), True),
+        ((*PLAIN, "lm_head"), TARGETS, False),  # and embeddings
     ],
     ids=str,
 )

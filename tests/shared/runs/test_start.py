@@ -68,6 +68,7 @@ def test_a_vllm_that_nobody_can_start_is_refused():
         (lora, {"weight_sync": {"backend": "shared_memory"}}, "auto or store"),
         (lora, {"colocate": True}, "for CPUs does not sleep"),
         ({"kind": "lora", "rank": 513}, {}, "lower trainable.rank"),
+        ({"kind": "lora", "dora": True}, {}, "trained norms: drop trainable.dora, or sample with own"),
     ):
         asked = RLRun.model_validate(FULL | {"rollouts": vllm | change, "trainable": trainable})
         with pytest.raises(InvalidInput, match=rule):
