@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
-from longshore.training import DELTA_NET, LATENT, LINEARS, MAMBA, Full, Lora, Target
+from longshore.training import LINEARS, Lora, Target
 from megatron_worker.engine import Engine
 from shared.models.config import Family
 from tests.activities.sampling.injected import transformers_logprobs
@@ -29,11 +29,12 @@ pytestmark = needs_vllm
 STEPS = [[random_rows([40, 17], seed=seed)] for seed in range(3)]
 IDS = random_rows([100], seed=5)[0].ids
 BOUND = 1e-5
-ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT, *DELTA_NET, *MAMBA)
+OF_LATENTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
 WITHOUT_KEYS: tuple[Target, ...] = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEAD: tuple[Target, ...] = (*LINEARS, "lm_head")
 OF_TRITON = "with adapters vLLM 0.32 takes Triton's kernels for experts, which have no CPU"
 HEADLESS = "vLLM 0.32 has no adapter of this family's output layer"
+WITHOUT_VALUES = f"{HEADLESS}, and passes that of kv_b_proj by"
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ CASES = {
     "qwen3_5_moe": Case("qwen3_5_moe", (), OF_TRITON, dtype="bfloat16", config=GDN),
     "gpt_oss": Case("gpt_oss", (), OF_TRITON),
     "gemma3": Case("gemma3", LINEARS, HEADLESS),
-    "gemma4": Case("gemma4", WITHOUT_KEYS, f"{HEADLESS}; one of keys leaves the values as they were that are the keys"),
+    "gemma4": Case(
+        "gemma4", WITHOUT_KEYS, f"{HEADLESS}, and with that of keys leaves the values as they were that are the keys"
+    ),
     "deepseek_v3": Case("deepseek_v3", (), OF_TRITON, config=SPARSE, custom_ops=TORCH_ROPE),
-    "deepseek_v3-dense": Case("deepseek_v3", ATTENTION, HEADLESS, config=DENSE, custom_ops=TORCH_ROPE),
+    "deepseek_v3-dense": Case("deepseek_v3", OF_LATENTS, WITHOUT_VALUES, config=DENSE, custom_ops=TORCH_ROPE),
     "glm4_moe_lite": Case("glm4_moe_lite", (), OF_TRITON, config=SPARSE, custom_ops=TORCH_ROPE),
     "glm4_moe_lite-dense": Case(
-        *("glm4_moe_lite", ATTENTION, HEADLESS),
+        *("glm4_moe_lite", OF_LATENTS, WITHOUT_VALUES),
         config=DENSE | {"mlp_layer_types": ["dense"] * 4},
         custom_ops=TORCH_ROPE,
     ),
@@ -85,7 +88,8 @@ CASES = {
     "olmo3": Case("olmo3", LINEARS, HEADLESS),
 }
 REFUSED = {
-    "qwen3_moe with adapters": (Case("qwen3_moe", ATTENTION), "no attribute 'float32'"),  # of triton.language
+    "an output layer of mistral": (Case("mistral", ("q_proj", "lm_head")), "expected target modules in"),
+    "qwen3_moe with adapters": (Case("qwen3_moe", ("q_proj",)), "no attribute 'float32'"),  # of triton.language
     "experts of nemotron_h": (Case("nemotron_h", ()), "is_act_and_mul=False is supported only for CUDA"),
 }
 
@@ -144,8 +148,9 @@ def saved(case: Case, folder: Path) -> tuple[list[Path], list[list[float]]]:
     """A model of which all weights were trained, and an adapter beside it, as folders, and how we score with each."""
     sizes = {"hidden_size": 128, "head_dim": 32, "num_layers": 4}
     model = distinct_model(folder / "model", case.family, tied=case.is_tied, config=case.config or None, **sizes)
-    driven = start("megatron", model)
-    driven.train_full(Full())
+    settings = json.loads((model / "config.json").read_text()) | case.config  # transformers knows not all of them
+    (model / "config.json").write_text(json.dumps(settings))
+    driven = start("megatron", model, "full")
     train(driven, STEPS, learning_rate=3e-4)
     driven.save(folder / "full")
     folders, scores = [folder / "full" / "weights"], [ours(driven)]
