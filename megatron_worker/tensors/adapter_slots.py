@@ -390,14 +390,11 @@ def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
 
 
 def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return an initial A matrix as PEFT's (Kaiming-uniform, a = sqrt 5), float32, from the seed and its PEFT name: the
-    same for every engine and layout. Of embeddings it is B that begins at random, with a deviation of 1.
-    """
+    """Return an initial A as PEFT's (Kaiming-uniform, a = sqrt 5; of embeddings B, normal), float32, from the seed and
+    its PEFT name: the same for every engine and layout."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound, drawn = shape[1] ** -0.5, torch.empty(shape)
-    return (
-        drawn.normal_(generator=generator)
-        if name.endswith("_B")
-        else drawn.uniform_(-bound, bound, generator=generator)
-    )
+    if name.endswith("_B"):
+        return torch.randn(shape, generator=generator)
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
