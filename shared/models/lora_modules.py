@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from longshore.module_patterns import Effort, ModulePattern
 from longshore.training import TARGETS, Lora
 from shared.errors import InvalidInput
+from shared.models.peft import EMBEDDING
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
@@ -91,7 +92,10 @@ def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
         InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none.
     """
     modules = {**modules, OUTPUT: True}  # tied ones, too
-    lora = with_own_targets(lora, {name.rpartition(".")[2] for name, takes_adapter in modules.items() if takes_adapter})
+    linears = {name.rpartition(".")[2] for name, takes_adapter in modules.items() if takes_adapter}
+    if EMBEDDING in lora.targets and EMBEDDING not in linears:
+        raise InvalidInput(f"this model's embeddings are not called {EMBEDDING}, and take no adapter", "targets")
+    lora = with_own_targets(lora, linears)
     adapted = AdaptedModules(lora)
     above = {".".join(parts[:n]) for parts in (name.split(".") for name in modules) for n in range(1, len(parts))}
     found = [name for name in {*modules, *above} if adapted.of(name) is not None]

@@ -82,6 +82,7 @@ def test_layers_that_predict_more_tokens_are_not_adapted(config, tmp_path) -> No
         ("gpt_oss", Lora(targets=("up_proj",)), "no linear up_proj"),
         ("deepseek_v3", Lora(targets=("k_proj",)), "no linear k_proj"),
         ("deepseek_v3", Lora(rank_pattern={"k_proj": 2}), "like that: k_proj"),
+        ("nemotron_h", Lora(targets=("q_proj", "embed_tokens")), "embeddings are not called embed_tokens, and take no"),
         ("gemma4", Lora(layers=(0, 4)), "nothing to adapt in layer 4"),
         ("gemma4", Lora(targets=("lm_head",)), None),
     ],
