@@ -196,7 +196,7 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     head = None if request.lora is None else request.lora.head
-    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), head and head.names)
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), None if head is None else head.names)
     if request.lora is not None:
         linears = LINEARS if request.shape is None else request.shape.linears
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))

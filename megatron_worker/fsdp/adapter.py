@@ -3,7 +3,7 @@
 Shape suffixes: T tokens, I input features, O output features, R rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,15 @@ from shared.models.peft import PREFIX
 class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
 
-    def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
-        """`sizes`: outputs and inputs of the model's linears, the output layer among them."""
+    def __init__(
+        self,
+        lora: Lora,
+        sizes: Mapping[str, tuple[int, int]],
+        more: Sequence[TensorSlice],
+        ranks: Ranks,
+        dtype: torch.dtype,
+    ) -> None:
+        """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that are beside no linear."""
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._ranks = ranks
         self.slices: list[TensorSlice] = []
@@ -37,7 +44,7 @@ class FsdpAdapter:
             if (size := adapted.of(linear)) is not None:
                 self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
                 self.scales[linear] = size.scale
-        self.slices += scalar.head_slices(lora.head, sizes[OUTPUT][1])
+        self.slices += more
         self.flat = Flat({s.parameter: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
