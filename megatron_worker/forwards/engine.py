@@ -1,10 +1,11 @@
 """The engine that TrainerRank needs: the Engine Protocol, the backbone alone, and slots trained side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from longshore.training import Optimizer
 from megatron_worker.engine import Batch, Engine, Norms
@@ -30,6 +31,13 @@ class ForwardEngine(Engine, Protocol):
     @property
     def vocab_shard(self) -> VocabShard:
         """The rows of the output embedding that this rank's heads have."""
+        ...
+
+    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
+        """Train parameters of one's own code with a slot: they step as one, and `save` and `load` have both.
+
+        They are whole and equal on every rank, and computed with alike by those that share data.
+        """
         ...
 
     def write_base(self, folder: Path) -> None:

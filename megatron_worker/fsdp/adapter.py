@@ -3,7 +3,7 @@
 Shape suffixes: T tokens, I input features, O output features, R rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,15 @@ from shared.models.peft import NORMS, PREFIX, factor_of
 class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
 
-    def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
-        """`sizes`: outputs and inputs of the model's linears, the output layer among them.
+    def __init__(
+        self,
+        lora: Lora,
+        sizes: Mapping[str, tuple[int, int]],
+        more: Sequence[TensorSlice],
+        ranks: Ranks,
+        dtype: torch.dtype,
+    ) -> None:
+        """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that are beside no linear.
 
         Raises InvalidInput where DoRA's rows would be split.
         """
@@ -45,7 +52,7 @@ class FsdpAdapter:
                 self.slices += [_whole(_a(linear), size.rank, num_inputs), _whole(_b(linear), num_outputs, size.rank)]
                 self.slices += [_whole(f"{PREFIX}{linear}{NORMS}", num_outputs)] if lora.dora else []
                 self.scales[linear] = size.scale
-        self.slices += scalar.head_slices(lora.head, sizes[OUTPUT][1])
+        self.slices += more
         self.flat = Flat({s.parameter: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 

@@ -1,7 +1,7 @@
 """FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megatron_worker.engine import (
     Scores,
 )
 from megatron_worker.families import is_generic, read_architecture
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
@@ -24,6 +25,7 @@ from megatron_worker.fsdp.probe import probe, refusing
 from megatron_worker.fsdp.ranks import join_ranks
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
+from megatron_worker.head.scalar import head_slices
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
@@ -81,8 +83,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         with self._ranks.agreement():
             read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
 
-    def _new_adapter(self, lora: Lora, device: torch.device) -> FsdpAdapter:
-        return FsdpAdapter(lora, self._model.sizes, dataclasses.replace(self._ranks, device=device), self._dtype)
+    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
+        more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]
+        return FsdpAdapter(lora, self._model.sizes, more, dataclasses.replace(self._ranks, device=device), self._dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> FsdpOptimizer:
         model = self._model

@@ -45,6 +45,10 @@ class Ranks:
         return self.mesh.shape[1]
 
     @property
+    def num_alike(self) -> int:
+        return self.tp_size
+
+    @property
     def dp_rank(self) -> int:
         return self.rank // self.tp_size
 

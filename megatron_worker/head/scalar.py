@@ -13,6 +13,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from longshore.training import ScalarHead
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -20,6 +21,8 @@ from shared.models.peft import PREFIX
 
 MODULE = "score."
 """What transformers calls it: names of its parameters begin so."""
+OWN = "own."
+"""What names of one's own parameters begin with."""
 WEIGHT, BIAS = f"{MODULE}weight", f"{MODULE}bias"
 
 
@@ -30,6 +33,11 @@ def head_slices(head: ScalarHead | None, hidden_size: int, last_stage: int = 0) 
     num = len(head.names)
     shapes = {WEIGHT: (num, hidden_size)} | ({BIAS: (num,)} if head.per == "token" else {})
     return [TensorSlice(PREFIX + name, name, shape, None, 0, num, stage=last_stage) for name, shape in shapes.items()]
+
+
+def own_slices(own: Mapping[str, Parameter]) -> list[TensorSlice]:
+    """Return the tensors of one's own parameters, none of which may be a single number."""
+    return [TensorSlice(OWN + name, OWN + name, tuple(p.shape), None, 0, len(p)) for name, p in own.items()]
 
 
 @dataclass(frozen=True)

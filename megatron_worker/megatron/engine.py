@@ -1,6 +1,6 @@
 """MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from megatron_worker.engine import (
 )
 from megatron_worker.families import architecture_of, read_config
 from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
-from megatron_worker.families.tensor_slices import linears_of
+from megatron_worker.families.tensor_slices import TensorSlice, linears_of
 from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.head.scalar import head_slices
 from megatron_worker.megatron.lora import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -93,12 +94,13 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
             slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
             read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
 
-    def _new_adapter(self, lora: Lora, device: torch.device) -> MegatronAdapter:
+    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
         architecture, layout = self._model.architecture, mesh.layout
         tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
         linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
-        return MegatronAdapter(lora, linears, architecture.hidden_size, mesh, dtype)
+        more = [*head_slices(lora.head, architecture.hidden_size, layout.pp - 1), *own]
+        return MegatronAdapter(lora, linears, more, mesh, dtype)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"

@@ -41,7 +41,7 @@ from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import factor_of, norms_of
 
-_OF_HEADS = ("output_layer.", scalar.MODULE)
+_OF_HEADS = ("output_layer.", scalar.MODULE, scalar.OWN)
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,21 @@ AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
 class MegatronAdapter:
-    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer."""
+    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer.
 
-    def __init__(self, lora: Lora, linears: Sequence[Linear], hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
+    `more`: the tensors that are beside no linear.
+    """
+
+    def __init__(
+        self, lora: Lora, linears: Sequence[Linear], more: Sequence[TensorSlice], mesh: Mesh, dtype: torch.dtype
+    ) -> None:
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._mesh = mesh
         adapted = AdaptedModules(lora)
         chosen = [(linear, targeted(linear.slices, adapted)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
         self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.dora)]
-        self.slices += scalar.head_slices(lora.head, hidden_size, mesh.pp.size - 1)
+        self.slices += more
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, next(iter(parts)))]
         held = [s for s in self.slices if holds(mesh, s)]
         placements = {s.parameter: _placement(s, mesh) for s in held}

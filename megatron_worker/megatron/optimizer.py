@@ -261,8 +261,8 @@ def _pieces(
     working: Flat, regions: Sequence[Region], groups: Mapping[str, Group]
 ) -> Iterator[tuple[int, slice, Group]]:
     """Yield for each parameter the number of its region, its part of this rank's share there, and its group."""
-    starts = [*working.offsets.values()]
-    for (name, start), stop in zip(working.offsets.items(), [*starts[1:], working.num_elements], strict=True):
+    ends = [*working.offsets.values(), working.num_elements][1:]
+    for (name, start), stop in zip(working.offsets.items(), ends, strict=True):
         number = next(n for n, region in enumerate(regions) if region.start <= start < region.stop)
         own = regions[number].own
         first, last = max(start, own.start), min(stop, own.stop)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from longshore.training import Full, Lora, ScalarHead
 from megatron_worker.engine import Outgoing, Part
@@ -29,9 +30,11 @@ from megatron_worker.tensors.state_files import (
     read_adapter,
     read_model,
     read_optimizer,
+    read_own,
     write_adapter,
     write_model_folder,
     write_optimizer,
+    write_own,
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
@@ -45,6 +48,7 @@ class SlotAdapter(Protocol):
     masks: Masks
     slices: list[TensorSlice]
     flat: Flat
+    parameters: dict[str, Parameter]
 
     def initialise(self, seed: int) -> None: ...
 
@@ -93,7 +97,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
     Args:
         read_base: read the published weights into the base's parameters.
         use: make the model compute with an adapter beside the base, or with none.
-        new_adapter: an adapter of zeros, on the base's device or another one; `new_optimizer`: begin to train one.
+        new_adapter: an adapter of zeros, on the base's device or another one, with more tensors if they are given;
+            `new_optimizer`: begin to train one.
         new_base_optimizer: begin to train the base; for another device than its own, only make the buffers.
     """
 
@@ -103,7 +108,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         ranks: StateRanks,
         read_base: Callable[[], None],
         use: Callable[[AdapterT | None], None],
-        new_adapter: Callable[[Lora, torch.device], AdapterT],
+        new_adapter: Callable[..., AdapterT],
         new_optimizer: Callable[[AdapterT], OptimizerT],
         new_base_optimizer: Callable[[torch.device], OptimizerT],
     ) -> None:
@@ -208,6 +213,15 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def _new_head(self, head: ScalarHead, device: torch.device) -> AdapterT:
         return self._new_adapter(Lora(target_pattern=_NO_LINEARS, head=head), device)
 
+    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
+        """Train parameters of one's own code with a slot. They stay on the device."""
+        own = self._new_adapter(Lora(target_pattern=_NO_LINEARS), self._device, scalar.own_slices(parameters))
+        for name, parameter in parameters.items():
+            parameter.data = own.flat.views[scalar.OWN + name].copy_(parameter.data)
+            parameter.register_hook(lambda grad: grad / self._ranks.num_alike)
+            own.parameters[scalar.OWN + name] = parameter
+        self.trainings[slot].own = self._new_optimizer(own), own.slices
+
     def _train(self, slot: str | None, parts: list[tuple[OptimizerT, list[TensorSlice]]]) -> None:
         self.trainings[slot] = SlotTraining(slot, parts)
         self.residency.add(slot, _training_parts([optimizer for optimizer, _ in parts]))
@@ -262,6 +276,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with ranks.agreement():
             write_optimizer(optimizer, training, ranks)
+            write_own(optimizer, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
@@ -284,6 +299,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 read_adapter(folder / "weights", adapter.slices, exact.views, ranks, self._base.folder)
                 training.optimizer.put("master", exact)
             read_optimizer(folder / "optimizer", training, ranks)
+            read_own(folder / "optimizer", training, ranks)
         training.refresh_working()
 
     def reset_moments(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from longshore.training import Full, Lora, Optimizer
@@ -64,6 +65,9 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
 
     def train_full(self, full: Full, seed: int = 0) -> None:
         self._slots.train_base(full, seed)
+
+    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
+        self._slots.train_own(slot, parameters)
 
     # A step.
 

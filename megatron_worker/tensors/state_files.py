@@ -38,6 +38,7 @@ from megatron_worker.tensors.safetensors_files import (
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
+OWN = "own_head.safetensors"
 STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
 _COPIED = (
@@ -67,6 +68,11 @@ class StateRanks(Protocol):
 
     @property
     def side(self) -> SideRanks: ...
+
+    @property
+    def num_alike(self) -> int:
+        """Ranks that compute the same behind the model, whose gradients are added up."""
+        ...
 
     def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
         """Return the first of the ranks that hold a part of a tensor, counted along its split."""
@@ -116,14 +122,22 @@ OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
 class SlotTraining(Generic[OptimizerT]):
     """What is being trained: an adapter's slot, or (None) the base.
 
-    `parts`: an optimizer with the tensors that it trains; a base with a head has two, which step as one. Since the last
-    step: `num_bins`, passes; `weight`, of this rank's bins.
+    Since the last step: `num_bins`, passes; `weight`, of this rank's bins.
+
+    Args:
+        parts: an optimizer with the tensors that it trains; a base with a head has two. All step as one.
+        own: parameters of one's own code, which have a file of their own.
     """
 
     slot: str | None
-    parts: Sequence[tuple[OptimizerT, list[TensorSlice]]]
+    parts: list[tuple[OptimizerT, list[TensorSlice]]]
+    own: tuple[OptimizerT, list[TensorSlice]] | None = None
     num_bins: int = 0
     weight: Tensor | float = 0.0
+
+    @property
+    def everything(self) -> list[tuple[OptimizerT, list[TensorSlice]]]:
+        return self.parts if self.own is None else [*self.parts, self.own]
 
     @property
     def optimizer(self) -> OptimizerT:
@@ -148,16 +162,16 @@ class SlotTraining(Generic[OptimizerT]):
 
     def square_of_own_gradient(self) -> Tensor:
         """Return the sum of squares of what this rank has accumulated, before `reduce`."""
-        return torch.stack([sum_of_squares(optimizer.grad.buffer) for optimizer, _ in self.parts]).sum()
+        return torch.stack([sum_of_squares(optimizer.grad.buffer) for optimizer, _ in self.everything]).sum()
 
     def reduce(self, denominator: float) -> float:
         """Sum the gradients over all ranks, and divide them. Returns the norm of all."""
-        return math.hypot(*(optimizer.reduce(denominator) for optimizer, _ in self.parts))
+        return math.hypot(*(optimizer.reduce(denominator) for optimizer, _ in self.everything))
 
     def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         self._forget_bins()
-        norms = [optimizer.apply(adam, learning_rate, norm) for optimizer, _ in self.parts]
+        norms = [optimizer.apply(adam, learning_rate, norm) for optimizer, _ in self.everything]
         return norms[0]
 
     def _forget_bins(self) -> None:
@@ -165,15 +179,15 @@ class SlotTraining(Generic[OptimizerT]):
 
     def zero_grad(self) -> None:
         self._forget_bins()
-        for optimizer, _ in self.parts:
+        for optimizer, _ in self.everything:
             optimizer.zero_grad()
 
     def detach(self) -> None:
-        for optimizer, _ in self.parts:
+        for optimizer, _ in self.everything:
             optimizer.detach()
 
     def refresh_working(self) -> None:
-        for optimizer, _ in self.parts:
+        for optimizer, _ in self.everything:
             optimizer.refresh_working()
 
 
@@ -297,8 +311,9 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
     path = folder / OPTIMIZER
     states = _states(training.keeps_masters)
     with single_file(path) as files:
-        check_names(files, {f"{state}.{s.name}" for state in states for s in training.slices} | {STEP}, path)
-        for optimizer, slices in training.parts:
+        names = {f"{state}.{s.name}" for state in states for _, slices in training.everything for s in slices}
+        check_names(files, names | {STEP}, path)
+        for optimizer, slices in training.everything:
             for state in states:
                 values = optimizer.grad.like(torch.float32)
                 _read(files, slices, values.views, ranks, prefix=f"{state}.")
@@ -309,13 +324,36 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
 def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
     states = _states(training.keeps_masters)
-    each = [(state, optimizer, slices) for state in states for optimizer, slices in training.parts]
+    each = [(state, optimizer, slices) for state in states for optimizer, slices in training.everything]
     entries = [WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, slices in each for s in slices]
     entries.append(WrittenTensor(STEP, torch.int64, ()))
     moments = (_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state, optimizer, slices in each)
     tensors = chain(chain.from_iterable(moments), [torch.tensor(training.optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
+
+
+def read_own(folder: Path, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
+    """Read the parameters of one's own code, if there are any. Raises InvalidInput as `read_adapter`."""
+    if training.own is None:
+        return
+    (optimizer, slices), path = training.own, folder / OWN
+    with single_file(path) as files:
+        check_names(files, {s.name for s in slices}, path)
+        values = optimizer.grad.like(torch.float32)
+        _read(files, slices, values.views, ranks)
+    optimizer.put("master", values)
+
+
+def write_own(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
+    """Write the parameters of one's own code, if there are any, in float32."""
+    if training.own is None:
+        return
+    optimizer, slices = training.own
+    tensors = _whole(slices, optimizer.gathered("master"), ranks, torch.float32)
+    with all_drawn(tensors):
+        entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
+        write_safetensors(folder and folder / OWN, entries, tensors)
 
 
 def _states(master: bool) -> tuple[State, ...]:

@@ -114,6 +114,10 @@ class Mesh:
         return self.world.rank
 
     @property
+    def num_alike(self) -> int:
+        return self.cp.size
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp.rank == 0
 
