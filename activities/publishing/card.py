@@ -71,14 +71,13 @@ def _of_dataset(run: DatasetRun) -> dict[str, str]:
             own = {}
         case DPORun():
             reference = run.reference or run.initial_adapter or "base"
-            own = {
+            named = "the base model" if reference == "base" else f"`{shown_uri(reference)}`"
+            fields = run.model_dump(include=set(Preferences.model_fields), exclude_defaults=True)
+            own = {name.replace("_", " "): str(value) for name, value in fields.items()} | {
                 "beta": f"{run.beta:g}",
                 "label smoothing": f"{run.label_smoothing:g}",
-                "reference": "the base model" if reference == "base" else f"`{shown_uri(reference)}`",
+                "reference": named if run.has_reference else "none",
             }
-            fields = run.model_dump(include=set(Preferences.model_fields), exclude_defaults=True)
-            own |= {name.replace("_", " "): str(value) for name, value in fields.items() if name != "beta"}
-            own |= {} if run.has_reference else {"reference": "none"}
         case DistillRun():
             own = {
                 "teacher": "the base model" if run.teacher == "base" else f"`{shown_uri(run.teacher)}`",

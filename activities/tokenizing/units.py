@@ -281,7 +281,8 @@ class KeptPairs:
         """Tell the tally what became of each pair."""
         tally.add_rows(np.array([pair.unit.num_tokens if pair.unit else 0 for pair in self.pairs], dtype=np.int64))
         kept = self.units
-        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), sum(unit.num_trained for unit in kept), 0)
+        num_trained = sum(int((unit.weight_N > 0).sum()) for unit in kept)
+        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), num_trained, 0)
         for pair in self.pairs:
             if pair.unit is None:
                 tally.add_untrainable(pair.place, pair.reason)

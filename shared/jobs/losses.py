@@ -47,17 +47,21 @@ def no_field_is_ignored(self: Any) -> Any:
     return self
 
 
-class DPO(Frozen):
-    """Direct preference optimisation (arXiv:2305.18290) and its relatives, of pairs: sequences 2k and 2k + 1 of a
-    unit, of which the chosen has advantage +1, the rejected -1. Formulas: docs/losses.md."""
-
-    kind: Literal["dpo"] = "dpo"
+class _OfPairs(Frozen):
     objective: PairObjective = "sigmoid"
-    beta: float = Field(default=0.1, gt=0, description="scale of rewards; of ipo tau, of orpo lambda")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
-    gamma: float = Field(default=0.5, ge=0, description="of simpo: the margin by which the chosen answer is to lead")
-    rpo_alpha: float = Field(default=0.0, ge=0, description="weight of the chosen answer's likelihood beside the loss")
-    reference: Reference = "base"
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        le=1000,
+        description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
+    )
+    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
+    rpo_alpha: float = Field(
+        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
+    )
 
     _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
 
@@ -65,6 +69,14 @@ class DPO(Frozen):
     def has_reference(self) -> bool:
         """True if log-probabilities are against those of a reference model."""
         return self.objective not in _WITHOUT_REFERENCE
+
+
+class DPO(_OfPairs):
+    """Direct preference optimisation (arXiv:2305.18290) and its relatives, of pairs: sequences 2k and 2k + 1 of a
+    unit, of which the chosen has advantage +1, the rejected -1. Formulas: docs/losses.md."""
+
+    kind: Literal["dpo"] = "dpo"
+    reference: Reference = "base"
 
 
 class KTO(Frozen):
@@ -79,35 +91,16 @@ class KTO(Frozen):
     reference: Reference = "base"
 
 
-class Preferences(Frozen):
+class Preferences(_OfPairs):
     """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
 
-    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")
-    beta: float = Field(
-        default=0.1,
-        gt=0,
-        le=1000,
-        description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
-    )
-    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
-    rpo_alpha: float = Field(
-        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
-    )
+    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")  # type: ignore[assignment]
     desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of good answers")
     undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of bad answers")
-
-    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
 
     @property
     def reads_labels(self) -> bool:
         return self.objective == "kto"
-
-    @property
-    def has_reference(self) -> bool:
-        return self.objective not in _WITHOUT_REFERENCE
 
     def loss(self, reference: Reference) -> DPO | KTO:
         """Return the loss against a reference, which some objectives do without."""

@@ -118,11 +118,6 @@ class PackedBin:
     def num_targets(self) -> int:
         return len(self.label_N)
 
-    @property
-    def num_trained(self) -> int:
-        """Targets with a weight; the others are scored only."""
-        return int(np.count_nonzero(self.weight_N))
-
 
 class UnitsWriter:
     """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last.
