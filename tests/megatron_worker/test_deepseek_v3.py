@@ -16,6 +16,7 @@ from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.lora_modules import layer_of
 from shared.models.shape import check_layout, shape_of
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
@@ -32,7 +33,7 @@ YARN = {
 }
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=drawn(["deepseek_v3", "glm4_moe_lite"], 1))
 def model(request, tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("latent"), request.param, tied=False, num_layers=4)
 

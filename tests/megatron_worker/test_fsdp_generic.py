@@ -10,6 +10,7 @@ from megatron_worker.fsdp.probe import probe
 from megatron_worker.mixers.tree_attention import plan_forest
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
+from tests.depth import drawn
 from tests.megatron_worker.driving import ADAM, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, random_rows, reference_steps
@@ -28,7 +29,7 @@ STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step) for step in range(5)]
 RATES = {"lora": 3e-3, "full": 3e-4}
 
 
-@pytest.fixture(scope="module", params=COMPUTED)
+@pytest.fixture(scope="module", params=drawn([*COMPUTED], 2))
 def model(request, tmp_path_factory):
     return unknown_model(tmp_path_factory.mktemp(request.param), request.param)
 

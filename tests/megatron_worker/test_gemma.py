@@ -15,6 +15,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import (
@@ -31,7 +32,7 @@ from tests.megatron_worker.trees import trees_beside_chains
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma4", "gemma4 with experts"])
+@pytest.fixture(scope="module", params=drawn(["gemma3", "gemma4", "gemma4 with experts"], 1))
 def model(request, tmp_path_factory):
     family, *experts = request.param.split(maxsplit=1)
     folder, config = tmp_path_factory.mktemp("gemma"), EXPERTS_BESIDE if experts else None
@@ -92,7 +93,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", drawn([*VARIANTS], 3))
 def test_variants_of_gemma4_score_as_in_transformers(tmp_path, variant):
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 

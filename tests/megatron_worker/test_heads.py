@@ -14,6 +14,7 @@ from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from shared.models.config import Family
 from shared.models.peft import read_config
+from tests.depth import drawn
 from tests.megatron_worker import differences
 from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, gradient, start
 from tests.megatron_worker.rows import distinct_model
@@ -54,7 +55,7 @@ def models(tmp_path_factory) -> Callable[[Family], Path]:
     return made
 
 
-@pytest.mark.parametrize(("engine", "family", "per"), CASES)
+@pytest.mark.parametrize(("engine", "family", "per"), drawn(CASES, 2))
 def test_an_adapter_with_a_head_is_trained_as_under_peft(models, tmp_path, engine, family, per) -> None:
     model, steps = models(family), bins_of_steps(per)
     driven = start(engine, model)
@@ -77,7 +78,7 @@ def test_an_adapter_with_a_head_is_trained_as_under_peft(models, tmp_path, engin
     compare()
 
 
-@pytest.mark.parametrize(("engine", "family", "per"), CASES)
+@pytest.mark.parametrize(("engine", "family", "per"), drawn(CASES, 2))
 def test_all_weights_with_a_head_are_trained_as_in_transformers(models, tmp_path, engine, family, per) -> None:
     model, steps, rows = models(family), bins_of_steps(per), scored_rows(per, [17, 30, 5], seed=99)
     driven = start(engine, model)
@@ -104,7 +105,7 @@ def test_all_weights_with_a_head_are_trained_as_in_transformers(models, tmp_path
     assert driven.forward(scored_bin(per, rows), Outputs()).logprob_N is not None
 
 
-@pytest.mark.parametrize(("engine", "family", "per"), CASES)
+@pytest.mark.parametrize(("engine", "family", "per"), drawn(CASES, 2))
 def test_gradients_are_those_under_peft(models, tmp_path, engine, family, per) -> None:
     model, rows = models(family), scored_rows(per, [20, 31, 12], seed=0)
     driven = start(engine, model)
@@ -175,7 +176,9 @@ LAYOUTS: list[tuple[EngineName, Layout]] = [
 ]
 
 
-@pytest.mark.parametrize("trainable", [lora("token"), Full(head=HEADS["sequence"])], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "trainable", drawn([lora("token"), Full(head=HEADS["sequence"])], 1), ids=lambda each: each.kind
+)
 def test_layouts_and_resuming(models, tmp_path, trainable) -> None:
     """Ranks come to what one rank does, from the beginning or from its checkpoint; from their own, to the same bits."""
     singles = {engine: tmp_path / f"{engine}-{Layout().label}-{trainable.kind}" for engine in ENGINES}

@@ -17,6 +17,7 @@ from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.merging import Merger
 from shared.models.shape import check_layout, shape_of
+from tests.depth import drawn
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, transformers_model
@@ -40,7 +41,7 @@ def made_model(folder, **changes):
     return distinct_model(folder, "nemotron_h", num_layers=4, config=changes)
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(scope="module", params=drawn([*BLOCKS], 1))
 def kind(request):
     return request.param
 

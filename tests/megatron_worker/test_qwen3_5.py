@@ -16,6 +16,7 @@ from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
 from shared.models.shape import check_layout, shape_of
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import Row, bin_of, distinct_model, model_with_tower, random_rows
@@ -30,7 +31,7 @@ STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(2
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=drawn(["qwen3_5", "qwen3_5_moe"], 1))
 def model(request, tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("hybrid"), request.param, tied=False, num_layers=4)
 

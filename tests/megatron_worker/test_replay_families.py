@@ -24,6 +24,7 @@ from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.models.config import Family
 from shared.models.shape import shape_of
+from tests.depth import drawn as some_of
 from tests.megatron_worker.parallel_ranks import STEPS, step
 from tests.megatron_worker.replayed import routers_of, with_own_routes
 from tests.megatron_worker.rows import EXPERTS_BESIDE, Row, bin_of, distinct_model
@@ -55,7 +56,7 @@ class Drawn:
     routes: RoutesFile
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some_of([*FAMILIES], 2))
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """Two prompts, of which transformers' model reads one in two parts, and three samples of each."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -13,6 +13,7 @@ from longshore.training import LINEARS, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder, computes
 from megatron_worker.sampler.decoders.interface import open_decoder
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
@@ -22,12 +23,12 @@ from tests.megatron_worker.scores import logprobs, logprobs_in_transformers, tra
 STEPS = [random_rows([40, 17, 90, 25], seed=step) for step in range(5)]
 
 
-@pytest.fixture(scope="module", params=["granite", "olmo3"])
+@pytest.fixture(scope="module", params=drawn(["granite", "olmo3"], 1))
 def model(request, tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp(request.param), request.param, tied=False, num_layers=4)
 
 
-@pytest.mark.parametrize("family", ["granite", "olmo3"])
+@pytest.mark.parametrize("family", drawn(["granite", "olmo3"], 1))
 def test_what_the_page_of_families_measures(tmp_path, family):
     row = measure(family, tmp_path)
     assert max(row[name] for name in ("packed", "tree", "gradient", "sampler")) <= 1e-5
