@@ -17,15 +17,20 @@ ENGINES: dict[EngineName, Callable[..., Engine]] = {
     "fsdp": FsdpEngine,
 }
 LORA = Lora(rank=4, alpha=8)
+LORAS = {
+    "lora": LORA,
+    "dora": LORA.model_copy(update={"dora": True}),
+    "tokens": LORA.model_copy(update={"targets": ("q_proj", "embed_tokens")}),
+}
 
 
 def start(
     engine: EngineName, model: Path, kind: str = "base", dtype: str = "float32", layout: Layout | None = None
 ) -> Engine:
-    """An engine that trains an adapter ("lora", "dora"), every weight ("full"), or nothing yet ("base")."""
+    """An engine that trains an adapter (of LORAS), every weight ("full"), or nothing yet ("base")."""
     made = ENGINES[engine](model, layout or Layout(), dtype)
-    if kind in ("lora", "dora"):
-        made.add_adapter("run", LORA.model_copy(update={"dora": kind == "dora"}), seed=3)
+    if kind in LORAS:
+        made.add_adapter("run", LORAS[kind], seed=3)
     elif kind == "full":
         made.train_full(Full())
     return made

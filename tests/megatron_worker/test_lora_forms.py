@@ -287,14 +287,17 @@ def test_what_a_model_has_not_is_refused_by_its_field(model, settings, place, wo
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_copies_of_embeddings_that_peft_writes_are_the_model_s(tmp_path, is_same):
+@pytest.mark.parametrize(
+    ("lora", "module"), [(FORMS["lm_head"], "lm_head"), (TOKENS, "lm_head"), (TOKENS, "model.embed_tokens")]
+)
+def test_copies_of_embeddings_that_peft_writes_are_the_model_s(tmp_path, is_same, lora, module):
     """PEFT writes the output layer beside its adapter, and would load it. Here the model's is tied to its embedding."""
     model = distinct_model(tmp_path / "model", "qwen3", tied=True)
     ours = MegatronEngine(model, Layout(), "float32")
-    after = trained(ours, FORMS["lm_head"], tmp_path)[1]
+    after = trained(ours, lora, tmp_path)[1]
     reference = in_peft(model, after)
     reference.save_pretrained(tmp_path / "theirs")
-    path, name = tmp_path / "theirs" / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    path, name = tmp_path / "theirs" / "adapter_model.safetensors", f"base_model.model.{module}.base_layer.weight"
     tensors = load_file(path)
     assert name in tensors
     if is_same:

@@ -112,7 +112,7 @@ def test_one_sampler_without_the_last_version_gets_all_of_it(model, tmp_path):
             assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in driven.named_weights())
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "tokens"])
 def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine, kind):
     driven = start(engine, model, kind)
     train(driven, STEPS, learning_rate=1e-3)
