@@ -17,7 +17,7 @@ import psutil
 
 from activities.publishing.export_files import ExportSource, write_export
 from examples.tiny_model import make_tiny_model
-from shared.runs.exports import LABELS, Export
+from shared.runs.models import LABELS, Export
 
 CORPUS = ["the quay at low tide", "a crate of rope and tar"]
 

@@ -35,7 +35,8 @@ from benchmarks.stack_processes import Memory, processor_s
 from service.database.engine import open_database
 from service.dev.connection import Connection
 from service.runs.rows import run_row
-from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys

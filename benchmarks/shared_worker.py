@@ -32,7 +32,8 @@ from longshore.losses import PPO
 from longshore.training import Lora
 from service.cli.client import CliClient
 from service.runs.views.run_view import RunView
-from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RLRun
 from shared.runs.sources import DatasetSource
 
 RANKS = (4, 8, 16, 32, 64, 4, 8, 16)

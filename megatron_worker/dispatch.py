@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from longshore.training import Full, Lora, Optimizer, Recompute, ScalarHead
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
+from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
+from megatron_worker.sums import LossSums
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score

@@ -4,11 +4,35 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 SUM, COUNT, MAX = ":sum", ":count", ":max"
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a bin's targets: `loss` to differentiate, `weight` to normalise by, the rest to report.
+
+    `means` are pairs of sums, reported as their quotient. `maxima`, of values that are never negative, are reported as
+    the greatest of all bins.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def detached(self) -> dict[str, Tensor]:
+        """Return all values, detached, under names that say how to combine them over bins (sums.py)."""
+        named = {"loss": self.loss, "weight": self.weight, **self.metrics}
+        named |= {name + SUM: value for name, (value, _) in self.means.items()}
+        named |= {name + COUNT: count for name, (_, count) in self.means.items()}
+        named |= {name + MAX: value for name, value in self.maxima.items()}
+        return {name: value.detach() for name, value in named.items()}
 
 
 def combine(name: str, one: Tensor, other: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.losses import Reference
     from shared.jobs.job import PackedData
     from shared.models.shape import ModelShape
-    from shared.runs.requests import DistillRun, DPORun
+    from shared.runs.dataset_runs import DistillRun, DPORun
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus

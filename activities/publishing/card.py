@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from activities.sources.http import shown_uri
 from longshore.training import Full, Lora, SessionRun
 from shared.jobs.losses import Preferences
-from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, Run, SFTRun, dtype_of
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.requests import RLRun, Run, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")

@@ -8,7 +8,7 @@ from activities.host_context import HostContext, beating
 from activities.models.files import INDEX
 from activities.publishing.export_files import ExportSource, write_export
 from longshore.fields import Artifact
-from shared.runs.exports import ExportRequest
+from shared.runs.models import ExportRequest
 from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.stored_bytes import Room
 

@@ -25,7 +25,7 @@ from shared.models.end_tokens import GENERATION
 from shared.models.families import MixtureConfig
 from shared.models.merging import ITEM_BYTES, Entry, Floats, Merger, floats_of, header_of, read_header
 from shared.models.peft import WEIGHTS, read_config
-from shared.runs.exports import Export
+from shared.runs.models import Export
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _FAMILIES = {"gguf": GGUF_FAMILIES, "fp8": (*_DENSE, "qwen3_moe"), "mlx": _DENSE}

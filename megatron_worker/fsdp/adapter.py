@@ -17,7 +17,7 @@ from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.head import scalar
 from megatron_worker.head.beside import BesideHead
-from megatron_worker.tensors.adapter_slots import initial, norms_of_rows
+from megatron_worker.tensors.adapter_tensors import initial, norms_of_rows
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
 from shared.errors import InvalidInput

@@ -13,10 +13,10 @@ from longshore.training import Muon, Optimizer
 from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
+from megatron_worker.optimizers.adamw import sum_of_squares
 from megatron_worker.optimizers.groups import groups_of, rates_of, step_matrix, update
 from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
-from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State

@@ -1,6 +1,7 @@
 """Weighted negative log-likelihood: the sum of -w log p(label), which the step divides by its sum of w."""
 
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
+from megatron_worker.sums import LossSums
 
 
 def cross_entropy_sums(scores: Scores, batch: Batch) -> LossSums:

@@ -1,6 +1,7 @@
 """Distillation: the sum of w D, which the step divides by its sum of w. Divergences: head/distributions.py."""
 
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
+from megatron_worker.sums import LossSums
 from megatron_worker.teachers import Divergence
 from shared.jobs.losses import Distillation
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
 from megatron_worker.losses.columns import read_column
 from megatron_worker.losses.targets import sums_of_sequences
+from megatron_worker.sums import LossSums
 from shared.errors import InvalidInput
 from shared.jobs.losses import DPO
 from shared.jobs.packed import Units

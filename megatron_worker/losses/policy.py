@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from longshore.losses import PolicyLoss
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
 from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.divergence import bounded, divergence
 from megatron_worker.losses.surrogates import Surrogate, surrogate_of
 from megatron_worker.losses.targets import Targets, live_targets, shaped_advantages, sums_of_sequences
+from megatron_worker.sums import LossSums
 from shared.jobs.packed import Units
 
 

@@ -1,7 +1,8 @@
 """Weighted squared error of a head's scalar: the sum of w (v - target)^2, which the step divides by its sum of w."""
 
 from longshore.losses import SquaredError
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
+from megatron_worker.sums import LossSums
 
 
 def squared_error_loss(loss: SquaredError) -> LossFunction:

@@ -36,7 +36,7 @@ from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.quantized.tensors import QuantizedTensor
 from megatron_worker.quantized.weights import quantized_linear, whole
-from megatron_worker.tensors.adapter_slots import initial, norms_of_rows, scale_of, targeted
+from megatron_worker.tensors.adapter_tensors import initial, norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import factor_of, norms_of

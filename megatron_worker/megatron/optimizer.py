@@ -18,11 +18,11 @@ from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
+from megatron_worker.optimizers.adamw import Rates, sum_of_squares
 from megatron_worker.optimizers.groups import Group, groups_of, rates_of, step_matrix, update
 from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.quantized.moments import CodedMoment, update_coded
-from megatron_worker.tensors.adamw import Rates, sum_of_squares
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State

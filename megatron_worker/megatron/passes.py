@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.megatron.local_bins import LocalBin, localised
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
+from megatron_worker.sums import LossSums
 from megatron_worker.teachers import TeacherStates
 
 Dropping = Callable[[], AbstractContextManager[None]]

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from longshore.training import Muon, Optimizer
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.optimizers import muon
-from megatron_worker.tensors import adamw
-from megatron_worker.tensors.adamw import Rates
+from megatron_worker.optimizers import adamw, muon
+from megatron_worker.optimizers.adamw import Rates
 
 _OF_LAYER = re.compile(r"\.\d+\.|\.lora_[AB]\.")
 _EMBEDDING = re.compile(r"embed(?!_out)|\bwte\b|\bwpe\b")

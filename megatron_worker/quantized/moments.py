@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from longshore.training import Optimizer
+from megatron_worker.optimizers.adamw import Rates
 from megatron_worker.optimizers.groups import update
 from megatron_worker.quantized.block_codes import code_of_values
 from megatron_worker.quantized.tensors import QuantizedTensors
-from megatron_worker.tensors.adamw import Rates
 
 _BLOCK, _CHUNK = 64, 1 << 18
 _LEAST = 2.0**-50  # a scale: squares of its block's smallest numbers are told apart in float32

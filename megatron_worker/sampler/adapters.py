@@ -12,7 +12,7 @@ from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
-from megatron_worker.tensors.adapter_slots import norms_of_rows, scale_of, targeted
+from megatron_worker.tensors.adapter_tensors import norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.safetensors_files import single_file
 from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256

@@ -21,8 +21,8 @@ from torch import Tensor
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms
 from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.optimizers.adamw import sum_of_squares
 from megatron_worker.process.process_group import SideRanks
-from megatron_worker.tensors.adamw import sum_of_squares
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.safetensors_files import (
     TensorFiles,

@@ -146,7 +146,8 @@ def run_model(kind: str) -> "type[BaseModel]":
     # This changes the config of all models imported from here on, in the process of the command line only. In hosts
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
-    from shared.runs.requests import DistillRun, DPORun, RLRun, SFTRun
+    from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+    from shared.runs.requests import RLRun
 
     models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "distill": DistillRun, "rl": RLRun}
     return models[kind]

@@ -8,8 +8,9 @@ from longshore.fields import Frozen
 from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
+from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
 from shared.runs.previews import PreviewRequest
-from shared.runs.requests import DistillRun, DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import RLRun, Run
 from shared.storage.checkpoints import CheckpointName, is_name
 
 R = TypeVar("R", bound=Frozen)

@@ -19,8 +19,9 @@ from service.runs.views.history import Histories, RunHistory
 from service.runs.views.run_view import devices_of
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
+from shared.runs.dataset_runs import DatasetRun
 from shared.runs.previews import Preview, PreviewRequest
-from shared.runs.requests import DatasetRun, Precision, RLRun, Run
+from shared.runs.requests import Precision, RLRun, Run
 from shared.settings import PriceSettings
 
 _MEASURED_RUNS = 3

@@ -3,7 +3,8 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.jobs.layout import check_ranks
-from shared.runs.requests import DistillRun, DPORun, Precision, RLRun, Run, SFTRun
+from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16

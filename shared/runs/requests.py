@@ -1,238 +1,30 @@
 """Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from longshore.fields import Frozen, Name, pattern
-from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import PPO, PolicyLoss
 from longshore.training import (
-    DTYPE_DESCRIPTION,
-    QUANTIZE_DESCRIPTION,
-    RECOMPUTE_DESCRIPTION,
-    STATES_DESCRIPTION,
-    Adam,
-    Decay,
     Dtype,
-    DtypeChoice,
-    Lora,
-    LoraPlusRatio,
-    ModelUri,
-    Muon,
-    NoiseScale,
-    Optimizer,
-    OptimizerName,
-    OptimizerStates,
-    Quantization,
-    Recompute,
     SessionRun,
-    Trainable,
-    check_optimizer,
-    fields_fit_engine,
-    trains_the_language_head,
 )
 from shared.field_rules import NO_NUL
-from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import (
     PRESETS,
     AdvantageKind,
-    DistillationSettings,
-    Preferences,
     Preset,
-    teacher_stays,
     with_algorithm,
 )
+from shared.runs.dataset_runs import PEAK, DistillRun, DPORun, SFTRun, TrainedRun
 from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
 RunId = Annotated[str, pattern(RUN_ID, f"an id has at most 63 {_PLAIN}")]
 Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
 FIRST_TENANT = "default"
-# Descriptions that several kinds of runs share.
-_PEAK = "the highest learning rate, after the warm-up"
-_DECAY = "the optimizer's decoupled weight decay"
-_CLIP = "bound of the global gradient norm; 0 for none"
-_SEED = "seed of the data's order and of fresh adapter weights"
-_BUDGET = (
-    "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
-    "bin_tokens at most"
-)
-
-_TrainedRun = TypeVar("_TrainedRun", bound="_DatasetRun | RLRun")
-
-
-def optimizer_of(run: "_DatasetRun | RLRun") -> Optimizer:
-    """Return the optimizer of a run's jobs."""
-    return (Muon if run.optimizer == "muon" else Adam)(
-        **run.model_dump(include={"weight_decay", "decay", "clip_norm", "lora_plus_ratio", "noise_scale"})
-    )
-
-
-def _optimizer_fits(asked: _TrainedRun) -> _TrainedRun:
-    check_optimizer(optimizer_of(asked), asked.engine, asked.layout, asked.trainable)
-    return asked
-
-
-class _DatasetRun(Frozen):
-    """Common fields of runs on a dataset: one of epochs and steps, one of batch_size and batch_tokens."""
-
-    kind: str
-    schema_version: Literal[1] = 1
-    name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
-    model: ModelUri
-    dataset: DatasetSource
-    eval_dataset: DatasetSource | None = None
-    trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
-    epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the data")
-    steps: int | None = Field(default=None, ge=1, le=10_000_000, description="optimizer steps, instead of epochs")
-    batch_size: int | None = Field(default=None, ge=1, description="examples a step")
-    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most, instead of batch_size")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
-    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
-    memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
-    max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
-    )
-    learning_rate: float = Field(gt=0, le=10, description=_PEAK)
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="after the warm-up")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    optimizer: OptimizerName = "adamw"
-    weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
-    decay: Decay = "all"
-    clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
-    lora_plus_ratio: LoraPlusRatio = 1.0
-    noise_scale: NoiseScale = False
-    seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
-    layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
-    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
-    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
-    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
-    eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
-    num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
-    sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
-    keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="checkpoints that stay, the newest")
-
-    @property
-    def reads_labels(self) -> bool:
-        """True if rows are answers with a label, or pairs that are read as two such answers."""
-        return False
-
-    @model_validator(mode="after")
-    def _one_length_one_batch(self) -> Self:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give exactly one of epochs and steps")
-        if (self.batch_size is None) == (self.batch_tokens is None):
-            raise ValueError("give exactly one of batch_size and batch_tokens")
-        if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
-            raise ValueError("bin_tokens must hold an example: at least max_tokens")
-        if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
-            raise ValueError("batch_tokens must hold an example: at least max_tokens")
-        return self
-
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
-    _optimizer_fits = model_validator(mode="after")(_optimizer_fits)
-    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
-    _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
-
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> Self:
-        if self.eval_dataset is None and (self.num_samples or self.eval_every):
-            raise ValueError("num_samples and eval_every need an eval_dataset: its rows are what is shown")
-        if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
-        return self
-
-
-class _ExamplesRun(_DatasetRun):
-    dataset: ExamplesSource = Field(description="examples")
-    eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
-    too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
-    learning_rate: float = Field(default=1e-4, gt=0, le=10, description=_PEAK)
-
-
-class SFTRun(_ExamplesRun):
-    """Supervised fine-tuning, as a user asks for it."""
-
-    kind: Literal["sft"] = "sft"
-    learning_rates: tuple[Annotated[float, Field(ge=0, le=10)], ...] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=10_000,
-        description="of every step, in place of a schedule; 0 trains nothing",
-    )
-
-    @model_validator(mode="after")
-    def _one_rate_for_each_step(self) -> Self:
-        if self.learning_rates is None:
-            return self
-        if len(self.learning_rates) != self.steps:
-            raise ValueError(f"learning_rates has one for each of steps: {len(self.learning_rates)} for {self.steps}")
-        if (self.schedule, self.warmup_steps) != ("constant", 0) or self.learning_rate != max(self.learning_rates):
-            raise ValueError(
-                "learning_rates is a schedule of its own: schedule is constant then, warmup_steps 0, and learning_rate "
-                "the highest of them"
-            )
-        return self
-
-
-class DistillRun(_ExamplesRun, DistillationSettings):
-    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens.
-
-    Both are of one base, which is there once: what differs is an adapter.
-    """
-
-    kind: Literal["distill"] = "distill"
-    teacher: str = Field(min_length=1, max_length=2048, description="`base`, or a published adapter on it: URI or name")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
-
-    @model_validator(mode="after")
-    def _teacher_stays(self) -> Self:
-        teacher_stays(self.trainable, self)
-        return self
-
-
-class DPORun(Preferences, _DatasetRun):
-    """Preference optimisation (shared.jobs.losses.DPO, KTO), as a user asks for it: an example is a pair, or of kto an
-    answer with its label and an answer to another prompt.
-
-    An example's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
-    """
-
-    kind: Literal["dpo"] = "dpo"
-    dataset: PreferencesSource = Field(description="preference pairs; of kto answers with a label, too")
-    eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
-    too_long: Literal["drop"] = "drop"
-    batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, with both answers")
-    learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
-    reference: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=2048,
-        description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
-    )
-
-    @model_validator(mode="after")
-    def _sources_fit(self) -> Self:
-        if not self.reads_labels:
-            _Pairs(dataset=self.dataset, eval_dataset=self.eval_dataset)  # its errors say at which field
-        return self
-
-
-class _Pairs(Frozen):
-    dataset: PairsSource
-    eval_dataset: PairsSource | None
-
-
-DatasetRun = Annotated[SFTRun | DPORun | DistillRun, Field(discriminator="kind")]
 
 
 class Overlong(Frozen):
@@ -242,7 +34,7 @@ class Overlong(Frozen):
     penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
 
 
-class RLRun(Frozen):
+class RLRun(TrainedRun):
     """Reinforcement learning on trajectory groups: those that a client sends, step after step, until it finishes the
     run; or, with `rollouts`, the run's own.
 
@@ -251,11 +43,7 @@ class RLRun(Frozen):
     """
 
     kind: Literal["rl"] = "rl"
-    schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
-    model: ModelUri
-    trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
     temperature: float = Field(
         default=1.0,
@@ -293,26 +81,11 @@ class RLRun(Frozen):
     mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps a pass; at most one a group")
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
-    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
-    memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
-    learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
+    learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up; decays need rollouts.steps, at whose end they reach 0"
     )
-    optimizer: OptimizerName = "adamw"
-    weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
-    decay: Decay = "all"
-    clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
-    lora_plus_ratio: LoraPlusRatio = 1.0
-    noise_scale: NoiseScale = False
-    seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
-    layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
-    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
-    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
-    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
@@ -350,19 +123,11 @@ class RLRun(Frozen):
             raise ValueError(f"overlong.buffer_tokens: an answer has at most {self.longest_answer} tokens")
         if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
-        if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
         if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
             raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
         if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
-
-    _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
-    _optimizer_fits = model_validator(mode="after")(_optimizer_fits)
-    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> "RLRun":

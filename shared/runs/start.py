@@ -9,18 +9,8 @@ from pydantic import Field
 from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
-from shared.runs.requests import (
-    FIRST_TENANT,
-    DatasetRun,
-    DistillRun,
-    DPORun,
-    RLRun,
-    Run,
-    RunId,
-    RunRecord,
-    SFTRun,
-    Tenant,
-)
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.requests import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
 from shared.settings import QuotaSettings, Settings

@@ -15,7 +15,8 @@ from service.cli.client import CliClient
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
 from service.runs.views.run_view import RunView
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RLRun, Run
 from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups
 from tests.end_to_end.conftest import LETTERS

@@ -14,7 +14,7 @@ from service.cli.main import app
 def test_options_are_those_of_the_command(options: list[str]) -> None:
     from service.cli.commands.submit import checked_run  # the command's own check, before anything is sent
     from service.cli.run_options import given, options_of
-    from shared.runs.requests import SFTRun
+    from shared.runs.dataset_runs import SFTRun
 
     command = typer.main.get_command(app).get_command(None, "submit").commands["sft"]  # type: ignore[attr-defined]
     context = command.make_context("sft", ["--model", "org/m", "--dataset", "d", "--eval-dataset", "e", *options])

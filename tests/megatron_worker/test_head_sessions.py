@@ -18,7 +18,8 @@ from shared.jobs.commands import Command
 from shared.jobs.events import Failed
 from shared.jobs.losses import DPO
 from shared.models.peft import read_config
-from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RLRun
 from tests.megatron_worker.scored_rows import HEADS
 from tests.megatron_worker.session_jobs import load, result, session_job, state_of
 from tests.megatron_worker.test_megatron_job import new_worker

@@ -10,7 +10,8 @@ from sqlalchemy import delete
 from service.database.engine import open_database
 from service.database.tables import RunRow
 from service.runs.rows import run_row
-from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord
 from shared.runs.status import Problem, RunStatus
 from tests.page import measured
 from tests.page.guest import Guest, expect

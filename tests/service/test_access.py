@@ -6,7 +6,7 @@ import pytest
 
 from service.accounts.access import Access
 from shared.errors import InvalidInput
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.settings import S3Settings, Settings
 from shared.storage.store import open_store
 from tests.service.conftest import sft

@@ -13,8 +13,8 @@ from service.cli.output.runs import phases, summary, took
 from service.runs.views.run_view import RunView, seconds_left
 from shared.fence import Fence
 from shared.jobs.events import Saved, Step, Succeeded
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.events import RunEvent
-from shared.runs.requests import SFTRun
 from workflows.training.training import StepEta
 
 

@@ -15,7 +15,8 @@ from service.cli.exits import Stop
 from service.cli.main import app
 from service.cli.run_options import NAMES, option_at, options_of, request_fields, run_model
 from service.cli.run_table import table
-from shared.runs.requests import RLRun, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RLRun
 
 ROOT = Path(__file__).parents[2]
 # Options as they were when each was typed by hand. They go on working.

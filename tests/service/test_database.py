@@ -24,7 +24,8 @@ from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from shared.errors import InvalidInput
-from shared.runs.requests import RunRecord, SFTRun, Source
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord, Source
 from shared.settings import QuotaSettings, Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore

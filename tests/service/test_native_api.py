@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.runs.requests import DPORun, RunRecord, SFTRun
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RunRecord
 from shared.storage.paths import RunKeys, run_index
 from tests.service.conftest import Service, ended, sft, submitted
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS

@@ -9,7 +9,8 @@ from service.runs.views.history import EvaluationMetrics, Histories, Metrics, Ru
 from service.runs.views.run_view import RunView
 from shared.fence import Fence
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
-from shared.runs.requests import RLRun, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RLRun
 from shared.runs.status import PhaseSpan, StepStatus
 from shared.settings import S3Settings
 from shared.storage.paths import RunKeys

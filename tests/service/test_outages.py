@@ -27,7 +27,8 @@ from service.database.engine import open_database
 from service.files.files import uploads_folder
 from service.runs.views.run_view import RunView
 from shared.errors import StoreUnavailable
-from shared.runs.requests import RunRecord, SFTRun, Source
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord, Source
 from shared.settings import S3Settings, Settings
 from shared.storage.paths import RunKeys, run_index
 from shared.storage.store import LocalStore, open_store

@@ -32,8 +32,9 @@ from longshore.training import Lora
 from service.host import _AT_ONCE, serve_host
 from service.temporal import connect_temporal
 from shared.automation.webhooks import Notice, Webhook
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.requests import RLRun, SFTRun
+from shared.runs.requests import RLRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus

@@ -24,7 +24,7 @@ from shared.jobs.layout import layout_of
 from shared.jobs.losses import DPO
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.storage.files import write_atomically
 from shared.storage.paths import RunKeys, content_key

@@ -8,7 +8,8 @@ from longshore.fields import Artifact
 from longshore.training import Full
 from shared.fence import Fence
 from shared.jobs.job import Job
-from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord
 from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version

@@ -36,10 +36,9 @@ from service.dev.connection import Connection
 from service.host import serve_host
 from service.temporal import connect_temporal
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.runs.exports import Export, ExportRequest
-from shared.runs.models import ModelRequest, ResolvedModel
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.models import Export, ExportRequest, ModelRequest, ResolvedModel
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.requests import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS

@@ -35,7 +35,7 @@ from service.host_http.server import serving
 from service.lease_polling import polling
 from service.seals import seal_key
 from service.temporal import connect_temporal
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart, RunTiming, result_sha256
 from shared.runs.status import RunStatus

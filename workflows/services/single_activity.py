@@ -10,8 +10,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.tracking.track import Track, Tracked, TrackRequest
     from longshore.fields import Artifact
     from shared.grading.graders import GradeOneRequest, OneGrade
-    from shared.runs.exports import ExportRequest
-    from shared.runs.models import ModelRequest, ResolvedModel
+    from shared.runs.models import ExportRequest, ModelRequest, ResolvedModel
     from shared.runs.previews import Preview, PreviewStart
     from shared.runs.start import AnyStart
     from workflows import control, policies

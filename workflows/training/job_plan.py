@@ -9,7 +9,8 @@ from shared.jobs.losses import Distillation, DistillationSettings, Loss, with_re
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, SFTRun, dtype_of, optimizer_of
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.requests import RLRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -47,7 +48,7 @@ def dataset_job(
         num_steps=num_steps,
         loss=_loss_of(run, reference),
         temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
-        optimizer=optimizer_of(run),
+        optimizer=run.settings_of_optimizer,
         schedule=_schedule_of(run),
         evaluation=Evaluation(
             data=eval_data, every_steps=run.eval_every, num_samples=run.num_samples, sample_tokens=run.sample_tokens
@@ -111,7 +112,7 @@ def rl_job(
         num_steps=num_steps,
         loss=with_reference(run.loss, state.reference),
         temperature=run.temperature,
-        optimizer=optimizer_of(run),
+        optimizer=run.settings_of_optimizer,
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         schedule=Schedule(

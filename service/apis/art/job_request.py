@@ -10,7 +10,8 @@ from service.inference.art_models import ArtModel, ModelId
 from service.inference.named_models import one_form
 from service.runs.own_settings import LORA_FIELDS
 from shared.errors import InvalidInput
-from shared.runs.requests import RLRun, SFTRun, Source
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RLRun, Source
 
 # Conversations of agents are long, and ART's clients cannot say how long.
 _MAX_TOKENS = 8192

@@ -7,7 +7,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.native.models import ModelId
 from service.backend import Backed
 from service.inference.exports import ExportView
-from shared.runs.exports import Export
+from shared.runs.models import Export
 
 router = APIRouter(route_class=JsonRoute, prefix="/models/{model_id}/exports", dependencies=[Depends(reads_or_writes)])
 

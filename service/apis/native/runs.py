@@ -23,7 +23,8 @@ from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
 from service.runs.views.words import last_lines, log_line
 from shared.errors import StoreUnavailable
 from shared.runs.acceptance import precision_of
-from shared.runs.requests import DistillRun, DPORun, Kind, RLRun, Run, RunId, SFTRun, Source
+from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.requests import Kind, RLRun, Run, RunId, Source
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry

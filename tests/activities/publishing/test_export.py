@@ -19,7 +19,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.merging import Merger
-from shared.runs.exports import LABELS, Export, ExportRequest
+from shared.runs.models import LABELS, Export, ExportRequest
 from shared.settings import QuotaSettings, Settings
 from shared.storage.artifacts import manifest_of, seal, upload_artifact
 from tests.conftest import CORPUS

@@ -13,7 +13,7 @@ from longshore.fields import Artifact
 from longshore.training import Full
 from shared.errors import CorruptArtifact
 from shared.fence import Fence
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import result_sha256
 from shared.runs.status import CheckpointRef, RunStatus

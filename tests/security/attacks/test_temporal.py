@@ -39,7 +39,7 @@ from longshore.layout import Layout
 from service.dev.connection import Connection
 from service.seals import UNSEALED
 from shared.jobs.leases import WorkerKey
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.runs.start import RunStart
 from shared.runs.status import STATUS_MEMO, RunStatus, StepRequest
 from tests.end_to_end.stack import Stack, wait_until

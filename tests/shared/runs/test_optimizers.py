@@ -7,17 +7,17 @@ from longshore.commands import OptimStep
 from longshore.layout import Layout
 from longshore.training import Adam, Full, Lora, Muon
 from shared.jobs.job import JobPlan
-from shared.runs.requests import SFTRun, optimizer_of
+from shared.runs.dataset_runs import SFTRun
 from tests.shared.runs.test_quantized_base import plan, rl, sft
 
 
 @pytest.mark.parametrize("make", [sft, rl])
 def test_what_a_run_asks_for_is_its_jobs_optimizer(make):
-    assert optimizer_of(make()) == Adam()
+    assert make().settings_of_optimizer == Adam()
     fields = {"weight_decay": 0.1, "decay": "matrices", "clip_norm": 2.0, "lora_plus_ratio": 8.0, "noise_scale": True}
     asked = make(**fields, layout=Layout(dp=2))
-    assert optimizer_of(asked) == Adam(**fields)
-    assert optimizer_of(make(optimizer="muon", weight_decay=0.1)) == Muon(weight_decay=0.1)
+    assert asked.settings_of_optimizer == Adam(**fields)
+    assert make(optimizer="muon", weight_decay=0.1).settings_of_optimizer == Muon(weight_decay=0.1)
     with pytest.raises(ValidationError, match="'adamw' or 'muon'"):
         make(optimizer="sgd")
 

@@ -8,7 +8,8 @@ from longshore.layout import Layout
 from longshore.training import Full, Lora, SessionRun
 from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.jobs.leases import WorkerKey
-from shared.runs.requests import RLRun, SFTRun
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RLRun
 
 ANY = Artifact(uri="file:///x", sha256="0" * 64)
 DATA = {"uri": "file:///rows.jsonl"}

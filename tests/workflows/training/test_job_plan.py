@@ -10,7 +10,8 @@ from longshore.training import Full
 from shared.jobs.job import JobPlan, PackedData
 from shared.jobs.losses import DPO, reference_of, reference_uri
 from shared.models.shape import ModelShape
-from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RLRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, RunStatus, StepStatus

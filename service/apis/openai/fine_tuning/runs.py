@@ -20,7 +20,8 @@ from service.apis.openai.fine_tuning.request import (
 from service.inference.named_models import StartingPoint
 from service.runs.own_settings import LORA_FIELDS
 from shared.errors import InvalidInput
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun, Source
+from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.requests import RLRun, Run, Source
 from shared.runs.rollouts import Rollouts
 
 _KEPT_CHECKPOINTS = 3

@@ -14,8 +14,9 @@ from service.runs.views.run_view import Cost, RunView, seconds_left
 from service.runs.views.words import SKIPPED, event_in_words, last_lines
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
+from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
 from shared.runs.events import RunEvent
-from shared.runs.requests import DistillRun, DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import RLRun, Run
 from shared.runs.status import Phase, StepStatus
 
 FineTuningStatus = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]

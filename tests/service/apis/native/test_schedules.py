@@ -28,7 +28,7 @@ from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host import control_workers
 from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun, schedule_id
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import SFTRun
+from shared.runs.dataset_runs import SFTRun
 from shared.settings import QuotaSettings
 from shared.storage.paths import RunKeys, published_version, schedule_record
 from shared.storage.store import LocalStore

@@ -23,7 +23,8 @@ from service.host import control_workers
 from service.runs.rows import notice_of
 from service.temporal import Temporal, connect_temporal
 from shared.automation.webhooks import Delivery, Notice
-from shared.runs.requests import RunRecord, SFTRun, Source
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord, Source
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings, WebhookSettings
 from shared.storage.store import LocalStore, ObjectStore, open_store

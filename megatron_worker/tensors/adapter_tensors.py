@@ -1,0 +1,51 @@
+"""An adapter's tensors: which linears have some, how they begin, and by what they are scaled."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.head import scalar
+from shared.models import peft as peft_format
+from shared.models.lora_modules import AdaptedModules, LoraSize
+
+
+def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
+    """Return those of a fused linear's parts that an adapter is beside."""
+    sizes = {part: adapted.of(peft_format.module_of(part.name)) for part in parts if part.takes_adapter}
+    return {part: size for part, size in sizes.items() if size is not None}
+
+
+def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
+    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], where they differ."""
+    if len({size.scale for size in sizes}) == 1:
+        return sizes[0].scale
+    return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
+
+
+@torch.no_grad()
+def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
+    """Return the norms by which DoRA divides, of W + scale B A, in float32: constants, as in PEFT."""
+    norm_O: Tensor = torch.linalg.vector_norm(weight_OI.float() + change_OI, dim=1)
+    return norm_O
+
+
+def initial(s: TensorSlice, seed: int) -> Tensor | None:
+    """Return what a tensor of a fresh adapter is, whole and float32, from the seed and its PEFT name; None: zeros.
+
+    A as PEFT's (Kaiming-uniform, a = sqrt 5); of embeddings it is B that begins at random, with a deviation of 1. A
+    head's weight is normal with a variance of 1 / (inputs + 1) (Stiennon et al. 2020, arXiv:2009.01325). It is the same
+    for every engine and layout.
+    """
+    digest = hashlib.sha256(f"{seed}:{s.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    drawn = torch.empty(s.shape)
+    if s.parameter == scalar.WEIGHT:
+        return drawn.normal_(0.0, (s.shape[1] + 1) ** -0.5, generator=generator)
+    if not s.name.endswith(peft_format.DRAWN):
+        return None
+    if s.name.endswith("_B"):
+        return drawn.normal_(generator=generator)
+    return drawn.uniform_(-(s.shape[1] ** -0.5), s.shape[1] ** -0.5, generator=generator)
