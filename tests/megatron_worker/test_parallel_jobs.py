@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from longshore.training import Adam, Full, Lora
+from longshore.training import Adam, Full, Lora, Muon
 from shared.jobs.events import Evaluated, Saved, Step, Succeeded
 from shared.jobs.job import (
     Checkpointing,
@@ -126,3 +126,16 @@ def test_a_step_within_a_memory_budget_is_shared_out_among_ranks(
         assert ours.pop("num_bins") in num_bins and theirs.pop("num_bins") == 3
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert max(float((weights(job)[n] - w).abs().max()) for n, w in weights(plain).items()) <= 1e-4
+
+
+def test_a_job_by_muon_goes_on_to_the_bit_and_says_how_noisy_gradients_are(workshop: Workshop):
+    fields = adapters(workshop) | {"optimizer": Muon(lora_plus_ratio=2.0, noise_scale=True)}
+    whole = do(workshop, "muon", Layout(dp=2), fields)
+    again = do(workshop, "muon-again", Layout(dp=2), fields, first_checkpoint(whole))
+    assert metrics(whole, Step)[1:] == metrics(again, Step)
+    for part in ("weights/adapter_model.safetensors", "optimizer/optimizer.safetensors"):
+        assert (last_checkpoint(whole) / part).read_bytes() == (last_checkpoint(again) / part).read_bytes()
+    for step in metrics(whole, Step):
+        assert step["grad_noise_trace"] > 0
+        weight = step["grad_noise_trace"] / (step["grad_norm"] ** 2 - step["grad_signal"])
+        assert step["target_tokens"] / 2 <= weight <= step["target_tokens"]  # of a half or one each
