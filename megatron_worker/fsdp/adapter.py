@@ -22,18 +22,13 @@ from megatron_worker.tensors.flat_buffer import Flat
 from shared.models.lora_modules import OUTPUT, AdaptedModules
 from shared.models.peft import PREFIX
 
+Sizes = Mapping[str, tuple[int, int]]
+
 
 class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
 
-    def __init__(
-        self,
-        lora: Lora,
-        sizes: Mapping[str, tuple[int, int]],
-        more: Sequence[TensorSlice],
-        ranks: Ranks,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, lora: Lora, sizes: Sizes, more: Sequence[TensorSlice], ranks: Ranks, dtype: torch.dtype) -> None:
         """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that are beside no linear."""
         self.lora, self.masks = lora, Masks(lora.dropout, seed=0)
         self._ranks = ranks
