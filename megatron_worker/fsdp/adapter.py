@@ -24,18 +24,13 @@ from shared.errors import InvalidInput
 from shared.models.lora_modules import OUTPUT, AdaptedModules
 from shared.models.peft import NORMS, PREFIX, factor_of
 
+Sizes = Mapping[str, tuple[int, int]]
+
 
 class FsdpAdapter:
     """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
 
-    def __init__(
-        self,
-        lora: Lora,
-        sizes: Mapping[str, tuple[int, int]],
-        more: Sequence[TensorSlice],
-        ranks: Ranks,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, lora: Lora, sizes: Sizes, more: Sequence[TensorSlice], ranks: Ranks, dtype: torch.dtype) -> None:
         """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that are beside no linear.
 
         Raises InvalidInput where DoRA's rows would be split.

@@ -238,10 +238,7 @@ AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
 class MegatronAdapter:
-    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer.
-
-    `more`: the tensors that are beside no linear.
-    """
+    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer."""
 
     def __init__(
         self, lora: Lora, linears: Sequence[Linear], more: Sequence[TensorSlice], mesh: Mesh, dtype: torch.dtype

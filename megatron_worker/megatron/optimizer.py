@@ -171,10 +171,6 @@ class MegatronOptimizer:
 
     # A step.
 
-    def step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
-        """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
-        return self.apply(adam, learning_rate, self.reduce(denominator))
-
     @torch.no_grad()
     def reduce(self, denominator: float) -> float:
         """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next.

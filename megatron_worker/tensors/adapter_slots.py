@@ -30,11 +30,9 @@ from megatron_worker.tensors.state_files import (
     read_adapter,
     read_model,
     read_optimizer,
-    read_own,
     write_adapter,
     write_model_folder,
     write_optimizer,
-    write_own,
 )
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
@@ -276,7 +274,6 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with ranks.agreement():
             write_optimizer(optimizer, training, ranks)
-            write_own(optimizer, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
@@ -299,7 +296,6 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 read_adapter(folder / "weights", adapter.slices, exact.views, ranks, self._base.folder)
                 training.optimizer.put("master", exact)
             read_optimizer(folder / "optimizer", training, ranks)
-            read_own(folder / "optimizer", training, ranks)
         training.refresh_working()
 
     def reset_moments(self) -> None:

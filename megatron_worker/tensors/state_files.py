@@ -38,7 +38,6 @@ from megatron_worker.tensors.safetensors_files import (
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
-OWN = "own_head.safetensors"
 STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
 _COPIED = (
@@ -126,7 +125,7 @@ class SlotTraining(Generic[OptimizerT]):
 
     Args:
         parts: an optimizer with the tensors that it trains; a base with a head has two. All step as one.
-        own: parameters of one's own code, which have a file of their own.
+        own: parameters of one's own code, which `weights/` do not have.
     """
 
     slot: str | None
@@ -163,6 +162,13 @@ class SlotTraining(Generic[OptimizerT]):
     def square_of_own_gradient(self) -> Tensor:
         """Return the sum of squares of what this rank has accumulated, before `reduce`."""
         return torch.stack([sum_of_squares(optimizer.grad.buffer) for optimizer, _ in self.everything]).sum()
+
+    @property
+    def saved(self) -> list[tuple[State, OptimizerT, list[TensorSlice]]]:
+        """What `optimizer/` has: both moments, and masters of what is not in `weights/` as it is updated."""
+        states: tuple[State, ...] = ("exp_avg", "exp_avg_sq", *(("master",) if self.keeps_masters else ()))
+        found = [(state, *part) for state in states for part in self.everything]
+        return found if self.own is None or self.keeps_masters else [*found, ("master", *self.own)]
 
     def reduce(self, denominator: float) -> float:
         """Sum the gradients over all ranks, and divide them. Returns the norm of all."""
@@ -309,55 +315,25 @@ def write_adapter(
 def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Read moments and step count. Raises InvalidInput when the file is missing, damaged, or of another model."""
     path = folder / OPTIMIZER
-    states = _states(training.keeps_masters)
     with single_file(path) as files:
-        names = {f"{state}.{s.name}" for state in states for _, slices in training.everything for s in slices}
-        check_names(files, names | {STEP}, path)
-        for optimizer, slices in training.everything:
-            for state in states:
-                values = optimizer.grad.like(torch.float32)
-                _read(files, slices, values.views, ranks, prefix=f"{state}.")
-                optimizer.put(state, values)
+        check_names(files, {f"{state}.{s.name}" for state, _, slices in training.saved for s in slices} | {STEP}, path)
+        for state, optimizer, slices in training.saved:
+            values = optimizer.grad.like(torch.float32)
+            _read(files, slices, values.views, ranks, prefix=f"{state}.")
+            optimizer.put(state, values)
             optimizer.step_count = files.number(STEP)
 
 
 def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
-    states = _states(training.keeps_masters)
-    each = [(state, optimizer, slices) for state in states for optimizer, slices in training.everything]
-    entries = [WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, slices in each for s in slices]
+    entries = [
+        WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, own in training.saved for s in own
+    ]
     entries.append(WrittenTensor(STEP, torch.int64, ()))
-    moments = (_whole(slices, optimizer.gathered(state), ranks, torch.float32) for state, optimizer, slices in each)
-    tensors = chain(chain.from_iterable(moments), [torch.tensor(training.optimizer.step_count)])
+    found = (_whole(slices, each.gathered(state), ranks, torch.float32) for state, each, slices in training.saved)
+    tensors = chain(chain.from_iterable(found), [torch.tensor(training.optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
-
-
-def read_own(folder: Path, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
-    """Read the parameters of one's own code, if there are any. Raises InvalidInput as `read_adapter`."""
-    if training.own is None:
-        return
-    (optimizer, slices), path = training.own, folder / OWN
-    with single_file(path) as files:
-        check_names(files, {s.name for s in slices}, path)
-        values = optimizer.grad.like(torch.float32)
-        _read(files, slices, values.views, ranks)
-    optimizer.put("master", values)
-
-
-def write_own(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
-    """Write the parameters of one's own code, if there are any, in float32."""
-    if training.own is None:
-        return
-    optimizer, slices = training.own
-    tensors = _whole(slices, optimizer.gathered("master"), ranks, torch.float32)
-    with all_drawn(tensors):
-        entries = [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
-        write_safetensors(folder and folder / OWN, entries, tensors)
-
-
-def _states(master: bool) -> tuple[State, ...]:
-    return ("exp_avg", "exp_avg_sq", "master") if master else ("exp_avg", "exp_avg_sq")
 
 
 def _whole(

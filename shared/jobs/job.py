@@ -230,6 +230,8 @@ class JobPlan(WorkerPlan):
     def _loss_is_of_what_is_there(self) -> Self:
         reference_of(self.loss)
         check_head(self.loss, self.trainable.head)
+        if self.trainable.head is not None and (self.evaluation.num_samples or self.probe):
+            raise ValueError(f"evaluation.num_samples and probe: this trains {self.trainable.head}, and no tokens")
         return self
 
     @model_validator(mode="after")

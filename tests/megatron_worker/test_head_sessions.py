@@ -16,6 +16,7 @@ from megatron_worker.worker import Worker
 from shared.errors import InvalidInput
 from shared.jobs.commands import Command
 from shared.jobs.events import Failed
+from shared.jobs.job import Evaluation
 from shared.jobs.losses import DPO
 from shared.models.peft import read_config
 from shared.runs.dataset_runs import DPORun, SFTRun
@@ -128,6 +129,9 @@ def test_plans_have_a_loss_of_their_head(workshop) -> None:
             workshop.plan(trainable=HEADED, loss=loss)
     with pytest.raises(ValidationError, match="name a head"):
         workshop.plan(loss=SquaredError())
+    for asked in ({"evaluation": Evaluation(data=workshop.held_out, num_samples=1)}, {"probe": (1, 2)}):
+        with pytest.raises(ValidationError, match="and no tokens"):
+            workshop.plan(trainable=HEADED, loss=SquaredError(), **asked)
 
 
 def test_a_job_learns_by_columns_that_are_there(worker, workshop) -> None:

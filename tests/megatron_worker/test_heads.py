@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from longshore.layout import EngineName, Layout
 from longshore.training import Full, Lora
-from megatron_worker.engine import Outputs
+from megatron_worker.engine import Engine, Outputs
 from megatron_worker.losses import loss_function
 from shared.models.config import Family
 from shared.models.peft import read_config
@@ -201,3 +201,41 @@ def test_layouts_and_resuming(models, tmp_path, trainable) -> None:
                 torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-5)
         for name in ("end", "from-single"):
             assert differences.furthest(out / name, trial.single / "end") < 1e-5, (trial.name, name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("trainable", [lora("sequence"), Full(head=HEADS["sequence"])], ids=["lora", "full"])
+def test_bfloat16_goes_on_in_the_same_bits(models, tmp_path, engine, trainable) -> None:
+    def started(seed: int) -> Engine:
+        driven = start(engine, models("qwen3"), dtype="bfloat16")
+        driven.add_adapter("run", trainable, seed) if isinstance(trainable, Lora) else driven.train_full(
+            trainable, seed
+        )
+        return driven
+
+    steps, whole, other = bins_of_steps("sequence", 3), started(3), started(4)
+    for bins in steps[:2]:
+        step(whole, "sequence", bins, 1e-2)
+    whole.save(tmp_path / "middle")
+    other.load(tmp_path / "middle")
+    for driven, name in ((whole, "end"), (other, "resumed")):
+        step(driven, "sequence", steps[2], 1e-2)
+        driven.save(tmp_path / name)
+    assert checkpoint_bytes(tmp_path / "resumed") == checkpoint_bytes(tmp_path / "end")
+    assert checkpoint_bytes(tmp_path / "middle") != checkpoint_bytes(tmp_path / "end")
+
+
+def test_a_stage_may_hold_no_adapter(models, tmp_path) -> None:
+    """Where only the last layer is adapted, the first stage has nothing of the slot."""
+    trial = Trial(
+        model=models("qwen3"),
+        engine="megatron",
+        layout=Layout(pp=2),
+        trainable=lora("token").model_copy(update={"layers": (1,)}),
+        single=tmp_path / "single",
+    )
+    trial.single.mkdir()
+    measure(trial.model_copy(update={"layout": Layout()}), trial.single)
+    (tmp_path / trial.name).mkdir()
+    run_trials("scalar_head_ranks", tmp_path, [trial], num_ranks=2, timeout_s=200)
+    assert differences.furthest(tmp_path / trial.name / "end", trial.single / "end") < 1e-5

@@ -75,9 +75,9 @@ def test_layouts_and_files(model, tmp_path) -> None:
         assert all(rank == pytest.approx(expected, rel=1e-4) for rank in noted), trial.name
         for name in ("end", "from-single"):
             assert differences.furthest(out / name, trial.single / "end") < 1e-5, (trial.name, name)
-        saved = load_file(out / "from-single" / "optimizer" / "own_head.safetensors")
+        saved = load_file(out / "from-single" / "optimizer" / "optimizer.safetensors")
         head = load_file(out / "head.safetensors")
-        assert len(saved) == len(head) == 3 and all(torch.equal(saved[f"own.{each}"], head[each]) for each in head)
+        assert len(head) == 3 and all(torch.equal(saved[f"master.own.{each}"], head[each]) for each in head)
     config = json.loads((tmp_path / "megatron-dp2" / "end" / "weights" / "adapter_config.json").read_text())
     assert config["task_type"] == "CAUSAL_LM", "the adapter's folder is PEFT's, whatever stands on its hidden states"
 

@@ -98,7 +98,7 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     assert run["trainable"] == {
         **{"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"], "target_pattern": None},
         **{"layers": [0, 1], "rank_pattern": [["q_proj", 2]], "alpha_pattern": [["layers.1.*", 3]]},
-        **{"rank_stabilized": True, "dropout": 0.25, "dora": True},
+        **{"rank_stabilized": True, "dropout": 0.25, "dora": True, "head": None},
     }
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)

@@ -72,7 +72,8 @@ def one_forward_one_backward(link: Link, rows: Sequence[int], forward: StageForw
 
     def go_back(gradient: Tensor | None) -> Tensor | None:
         _number, received, output = alive.popleft()
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # as it does not where the first stages have nothing that is trained
+            torch.autograd.backward(output, gradient)
         return None if received is None else received.grad
 
     num_ahead = min(mesh.pp.size - mesh.pp.rank - 1, num_bins)

@@ -35,7 +35,7 @@ def test_ten_steps_equal_torch_s_adamw(clip_norm):
             for part in (0.25, 0.75):  # two bins
                 (parameter * gradient * part * 3.0).sum().backward()
             theirs[name].grad = gradient.clone()
-        norms = optimizer.step(adam, 1e-2, denominator=3.0)
+        norms = optimizer.apply(adam, 1e-2, optimizer.reduce(3.0))
         expected = torch.cat([p.grad.reshape(-1) for p in theirs.values()]).double().norm()
         torch.nn.utils.clip_grad_norm_(theirs.values(), clip_norm or float("inf"))
         reference.step()
@@ -51,7 +51,7 @@ def test_masters_move_where_bfloat16_weights_cannot():
     before, working = optimizer.master.buffer.clone(), flat.buffer.clone()
     for _ in range(3):
         (parameters["w"] * 1.0).sum().backward()
-        optimizer.step(adam, 1e-5, 1.0)
+        optimizer.apply(adam, 1e-5, optimizer.reduce(1.0))
     moved = (optimizer.master.buffer - before)[: 33 * 20].view(33, 20)
     assert moved == pytest.approx(torch.full((33, 20), -3e-5), abs=1e-6)
     assert float((flat.buffer != working).float().mean()) < 0.05
@@ -71,7 +71,7 @@ def test_what_is_not_finite_changes_nothing(bad):
     flat, parameters, optimizer = flat_optimizer()
     (parameters["b"] * bad).sum().backward()
     before = flat.buffer.clone()
-    assert not optimizer.step(Adam(weight_decay=0.5), 1.0, 1.0).clipped
+    assert not optimizer.apply(Adam(weight_decay=0.5), 1.0, optimizer.reduce(1.0)).clipped
     assert torch.equal(flat.buffer, before)
     assert optimizer.step_count == 0
     assert not optimizer.grad.buffer.any()
@@ -81,7 +81,7 @@ def test_gaps_between_tensors_stay_zero():
     flat, parameters, optimizer = flat_optimizer()
     for parameter in parameters.values():
         parameter.square().sum().backward()
-    optimizer.step(Adam(weight_decay=0.1), 1e-2, 1.0)
+    optimizer.apply(Adam(weight_decay=0.1), 1e-2, optimizer.reduce(1.0))
     covered = torch.zeros(flat.num_elements, dtype=torch.bool)
     for name, shape in flat.shapes.items():
         covered[flat.offsets[name] : flat.offsets[name] + torch.Size(shape).numel()] = True
