@@ -66,21 +66,14 @@ def is_given(row: Row, column: str) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def refuse_unread(row: Row, read: Collection[str], format: str, labels: bool = False) -> None:
-    """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good.
-
-    `labels`: such labels are learned from.
-    """
+def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
+    """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good."""
     for column in GUARDED:
         if column not in read and is_given(row, column) and column != "label":
             rule = f"{column} says what the prompt or the mask is, and the format {format} does not read it"
             raise InvalidInput(f"{rule}: drop or rename the column", row.place)
-    if labels:
-        return
     if row.fields.get("label") is False or ("label" in read and row.fields.get("label") == 0):
-        raise InvalidInput(
-            "label is false: the answer is not to be learned, so drop the row, or train by kto", row.place
-        )
+        raise InvalidInput("label is false: the answer is not to be learned: drop the row, or train by kto", row.place)
 
 
 def with_context(row: Row, messages: list[Message], weights: list[float]) -> tuple[list[Message], list[float]]:

@@ -64,11 +64,8 @@ def open_dataset(
         )
     spec = _spec_of(source)
     if source.format == "auto":
-        tell = (
-            partial(_as_named, spec)
-            if source.prompt_field is not None
-            else partial(_format_of, pairs=pairs, labels=labels)
-        )
+        is_named = source.prompt_field is not None
+        tell = partial(_as_named, spec) if is_named else partial(_format_of, pairs=pairs, labels=labels)
         spec = _detect(_rows(folder, files), tell, source)
     unread = Unread()
     example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
@@ -132,10 +129,10 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
 
 def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread, labels: bool, row: Row) -> Example:
     """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
-    refuse_unread(row, spec.read, spec.name, labels)
+    bare = replace(row, fields=row.fields | {"label": None}) if labels else row
+    refuse_unread(bare, spec.read, spec.name)
     unread.columns.update(row.fields.keys() - spec.read - _REFUSED, row.others)
-    label = None if labels else row.fields.get("label")
-    if isinstance(label, str | int | float | list) and label != 1:
+    if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
     return with_label(example(row), row) if labels else example(row)

@@ -1,4 +1,4 @@
-"""KTO of single answers (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8).
+"""KTO of single answers (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7).
 
 Sequence 2k of a unit is an answer, with advantage +1 where it is desirable, else -1. Sequence 2k + 1, with advantage
 and weight 0, answers another prompt: by those of a whole step the policy's divergence from its reference is estimated,

@@ -25,26 +25,16 @@ from longshore.training import Full, Lora, ScalarHead
 
 PairObjective = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 Objective = Literal[PairObjective, "kto"]
-_PAIRS: tuple[PairObjective, ...] = get_args(PairObjective)
 _WITHOUT_REFERENCE = ("simpo", "orpo")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("sigmoid", "robust"),
     "gamma": ("simpo",),
-    "rpo_alpha": tuple(each for each in _PAIRS if each != "orpo"),
+    "rpo_alpha": tuple(each for each in get_args(PairObjective) if each != "orpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "reference": tuple(each for each in get_args(Objective) if each not in _WITHOUT_REFERENCE),
 }
 """The objectives that read a field of a loss, or of a run, on preferences."""
-
-
-def no_field_is_ignored(self: Any) -> Any:
-    """Validate a loss or a run with an `objective`: a field that it does not read has its default."""
-    for name, readers in _READ_BY.items():
-        field = type(self).model_fields.get(name)
-        if field is not None and getattr(self, name) != field.default and self.objective not in readers:
-            raise ValueError(f"{name} would be ignored by {self.objective}: it is read by {', '.join(readers)}")
-    return self
 
 
 class _OfPairs(Frozen):
@@ -63,7 +53,13 @@ class _OfPairs(Frozen):
         default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
     )
 
-    _no_field_is_ignored = model_validator(mode="after")(no_field_is_ignored)
+    @model_validator(mode="after")
+    def _no_field_is_ignored(self) -> Self:
+        for name, readers in _READ_BY.items():
+            field = type(self).model_fields.get(name)
+            if field is not None and getattr(self, name) != field.default and self.objective not in readers:
+                raise ValueError(f"{name} would be ignored by {self.objective}: it is read by {', '.join(readers)}")
+        return self
 
     @property
     def has_reference(self) -> bool:

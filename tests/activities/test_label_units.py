@@ -90,7 +90,9 @@ def test_an_answer_has_the_tokens_of_supervised_training(tmp_path: Path, chatml:
     messages = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "7"))
     rows = [{"messages": messages, "label": True}, {"messages": [*messages[:3], *answer("eight")], "label": False}]
     tokenize(tmp_path, chatml, *rows)
-    found = [parts[0][0] for parts in parts_in(tmp_path / "units", chatml)]
+    units = parts_in(tmp_path / "units", chatml)
+    assert [parts[0][1] for parts in units] == ["eight<|im_end|>", "7<|im_end|>"]
+    found = [parts[0][0] for parts in units]
     masked = [messages[0], messages[1] | {"weight": 0}, messages[2]]
     alone = [
         chatml.decode(supervised(tmp_path, chatml, {"messages": [*masked, *answer(text)]})[0])

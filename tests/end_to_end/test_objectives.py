@@ -76,6 +76,9 @@ def test_kto_through_openais_door_is_the_same_run(stack: Stack, tiny_model: Path
     """A file of labelled rows, the method dpo, and `longshore.objective`; a setting that it does not read is named."""
     rows = jsonl(tmp_path / "rows.jsonl", rows_of("kto", range(ROWS)))
     own = metrics_of(stack, start(stack, tiny_model, rows, "kto"))
+    about = ("--json", "--model", str(tiny_model), "--dataset", str(rows), "--max-tokens", "256", "--objective", "kto")
+    estimated = stack.cli("estimate", "dpo", *about, "--epochs", "2", "--batch-size", str(ROWS)).json
+    assert (estimated["examples"], estimated["steps"]) == (ROWS, 2), estimated
     connection = Connection.read(stack.root)
     assert connection is not None
     headers = {"authorization": f"Bearer {connection.api_key}"}

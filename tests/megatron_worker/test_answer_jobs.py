@@ -67,7 +67,7 @@ def a_plan(workshop: Workshop, **changes: object) -> JobPlan:
 
 
 class PaperLoop(PlainLoop):
-    """Equation 8 an answer at a time in float64, torch's AdamW: what the job must come to."""
+    """Equation 7 an answer at a time in float64, torch's AdamW: what the job must come to."""
 
     def loss(self, units: list[int]) -> tuple[torch.Tensor, float]:
         """Mean loss of some units, and the baseline."""

@@ -182,7 +182,7 @@ def in_bins(kto: KTO, bins: list[Columns]) -> tuple[dict[str, float], list[np.nd
 
 
 def papers_kto(kto: KTO, c: Columns, logprob: np.ndarray, baseline: float | None = None) -> float:
-    """Equation 8, an answer at a time, with the baseline of section 4.1. `baseline`: held, since it has no gradient."""
+    """Equation 7, an answer at a time, with the baseline of section 4.1. `baseline`: held, since it has no gradient."""
     ratio, numbers = logprob - c["ref"], sorted({int(s) // 2 for s in c["sequence"]})
     others = [ratio[c["sequence"] == 2 * number + 1].sum() for number in numbers]
     z = max(0.0, float(np.mean(others))) if baseline is None else baseline

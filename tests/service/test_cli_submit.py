@@ -83,6 +83,24 @@ def test_options_of_preference_runs(service: Service, options) -> None:
         assert refused.code == 2 and said in refused.stderr, refused
 
 
+def test_an_objective_of_preferences_is_chosen_and_reads_its_own_options_alone(service: Service) -> None:
+    options = ["submit", "dpo", "--model", "org/tiny", "--dataset", "s3://bucket/rows.jsonl", "--objective"]
+    given = ["kto", "--desirable-weight", "1.5", "--format", "chat"]
+    run = service.cli("get", service.cli(*options, *given).stdout.strip(), "--json").json["run"]
+    assert (run["objective"], run["desirable_weight"], run["dataset"]["format"]) == ("kto", 1.5, "chat")
+    run = service.cli("get", service.cli(*options, "simpo", "--gamma", "1").stdout.strip(), "--json").json["run"]
+    assert (run["objective"], run["gamma"], run["reference"]) == ("simpo", 1.0, None)
+    for extra, said in (
+        (["ppo"], "--objective"),
+        (["orpo", "--reference", "base"], "reference would be ignored by orpo"),
+        (["ipo", "--desirable-weight", "2"], "desirable_weight would be ignored by ipo"),
+        (["ipo", "--prompt-field", "p", "--completion-field", "c"], "--dataset: prompt_field and completion_field"),
+        (["kto", "--format", "text"], "--dataset: rows of the format text have no answers"),
+    ):
+        refused = service.cli(*options, *extra)
+        assert refused.code == 2 and said in refused.stderr, refused
+
+
 def test_every_option_reaches_the_run(service: Service, options) -> None:
     given = [
         *("--name", "harbour", "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"),

@@ -64,6 +64,7 @@ def test_answers_that_a_pattern_is_found_in_are_trained_alone(tmp_path: Path) ->
     lines(tmp_path, {"messages": said}, {"messages": [*said[2:], USER, said[1] | {"weight": 0.5}]})
     found = read(tmp_path, assistant_pattern=r"^<final>\s\d$")
     assert [chat.weights for chat in found if isinstance(chat, Chat)] == [[0, 1, 0, 0], [0, 0, 0, 0.5]]
+    assert found == read(tmp_path, assistant_pattern="final")
     found = read(tmp_path, assistant_pattern="<final>", assistant_turns="last")
     assert [chat.weights for chat in found if isinstance(chat, Chat)] == [[0, 0, 0, 0], [0, 0, 0, 0.5]]
     lines(tmp_path, {"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "d"})
