@@ -6,7 +6,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from longshore.fields import Frozen, Name, pattern
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
-from longshore.losses import PPO, PolicyLoss
+from longshore.losses import PPO
 from longshore.training import (
     DTYPE_DESCRIPTION,
     QUANTIZE_DESCRIPTION,
@@ -24,8 +24,18 @@ from longshore.training import (
     fields_fit_engine,
 )
 from shared.field_rules import NO_NUL
+from shared.grading.graders import UNGRADED
 from shared.jobs.layout import pipelines_have_bins
-from shared.jobs.losses import PRESETS, AdvantageKind, DistillationSettings, Preset, teacher_stays, with_algorithm
+from shared.jobs.losses import (
+    PRESETS,
+    AdvantageKind,
+    Distillation,
+    DistillationSettings,
+    Preset,
+    RLLoss,
+    teacher_stays,
+    with_algorithm,
+)
 from shared.runs.rollouts import Rollouts
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 
@@ -208,13 +218,13 @@ class RLRun(Frozen):
         default=None,
         description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
     )
-    loss: PolicyLoss = Field(
+    loss: RLLoss = Field(
         default=PPO(),
         discriminator="kind",
         description="the loss; beside an algorithm, the fields that differ from the paper's",
     )
     advantages: AdvantageKind = Field(
-        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
+        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, each trajectory's own, or none"
     )
     equal_rewards: Literal["drop", "keep"] = Field(
         default="drop",
@@ -268,6 +278,12 @@ class RLRun(Frozen):
             raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
         if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
             raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
+        if isinstance(self.loss, Distillation):
+            teacher_stays(self.trainable, self.loss)
+            if self.advantages != "none":
+                raise ValueError("a distillation loss reads no advantages: they are none")
+        elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
+            raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
@@ -294,7 +310,9 @@ class RLRun(Frozen):
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
-        if rollouts.group_size == 1 and self.advantages != "batch_normalized":
+        if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
+            raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
+        if rollouts.group_size == 1 and self.advantages not in ("batch_normalized", "none"):
             raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
         return self
 
