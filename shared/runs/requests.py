@@ -30,14 +30,13 @@ from shared.jobs.losses import (
     PRESETS,
     AdvantageKind,
     Distillation,
-    DistillationSettings,
     Preset,
     RLLoss,
     teacher_stays,
     with_algorithm,
 )
 from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, TaughtBy
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -151,15 +150,10 @@ class SFTRun(_ExamplesRun):
         return self
 
 
-class DistillRun(_ExamplesRun, DistillationSettings):
-    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens.
-
-    Both are of one base, which is there once: what differs is an adapter.
-    """
+class DistillRun(_ExamplesRun, TaughtBy):
+    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens."""
 
     kind: Literal["distill"] = "distill"
-    teacher: str = Field(min_length=1, max_length=2048, description="`base`, or a published adapter on it: URI or name")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
 
     @model_validator(mode="after")
     def _teacher_stays(self) -> Self:
