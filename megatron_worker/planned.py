@@ -101,6 +101,8 @@ class PlannedSteps(Program):
     def _score_reference(self) -> Iterator[None]:
         dispatcher, slot, temperature = self.slot.dispatcher, self._reference_slot, self.plan.temperature
         match self.plan.loss:
+            case Distillation() if self.plan.data.likeliest is not None:
+                return
             case Distillation(tokens="all"):  # computed in the steps
                 dispatcher.teachers[self.slot.slot] = slot
                 return
@@ -201,7 +203,8 @@ def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[P
     """
 
     def open_packed(data: PackedData) -> PackedBatches:
-        return open_files.enter_context(PackedBatches.open(folders[data.units], folders[data.plan]))
+        likeliest = None if data.likeliest is None else folders[data.likeliest]
+        return open_files.enter_context(PackedBatches.open(folders[data.units], folders[data.plan], likeliest))
 
     training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
     check_columns(training.units, plan.loss)

@@ -92,6 +92,7 @@ _log = logging.getLogger("longshore.host")
 
 def control_activities(host: HostContext, track: "Track") -> list[Callable[..., Any]]:
     """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
+    from activities.grading.ask_teacher import AskTeacher
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
     from activities.packing.pack import PackDataset
@@ -120,6 +121,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         commands.drop_commands,
         commands.fill_gap,
         FindCheckpoint(host).find_checkpoint,
+        AskTeacher(host).ask_teacher,
         Publish(host).publish,
         Exports(host).export,
         resolve.resolve_model,

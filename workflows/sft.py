@@ -5,6 +5,7 @@ from typing import Literal
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from activities.grading.ask_teacher import AskTeacher, TeacherRequest
     from activities.packing.pack import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
@@ -13,6 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.job import PackedData
     from shared.models.shape import ModelShape
     from shared.runs.dataset_runs import DistillRun, DPORun
+    from shared.runs.models import ResolvedModel
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus
@@ -48,14 +50,16 @@ class SFTWorkflow(RunHandlers):
         eval_data = None
         if run.eval_dataset is not None:
             eval_units, eval_packed = await self._prepare("eval", run.eval_dataset, model)
-            eval_data = PackedData(units=eval_units.units, plan=eval_packed.plan)
+            eval_data = PackedData(
+                units=eval_units.units, plan=eval_packed.plan, likeliest=await self._taught(eval_units.units, resolved)
+            )
 
         plan = dataset_job(
             start,
             model=model,
             adapter=adapter,
             reference=reference,
-            data=PackedData(units=units.units, plan=packed.plan),
+            data=PackedData(units=units.units, plan=packed.plan, likeliest=await self._taught(units.units, resolved)),
             eval_data=eval_data,
             num_steps=packed.num_steps,
         )
@@ -81,10 +85,28 @@ class SFTWorkflow(RunHandlers):
     async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
         """Return the reference of a preference run, by default the model that the run starts from, or a teacher."""
         match self._start.run:
+            case DistillRun(teacher_url=str()):
+                return "base"
             case DPORun(reference=str(named)) | DistillRun(teacher=named):
                 return "base" if named == "base" else await models.resolve_reference(self._start, named, shape)
             case _:
                 return initial or "base"
+
+    async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
+        """Return what a teacher behind a URL says of units; None where the teacher, if any, is on the worker."""
+        run = self._start.run
+        if not isinstance(run, DistillRun) or run.teacher_url is None or run.teacher_model is None:
+            return None
+        request = TeacherRequest(
+            run_id=self._start.run_id,
+            units=units,
+            model=student.model,
+            vocab_size=student.shape.vocab_size,
+            url=run.teacher_url,
+            name=run.teacher_model,
+            top_k=run.top_k or 0,
+        )
+        return await control.do(AskTeacher.ask_teacher, request)
 
     async def _prepare(
         self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact

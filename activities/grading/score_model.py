@@ -27,19 +27,9 @@ class ScoreModel:
 
     def __init__(self, grader: ScoreModelGrader, settings: GradingSettings, allow_private_addresses: bool) -> None:
         """Raises InvalidInput if no server is named, or its URL is not allowed."""
-        url = grader.base_url or settings.score_model_url
-        if url is None:
-            raise InvalidInput("name the server as base_url, or set grading.score_model_url", "grader.base_url")
-        is_own = settings.score_model_url is not None and url.rstrip("/") == settings.score_model_url.rstrip("/")
-        parse_http_uri(url)
         self._grader = grader
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._key = settings.score_model_key if is_own else None
+        self._server = ModelServer(grader.base_url, settings, allow_private_addresses, "grader.base_url")
         self._concurrency = settings.score_model_concurrency
-        # A server that the operator named may be on a private network.
-        self._connect = DownloadSettings(
-            allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
-        )
 
     def grade_all(self, rows: Sequence[SampledItem]) -> list[SampleGrade]:
         """Grade rows, several at a time. Returns for each row, in order, a grade or the reason why there is none.
@@ -56,27 +46,51 @@ class ScoreModel:
             messages = [{"role": m.role, "content": render(m.template, row.namespaces)} for m in self._grader.input]
         except TemplateError as error:
             raise NotGraded(str(error)) from error
-        answer = self._ask(request_body(self._grader, messages))
+        answer = self._server.ask("/chat/completions", request_body(self._grader, messages))
         return score_in(answer, self._grader.range)
 
-    def _ask(self, body: dict[str, Any]) -> Any:
+
+class ModelServer:
+    """An OpenAI-compatible server that a user names, or the operator, whose key no other server gets."""
+
+    def __init__(self, url: str | None, settings: GradingSettings, allow_private_addresses: bool, place: str) -> None:
+        """Raises InvalidInput if no server is named (at `place` of the request), or its URL is not allowed."""
+        url = url or settings.score_model_url
+        if url is None:
+            raise InvalidInput("name the server as base_url, or set grading.score_model_url", place)
+        is_own = settings.score_model_url is not None and url.rstrip("/") == settings.score_model_url.rstrip("/")
+        parse_http_uri(url)
+        self._url = url.rstrip("/")
+        self._key = settings.score_model_key if is_own else None
+        # A server that the operator named may be on a private network.
+        self._connect = DownloadSettings(
+            allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
+        )
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Post a request, again where the server is busy. Returns the answer's JSON.
+
+        Raises:
+            NotGraded: the answer is too long, or no JSON.
+            InvalidInput, StoreUnavailable: as `ScoreModel.grade_all`.
+        """
         data = json.dumps(body).encode()
         for pause_s in _PAUSES_S:
             try:
-                return self._ask_once(data)
+                return self._ask_once(path, data)
             except _Busy as busy:
                 time.sleep(min(_LONGEST_PAUSE_S, pause_s if busy.wait_s is None else busy.wait_s))
         try:
-            return self._ask_once(data)
+            return self._ask_once(path, data)
         except _Busy as busy:
             raise StoreUnavailable(f"{shown_uri(self._url)}: {busy}") from busy
 
-    def _ask_once(self, body: bytes) -> Any:
+    def _ask_once(self, path: str, body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            with requested("POST", self._url, self._connect, headers, body) as response:
+            with requested("POST", self._url + path, self._connect, headers, body) as response:
                 return self._answer(response, _body(response, self._connect.timeout_s))
         except (OSError, HTTPException) as error:
             raise _Busy(f"the connection failed ({error or type(error).__name__})") from error

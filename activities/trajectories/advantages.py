@@ -71,3 +71,5 @@ def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequen
             return batch_normalized(rewards)
         case "given":
             return list(given)
+        case "none":
+            return [np.zeros_like(reward_G) for reward_G in rewards]

@@ -19,7 +19,7 @@ from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.sums import combine
 from megatron_worker.teachers import LikeliestIds
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs.packed import Ints, PackedBin, Plan, Units
+from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Ints, PackedBin, Plan, Units
 
 Scored = Literal["old_logprob_N", "ref_logprob_N"]
 NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # the units of an empty batch
@@ -59,10 +59,15 @@ class PackedBatches:
         self.num_steps = num_steps
 
     @classmethod
-    def open(cls, units: Path, plan: Path) -> Self:
-        """Map the files of two folders."""
+    def open(cls, units: Path, plan: Path, likeliest: Path | None = None) -> Self:
+        """Map the files of two folders; of a third what a teacher has said of the targets."""
         steps = Plan(plan)
         opened = cls(Units(units), steps, steps.header.num_steps)
+        if likeliest is not None:
+            ids_NK, logprobs_NK = (np.load(likeliest / f, mmap_mode="r") for f in (LIKELIEST_IDS, LIKELIEST_LOGPROBS))
+            if len(ids_NK) != opened.units.header.num_targets or ids_NK.shape != logprobs_NK.shape:
+                raise CorruptArtifact("what the teacher said is not of these units", str(likeliest))
+            opened.put_likeliest(ids_NK, logprobs_NK)
         opened.most_step_tokens = steps.most_bins * steps.header.bin_tokens
         return opened
 

@@ -238,8 +238,8 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
     if type_ is DatasetSource:
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
         yield replace(option, form="source", help=words)
-    elif field.discriminator and field.is_required():
-        yield replace(option, form="json", help=f"{option.help}: JSON, or a file of it")
+    elif field.discriminator == "type":  # a grader
+        yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
     elif field.discriminator and all(
         each.model_fields.keys() - _REFUSED == {"kind"} for each in _others(variants, field.default)
     ):

@@ -8,6 +8,7 @@ from longshore.fields import Frozen
 from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
+from shared.jobs.losses import Distillation
 from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
 from shared.runs.previews import PreviewRequest
 from shared.runs.requests import RLRun, Run
@@ -96,11 +97,14 @@ class NamedModels:
                 changes["reference"] = self._adapter(tenant, reference, f"{below}reference")
             case DistillRun(teacher=teacher) if teacher != "base":
                 changes["teacher"] = self._adapter(tenant, teacher, f"{below}teacher")
-            case RLRun() if (
-                (kl := run.loss.kl) is not None and isinstance(kl.reference, str) and kl.reference != "base"
+            case RLRun(loss=Distillation(teacher=str(teacher)) as loss) if teacher != "base":
+                adapter = self._adapter(tenant, teacher, f"{below}loss.distillation.teacher")
+                changes["loss"] = loss.model_copy(update={"teacher": adapter})
+            case RLRun(loss=loss) if not isinstance(loss, Distillation) and (
+                (kl := loss.kl) is not None and isinstance(kl.reference, str) and kl.reference != "base"
             ):
-                adapter = self._adapter(tenant, kl.reference, f"{below}loss.{run.loss.kind}.kl.reference")
-                changes["loss"] = run.loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
+                adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
+                changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
         return changes
 
     def _adapter(self, tenant: str, text: str, place: str) -> str:

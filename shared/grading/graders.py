@@ -37,6 +37,9 @@ class StringCheckGrader(Frozen):
     reference: Template
 
 
+UNGRADED = StringCheckGrader(name="ungraded", operation="eq", input="0", reference="1")
+"""Grades every sample 0, where nothing reads grades."""
+
 Metric = Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 _REFUSED_METRICS = {
     "cosine": "cosine compares embeddings of a model, and none is served here: use a score_model grader",

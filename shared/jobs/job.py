@@ -54,6 +54,9 @@ class PackedData(Frozen):
 
     units: Artifact
     plan: Artifact
+    likeliest: Artifact | None = Field(
+        default=None, description="ids that a teacher elsewhere names for each target, and their log-probabilities"
+    )
 
 
 class Evaluation(Frozen):
@@ -291,6 +294,6 @@ def artifacts_of(job: Job) -> list[Artifact]:
     """Return every input of a job; of a session those that it begins with."""
     plan, reference = job.plan, reference_of(job.plan.step_loss)
     before = plan.initial_checkpoint if job.needs_its_beginning else None
-    files = [artifact for data in plan.packed for artifact in (data.units, data.plan)]
+    files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]
     own = [*files, reference if isinstance(reference, Artifact) else None]
     return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]

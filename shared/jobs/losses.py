@@ -137,7 +137,9 @@ class Distillation(DistillationSettings):
     """The divergence from a teacher on the same base, divided by the step's sum of weights."""
 
     kind: Literal["distillation"] = "distillation"
-    teacher: Reference = "base"
+    teacher: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter on it: in a run its URI, in a job its artifact"
+    )
 
     @property
     def mixed(self) -> float:
@@ -154,6 +156,7 @@ def teacher_stays(trainable: Lora | Full, loss: DistillationSettings) -> None:
         )
 
 
+RLLoss = PolicyLoss | Distillation
 Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO | Distillation | SquaredError, Field(discriminator="kind")]
 
 
@@ -178,23 +181,25 @@ def reference_of(loss: Loss) -> Reference | None:
         case KTO():
             return loss.reference
         case Distillation():
-            return loss.teacher
+            return Kl(coefficient=1, reference=loss.teacher).model
         case _:
             return loss.kl.model if loss.kl else None
 
 
-def reference_uri(loss: PolicyLoss) -> str | None:
-    """Return the URI of the adapter that a run's loss keeps the policy near, if it names one by URI."""
-    match loss.kl:
-        case Kl(reference=str() as uri) if uri != "base":
+def reference_uri(loss: RLLoss) -> str | None:
+    """Return the URI of the adapter that a run's loss keeps the policy near, or its teacher, if it names one."""
+    match loss.teacher if isinstance(loss, Distillation) else loss.kl and loss.kl.reference:
+        case str() as uri if uri != "base":
             return uri
         case _:
             return None
 
 
-def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
+def with_reference(loss: RLLoss, adapter: Artifact | None) -> RLLoss:
     """Return the loss with the adapter that its reference's URI named; unchanged where it named none."""
-    if adapter is None or loss.kl is None:
+    if adapter is not None and isinstance(loss, Distillation):
+        return loss.model_copy(update={"teacher": adapter})
+    if adapter is None or isinstance(loss, Distillation) or loss.kl is None:
         return loss
     return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})
 
@@ -217,11 +222,12 @@ AdvantageKind = Literal[
     "group_mean_normalized",
     "batch_normalized",
     "given",
+    "none",
 ]
 EqualRewards = Literal["drop", "keep"]
 Preset = Literal[
     "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo",
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo", "distill", "gkd",
 ]  # fmt: skip
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -232,7 +238,7 @@ class Algorithm(NamedTuple):
     Formulas: docs/losses.md and activities/trajectories/advantages.py.
     """
 
-    loss: PolicyLoss
+    loss: RLLoss
     advantages: AdvantageKind
     equal_rewards: EqualRewards
 
@@ -269,6 +275,11 @@ def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
             return Algorithm(GSPO(), "group_normalized", "keep")
         case "cispo":  # MiniMax-M1 samples until groups differ, as DAPO does
             return Algorithm(CISPO(), "group_normalized", "drop")
+        case "distill":  # the policy gradient of KL(student, teacher) by token: Gu et al. 2024, arXiv:2306.08543, eq. 2
+            kl = Kl(coefficient=1, estimator="k1", placement="reward")
+            return Algorithm(Reinforce(kl=kl), "none", "drop")
+        case "gkd":  # Agarwal et al. 2024, arXiv:2306.13649, algorithm 1 with lambda = 1: all of it on own samples
+            return Algorithm(Distillation(divergence="jsd"), "none", "drop")
 
 
 def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[str, Any]:
@@ -292,7 +303,10 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
     if (kind := loss.get("kind", paper.loss.kind)) != paper.loss.kind:
         raise ValueError(f"algorithm {name} has the loss {paper.loss.kind}: a loss {kind} leaves nothing of it")
     advantages = fields.get("advantages") or paper.advantages
-    chosen = fields | {"loss": paper.loss.model_dump() | loss, "advantages": advantages}
-    if advantages in ("batch_normalized", "given"):  # these do not compare the rewards of a group
+    whole = paper.loss.model_dump() | loss
+    if name == "distill" and isinstance(loss.get("kl"), dict):  # so that a teacher is named without the rest
+        whole["kl"] = paper.loss.model_dump()["kl"] | loss["kl"]
+    chosen = fields | {"loss": whole, "advantages": advantages}
+    if advantages in ("batch_normalized", "given", "none"):  # these do not compare the rewards of a group
         return chosen
     return chosen | {"equal_rewards": fields.get("equal_rewards") or paper.equal_rewards}

@@ -46,6 +46,7 @@ TARGET_COLUMNS: dict[str, np.dtype] = {
     "sequence": np.dtype("<i4"),
 }
 ROUTE = "route"
+LIKELIEST_IDS, LIKELIEST_LOGPROBS = "ids.npy", "logprobs.npy"  # of `PackedData.likeliest`
 _OF_TOKENS = (*TOKEN_COLUMNS, ROUTE)
 # Indices in these columns are local to a unit on disk; reading a bin shifts them.
 OFFSETS = np.dtype("<i8")

@@ -31,11 +31,10 @@ from longshore.training import (
 )
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import (
-    DistillationSettings,
     Preferences,
     teacher_stays,
 )
-from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PreferencesSource, TaughtBy
 
 # Descriptions that several kinds of runs share.
 PEAK = "the highest learning rate, after the warm-up"
@@ -172,15 +171,10 @@ class SFTRun(_ExamplesRun):
         return self
 
 
-class DistillRun(_ExamplesRun, DistillationSettings):
-    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens.
-
-    Both are of one base, which is there once: what differs is an adapter.
-    """
+class DistillRun(_ExamplesRun, TaughtBy):
+    """Distillation on a dataset (shared.jobs.losses.Distillation): a student becomes like its teacher on its tokens."""
 
     kind: Literal["distill"] = "distill"
-    teacher: str = Field(min_length=1, max_length=2048, description="`base`, or a published adapter on it: URI or name")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
 
     @model_validator(mode="after")
     def _teacher_stays(self) -> Self:

@@ -5,16 +5,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from longshore.fields import Frozen, Name, pattern
-from longshore.losses import PPO, PolicyLoss
+from longshore.losses import PPO
 from longshore.training import (
     Dtype,
     SessionRun,
 )
 from shared.field_rules import NO_NUL
+from shared.grading.graders import UNGRADED
 from shared.jobs.losses import (
     PRESETS,
     AdvantageKind,
+    Distillation,
     Preset,
+    RLLoss,
+    teacher_stays,
     with_algorithm,
 )
 from shared.runs.dataset_runs import PEAK, DistillRun, DPORun, SFTRun, TrainedRun
@@ -55,13 +59,13 @@ class RLRun(TrainedRun):
         default=None,
         description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
     )
-    loss: PolicyLoss = Field(
+    loss: RLLoss = Field(
         default=PPO(),
         discriminator="kind",
         description="the loss; beside an algorithm, the fields that differ from the paper's",
     )
     advantages: AdvantageKind = Field(
-        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
+        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, each trajectory's own, or none"
     )
     equal_rewards: Literal["drop", "keep"] = Field(
         default="drop",
@@ -125,6 +129,12 @@ class RLRun(TrainedRun):
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
         if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
             raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
+        if isinstance(self.loss, Distillation):
+            teacher_stays(self.trainable, self.loss)
+            if self.advantages != "none":
+                raise ValueError("a distillation loss reads no advantages: they are none")
+        elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
+            raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
@@ -145,7 +155,8 @@ class RLRun(TrainedRun):
             )
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
-        if (rollouts.top_p < 1 or rollouts.top_k is not None) and self.loss.old == "sampler":
+        is_cut = rollouts.top_p < 1 or rollouts.top_k is not None
+        if is_cut and not isinstance(self.loss, Distillation) and self.loss.old == "sampler":
             raise ValueError(
                 "rollouts.top_p and top_k: samples have the log-probabilities of the tokens that were left, and the "
                 "trainer those of all: set loss.old to trainer, whose ratios are of its own alone"
@@ -154,7 +165,9 @@ class RLRun(TrainedRun):
             raise ValueError("rollouts.redraws: batch_normalized does not compare the grades of a group: drop it")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
-        if rollouts.group_size == 1 and self.advantages != "batch_normalized":
+        if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
+            raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
+        if rollouts.group_size == 1 and self.advantages not in ("batch_normalized", "none"):
             raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
         return self
 

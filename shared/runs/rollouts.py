@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from longshore.fields import Frozen
-from shared.grading.graders import Grader
+from shared.grading.graders import UNGRADED, Grader
 from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import PromptsSource
@@ -42,7 +42,10 @@ class Rollouts(Frozen):
     """
 
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
-    grader: Grader = Field(description="what grades samples, in OpenAI's fields (docs/graders.md)")
+    grader: Grader = Field(
+        default=UNGRADED,
+        description="what grades samples, in OpenAI's fields (docs/graders.md); distillation needs none",
+    )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(

@@ -1,10 +1,11 @@
-"""Data sets of runs: where they are, and how their rows are written."""
+"""Data sets of runs, where they are and how their rows are written; and teachers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from longshore.fields import Frozen
+from shared.jobs.losses import DistillationSettings
 
 Format = Literal[
     "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
@@ -88,3 +89,29 @@ PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
 
 
 PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
+
+
+class TaughtBy(DistillationSettings):
+    """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
+
+    teacher: str = Field(
+        min_length=1,
+        max_length=2048,
+        description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that tells prompt_logprobs",
+    )
+    teacher_model: str | None = Field(
+        default=None, min_length=1, max_length=256, description="the teacher's name there"
+    )
+    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
+
+    @property
+    def teacher_url(self) -> str | None:
+        return self.teacher if self.teacher.startswith(("http://", "https://")) else None
+
+    @model_validator(mode="after")
+    def _servers_tell_some_tokens(self) -> Self:
+        if (self.teacher_url is None) != (self.teacher_model is None):
+            raise ValueError("teacher_model is what a teacher behind a URL is called there: both, or neither")
+        if self.teacher_url is not None and (self.tokens == "all" or self.temperature != 1):
+            raise ValueError("a server tells log-probabilities of some tokens, at temperature 1: tokens top_k or drawn")
+        return self

@@ -285,6 +285,10 @@ def grouped_report(key: str) -> str:
     return f"grouped/{key}/report.json"
 
 
+def taught(key: str) -> str:
+    return f"taught/{key}"
+
+
 def graded(key: str) -> str:
     return f"graded/{key}"
 

@@ -178,7 +178,7 @@ def test_a_run_of_its_own_rollouts_has_what_its_options_say(service: Service, tm
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--prompts", "p.jsonl"), "--grader is missing"),
+        (("--prompts", "p.jsonl", "--steps", "1"), "grader is missing"),
         (("--group-size", "4"), "--prompts is missing"),
         (("--prompts", "p.jsonl", "--grader", "{}", "--target", "1"), "--eval-prompts is missing"),
         (("--prompts", "p.jsonl", "--grader", "no.json"), "--grader: no.json: "),

@@ -75,6 +75,8 @@ def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
             return run.loss(reference)
         case DistillRun():
             settings = run.model_dump(include=set(DistillationSettings.model_fields))
+            if run.teacher_url is not None:  # what it said is of the data
+                settings |= {"tokens": "top_k", "top_k": run.top_k or 1}
             return Distillation(teacher=reference, **settings)
 
 

@@ -5,8 +5,9 @@ import pytest
 from pydantic import ValidationError
 
 from activities.trajectories.advantages import advantages_of
-from longshore.losses import PPO
-from shared.jobs.losses import PRESETS, preset
+from longshore.fields import Artifact
+from longshore.losses import PPO, Kl
+from shared.jobs.losses import PRESETS, Distillation, preset, reference_of, reference_uri, with_reference
 from shared.runs.requests import RLRun
 
 # As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
@@ -23,6 +24,8 @@ PAPERS = {
     "dapo": NORMALIZED,
     "gspo": NORMALIZED,
     "cispo": NORMALIZED,
+    "distill": [0.0, 0.0, 0.0],
+    "gkd": [0.0, 0.0, 0.0],
 }
 
 
@@ -103,3 +106,40 @@ def test_a_decay_needs_an_end() -> None:
         "steps": 5,
     }
     assert run_of(schedule="cosine", rollouts=rollouts, mini_batches=2, epochs=3).planned_steps == 30
+
+
+def test_a_teacher_is_named_without_the_rest_and_needs_no_grader() -> None:
+    rollouts = {"prompts": {"uri": "p.jsonl"}, "steps": 1, "group_size": 1}
+    run = run_of(algorithm="distill", loss={"kl": {"reference": "file:///teacher"}}, rollouts=rollouts)
+    assert run.loss.kl == Kl(coefficient=1, estimator="k1", placement="reward", reference="file:///teacher")
+    assert reference_uri(run.loss) == "file:///teacher"
+    named = Artifact(uri="file:///found", sha256="0" * 64)
+    assert reference_of(with_reference(run.loss, named)) == named
+
+    whole = run_of(algorithm="gkd", loss={"teacher": "file:///teacher", "skew": 0.9}, rollouts=rollouts)
+    assert whole.loss == Distillation(divergence="jsd", skew=0.9, teacher="file:///teacher")
+    assert reference_uri(whole.loss) == "file:///teacher"
+    assert reference_of(with_reference(whole.loss, named)) == named
+    with pytest.raises(ValueError, match="a job has the adapter itself"):
+        reference_of(whole.loss)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"advantages": "none"}, "advantages none leave a loss to kl with placement reward alone"),
+        ({"loss": {"kind": "distillation"}}, "a distillation loss reads no advantages"),
+        ({"algorithm": "gkd", "trainable": {"kind": "full"}}, "full training changes the base"),
+        ({"rollouts": {"prompts": {"uri": "p"}, "steps": 1}}, "rollouts.grader is missing"),
+        (
+            {
+                "algorithm": "gkd",
+                "rollouts": {"prompts": {"uri": "p"}, "steps": 1, "held_out": {"prompts": {"uri": "h"}}},
+            },
+            "rollouts.grader is missing",
+        ),
+    ],
+)
+def test_what_distillation_would_ignore_or_lacks_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        run_of(**fields)

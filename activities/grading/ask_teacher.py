@@ -1,0 +1,126 @@
+"""What a teacher behind a URL says of a dataset's tokens: its likeliest ids, or those that stand there.
+
+The server is OpenAI-compatible and tells `prompt_logprobs`, as vLLM's and Longshore's samplers do. Keys and addresses
+are as for `score_model` graders.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.confined.fork_server import sign
+from activities.grading.open_grader import GraderMeans
+from activities.grading.outcome import NotGraded
+from activities.grading.score_model import ModelServer
+from activities.host_context import HostContext
+from longshore.fields import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, PackedBin, Units
+from shared.storage.paths import content_key, taught
+
+_AT_ONCE = 64  # units whose requests wait for threads
+Told = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
+"""Of one unit: ids and log-probabilities in nats, [N, K]."""
+
+
+class TeacherRequest(Frozen):
+    """Units, the model whose tokenizer they are of, and whom to ask. `top_k`: 0 for the ids that stand there alone."""
+
+    run_id: str
+    units: Artifact
+    model: Artifact
+    vocab_size: int
+    url: str
+    name: str
+    top_k: int = Field(ge=0)
+
+
+class AskTeacher:
+    """The activity `ask_teacher`."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+
+    @activity.defn(name="ask_teacher")
+    def ask_teacher(self, request: TeacherRequest) -> Artifact:
+        """Write what the teacher says of every target: the files of `PackedData.likeliest`, once a run.
+
+        Raises:
+            InvalidInput: the server refuses, may not be asked, tells no log-probabilities, or has another tokenizer.
+            StoreUnavailable: it cannot be reached, or is too busy.
+        """
+
+        def write(folder: Path) -> None:
+            settings = self._host.settings
+            asked = self._host.stage(request.units), self._host.stage(request.model), request, GraderMeans.of(settings)
+            with closing(confined.stream(settings.confined, told_by_teacher, *asked, kind="grading")) as found:
+                ids, logprobs = zip(*((ids, logprobs) for ids, logprobs in found if ids), strict=True)
+            np.save(folder / LIKELIEST_IDS, np.concatenate([np.array(x, dtype="<i4") for x in ids]))
+            np.save(folder / LIKELIEST_LOGPROBS, np.concatenate([np.array(x, dtype="<f4") for x in logprobs]))
+
+        return self._host.made_once(taught(content_key("taught-1", request.model_dump_json())), "teacher", write)
+
+
+def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: GraderMeans) -> Iterator[Told]:
+    """Yield what the teacher says of each unit. Raises as the activity does."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    text_of = cache(lambda id: tokenizer.decode([id], skip_special_tokens=False))
+    server = ModelServer(request.url, means.grading, means.allow_private_addresses, "teacher")
+
+    def ask(row: PackedBin) -> Told:
+        sign()
+        ids = [*row.token_id_T.tolist(), *row.label_N[row.hidden_index_N == row.num_tokens - 1][:1].tolist()]
+        body = {"model": request.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        try:
+            answer = server.ask("/completions", body | {"prompt_logprobs": request.top_k})
+            return _told(answer, row, len(ids), request.top_k, text_of, request.vocab_size)
+        except NotGraded as error:
+            raise InvalidInput(str(error), "teacher") from error
+
+    with Units(units) as data, ThreadPoolExecutor(means.grading.score_model_concurrency) as threads:
+        num_units = data.header.num_units
+        for first in range(0, num_units, _AT_ONCE):
+            numbers = range(first, min(first + _AT_ONCE, num_units))
+            yield from threads.map(ask, [data.read_bin(np.array([number])) for number in numbers])
+
+
+def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any, vocab_size: int) -> Told:
+    match answer:
+        case {"choices": [{"prompt_logprobs": list(told)}]} if len(told) == num_tokens:
+            pass
+        case _:
+            raise InvalidInput("the server does not send prompt_logprobs, one a token", "teacher")
+    ids: list[tuple[int, ...]] = []
+    logprobs: list[tuple[float, ...]] = []
+    try:
+        for index, label in zip(row.hidden_index_N.tolist(), row.label_N.tolist(), strict=True):
+            known = {int(id): (float(one["logprob"]), one.get("decoded_token")) for id, one in told[index + 1].items()}
+            named = sorted(known, key=lambda id: (-known[id][0], id))[:top_k] if top_k else [label]
+            if len(named) < (top_k or 1) or not all(math.isfinite(known[id][0]) for id in named):
+                raise InvalidInput(f"the server does not tell {top_k or 1} finite log-probabilities a token", "teacher")
+            for id in named:
+                _check_token(id, known[id][1], text_of, vocab_size)
+            ids.append(tuple(named))
+            logprobs.append(tuple(known[id][0] for id in named))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(f"the server's prompt_logprobs are not vLLM's: {error!r}"[:300], "teacher") from error
+    return tuple(ids), tuple(logprobs)
+
+
+def _check_token(id: int, theirs: object, text_of: Any, vocab_size: int) -> None:
+    """Refuse a teacher with another tokenizer. Parts of characters are told in several ways, and not compared."""
+    ours = text_of(id) if 0 <= id < vocab_size else None  # "" where the model has more ids than the tokenizer
+    if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
+        rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
+        raise InvalidInput(rule, "teacher")
