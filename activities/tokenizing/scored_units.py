@@ -66,14 +66,13 @@ def keep_scored(block: TokenBlock, numbers: Numbers, max_tokens: int, are_pairs:
     rows = [block.id_T[first:end] for first, end in zip(block.start_R, ends, strict=True)]
     kept = list[Pair]()
     for number in range(0, len(rows), 2 if are_pairs else 1):
-        place, values = block.places[number], numbers.pop(block.places[number])
-        if are_pairs and np.array_equal(*rows[number : number + 2]):
+        place, row, values = block.places[number], rows[number], numbers.pop(block.places[number])
+        if are_pairs and np.array_equal(row, rows[number + 1]):
             kept.append(Pair(place, None, reason="both answers become the same tokens: nothing to prefer"))
             continue
         if are_pairs:
-            unit = scored_pair(*rows[number : number + 2], values[0])
+            unit = scored_pair(row, rows[number + 1], values[0])
         else:
-            last = [len(rows[number]) - 1] * len(values)
-            unit = scored_unit([ScoredRow(rows[number], last, range(len(values)), values)])
+            unit = scored_unit([ScoredRow(row, [len(row) - 1] * len(values), range(len(values)), values)])
         kept.append(Pair(place, unit, unit.num_tokens <= max_tokens))
     return KeptPairs(kept)

@@ -92,7 +92,7 @@ class KTO(Frozen):
 
 
 class BradleyTerry(Frozen):
-    """The likelihood that the chosen answer of a pair is the better one, by a head's scalar of each answer's last token.
+    """How likely the chosen answer of a pair is the better one, by a head's scalar at each answer's last token.
 
     Sequences 2k and 2k + 1 of a unit are the chosen and the rejected answer; the former's advantage is the margin.
     """
@@ -112,6 +112,10 @@ class Preferences(_OfPairs):
     @property
     def reads_labels(self) -> bool:
         return self.objective == "kto"
+
+    @property
+    def reads_pairs(self) -> bool:
+        return not self.reads_labels
 
     def loss(self, reference: Reference) -> DPO | KTO:
         """Return the loss against a reference, which some objectives do without."""

@@ -3,7 +3,7 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.jobs.layout import check_ranks
-from shared.runs.requests import DistillRun, DPORun, Precision, RLRun, Run, SFTRun
+from shared.runs.requests import DistillRun, DPORun, Precision, RewardRun, RLRun, Run, SFTRun
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16
@@ -27,7 +27,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
         case DistillRun(teacher="base", initial_adapter=None):
             rule = "the student begins as the base itself: name an initial_adapter, or another teacher"
             raise InvalidInput(rule, f"{below}teacher")
-        case SFTRun() | DPORun() | DistillRun() if run.batch_size is not None:
+        case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
             examples = run.batch_size
             examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):

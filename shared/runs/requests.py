@@ -9,6 +9,7 @@ from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import PPO, PolicyLoss
 from longshore.training import (
     DTYPE_DESCRIPTION,
+    MAX_SCALARS,
     QUANTIZE_DESCRIPTION,
     RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
@@ -16,6 +17,7 @@ from longshore.training import (
     Decay,
     Dtype,
     DtypeChoice,
+    Full,
     Lora,
     LoraPlusRatio,
     ModelUri,
@@ -26,6 +28,7 @@ from longshore.training import (
     OptimizerStates,
     Quantization,
     Recompute,
+    ScalarHead,
     SessionRun,
     Trainable,
     check_optimizer,
@@ -227,12 +230,77 @@ class DPORun(Preferences, _DatasetRun):
         return self
 
 
+class RewardRun(_DatasetRun):
+    """A reward model, as a user asks for it: of pairs of answers (shared.jobs.losses.BradleyTerry) or of answers with
+    scores (squared_error). The head of scalars is of its objective; an answer's reward is at its last token.
+    """
+
+    kind: Literal["reward"] = "reward"
+    objective: Literal["bradley_terry", "squared_error"] = Field(
+        default="bradley_terry", description="of pairs, with a margin or none; squared_error: of answers with scores"
+    )
+    dataset: PreferencesSource = Field(description="preference pairs; of squared_error answers with scores")
+    eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
+    score_fields: tuple[Name, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SCALARS,
+        description="of squared_error: fields of rows with a number, each a scalar of the head; score if absent",
+    )
+    center: float = Field(
+        default=0.0, ge=0, le=1000, description="of bradley_terry: weight of the squared sum of a pair's rewards"
+    )
+    too_long: Literal["drop"] = "drop"
+    batch_size: int | None = Field(default=None, ge=1, description="pairs, or answers, a step")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest answer, or pair with both answers")
+    learning_rate: float = Field(default=1e-4, gt=0, le=10, description=_PEAK)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_the_head_of_its_objective(cls, given: Any) -> Any:
+        trained = given.get("trainable", Lora()) if isinstance(given, dict) else None
+        told = trained.model_dump() if isinstance(trained, Lora | Full) else trained
+        if not isinstance(told, dict):
+            return given
+        names = ("reward",) if given.get("objective") != "squared_error" else given.get("score_fields") or ("score",)
+        return given | {"trainable": told | {"head": told.get("head") or {"names": names, "per": "sequence"}}}
+
+    @property
+    def head(self) -> ScalarHead:
+        """What the objective trains: the head of `trainable`."""
+        return ScalarHead(names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence")
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.objective == "bradley_terry"
+
+    @property
+    def number_fields(self) -> tuple[str, ...]:
+        """The fields of rows with what is learned beside the answers."""
+        return ("margin",) if self.reads_pairs else self.head.names
+
+    # In the place of the base's: here it is the other head that is trained.
+    @model_validator(mode="after")
+    def _trains_the_language_head(self) -> Self:
+        if self.trainable.head != self.head:
+            raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
+        if self.num_samples:
+            raise ValueError("num_samples: a head of scalars writes no text: drop it")
+        if self.reads_pairs and self.score_fields is not None:
+            raise ValueError("score_fields would be ignored by bradley_terry: they are of squared_error")
+        if not self.reads_pairs and self.center:
+            raise ValueError("center would be ignored by squared_error: it is of bradley_terry")
+        if self.reads_pairs:
+            _Pairs(dataset=self.dataset, eval_dataset=self.eval_dataset)
+        return self
+
+
 class _Pairs(Frozen):
     dataset: PairsSource
     eval_dataset: PairsSource | None
 
 
-DatasetRun = Annotated[SFTRun | DPORun | DistillRun, Field(discriminator="kind")]
+DatasetRun = Annotated[SFTRun | DPORun | DistillRun | RewardRun, Field(discriminator="kind")]
 
 
 class Overlong(Frozen):
@@ -407,8 +475,8 @@ def _completion_tokens(given: dict[str, Any]) -> int:
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
 
 
-Kind = Literal["sft", "dpo", "distill", "rl", "session"]
-Run = Annotated[SFTRun | DPORun | DistillRun | RLRun | SessionRun, Field(discriminator="kind")]
+Kind = Literal["sft", "dpo", "distill", "reward", "rl", "session"]
+Run = Annotated[SFTRun | DPORun | DistillRun | RewardRun | RLRun | SessionRun, Field(discriminator="kind")]
 
 
 def dtype_of(run: Run) -> Dtype:

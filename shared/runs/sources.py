@@ -67,7 +67,7 @@ def _preferences_alone(source: DatasetSource) -> DatasetSource:
 def _pairs_alone(source: DatasetSource) -> DatasetSource:
     if source.format not in ("auto", *PAIR_FORMATS):
         raise ValueError(
-            f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}; the objective kto learns "
+            f"dpo learns from preference pairs, as bradley_terry does: format is auto, {' or '.join(PAIR_FORMATS)}; the objective kto learns "
             "from answers with a label, too"
         )
     if source.prompt_field is not None or source.completion_field is not None:

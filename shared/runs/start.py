@@ -14,6 +14,7 @@ from shared.runs.requests import (
     DatasetRun,
     DistillRun,
     DPORun,
+    RewardRun,
     RLRun,
     Run,
     RunId,
@@ -117,7 +118,7 @@ def workflow_of(
         "tenant_weight": quotas.worker_weight or 1.0,
     }
     match record.run:
-        case SFTRun() | DPORun() | DistillRun() as run:
+        case SFTRun() | DPORun() | DistillRun() | RewardRun() as run:
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case SessionRun() as run:
             return SESSION_WORKFLOW, SessionStart(run=run, **given)

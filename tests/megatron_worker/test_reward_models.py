@@ -1,6 +1,6 @@
 """The loss of reward models beside its formula in float64, and its steps beside transformers' classifier under PEFT."""
 
-import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ def test_metrics_are_exact_however_pairs_are_cut_into_bins() -> None:
     lead_P = (value_NL[::2, 0] - value_NL[1::2, 0]).double().numpy()
     confidence_P, right_P = 1 / (1 + np.exp(-abs(lead_P))), lead_P > 0
     edges, error = np.linspace(0.5, 1, 11), 0.0
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         inside_P = (confidence_P >= low) & (confidence_P < high)
         if inside_P.any():
             error += inside_P.mean() * abs(confidence_P[inside_P].mean() - right_P[inside_P].mean())
@@ -143,14 +143,15 @@ def test_twenty_steps_are_those_of_transformers_under_peft(model, tmp_path, engi
     driven.save(tmp_path / "fresh")
     reference = transformers_head(model, "sequence", tmp_path / "fresh" / "weights", 1)
     optimizer, loss = adamw(reference, 3e-3), loss_function(BradleyTerry(center=center))
-    reward = functools.partial(lambda ids: reference(torch.tensor(ids[None])).logits[0, 0])
     for number in range(20):
         pairs = pairs_of(100 + number, 5)
         sums = {"loss": 0.0, "weight": 0.0}
         for _, found in driven.forward_backward_all([batch_of(pairs[:3]), batch_of(pairs[3:])], loss):
             sums = {name: sums[name] + float(found[name]) for name in sums}
         norm = driven.optim_step(ADAM, 3e-3, sums["weight"]).grad_norm
-        chosen_P, rejected_P = (torch.stack([reward(pair[side]) for pair in pairs]) for side in (0, 1))
+        chosen_P, rejected_P = (
+            torch.cat([reference(torch.tensor(pair[side][None])).logits[0] for pair in pairs]) for side in (0, 1)
+        )
         expected = formula(chosen_P, rejected_P, torch.tensor([margin for *_, margin in pairs]), center)
         expected.backward()
         their_norm = torch.nn.utils.clip_grad_norm_(

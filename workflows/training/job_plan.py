@@ -3,13 +3,13 @@
 import math
 
 from longshore.fields import Artifact
-from longshore.losses import CrossEntropy, Reference
+from longshore.losses import CrossEntropy, Reference, SquaredError
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import Distillation, DistillationSettings, Loss, with_reference
+from shared.jobs.losses import BradleyTerry, Distillation, DistillationSettings, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.requests import DatasetRun, DistillRun, DPORun, RLRun, SFTRun, dtype_of, optimizer_of
+from shared.runs.requests import DatasetRun, DistillRun, DPORun, RewardRun, RLRun, SFTRun, dtype_of, optimizer_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
@@ -72,6 +72,8 @@ def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
             return CrossEntropy()
         case DPORun():
             return run.loss(reference)
+        case RewardRun():
+            return BradleyTerry(center=run.center) if run.reads_pairs else SquaredError(scalar=None)
         case DistillRun():
             settings = run.model_dump(include=set(DistillationSettings.model_fields))
             return Distillation(teacher=reference, **settings)

@@ -15,7 +15,7 @@ from service.runs.views.words import SKIPPED, event_in_words, last_lines
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent
-from shared.runs.requests import DistillRun, DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import DistillRun, DPORun, RewardRun, RLRun, Run, SFTRun
 from shared.runs.status import Phase, StepStatus
 
 FineTuningStatus = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]
@@ -151,7 +151,7 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
 
 def _method(run: Run, hyperparameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
     match run:
-        case SFTRun() | DistillRun():  # OpenAI has no method of that name: its rows are examples
+        case SFTRun() | DistillRun() | RewardRun():  # OpenAI has no method of the latter names
             return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         case DPORun():
             return {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
