@@ -144,6 +144,8 @@ class ForwardBackward(ForwardBackwardOptions, _OnData):
         if isinstance(self.loss, CrossEntropy):
             return self
         if isinstance(self.loss, SquaredError):
+            if self.loss.scalar is None:
+                raise ValueError("loss.scalar: say which of the head's scalars")
             if (
                 lacks := next((n for n, datum in enumerate(self.data) if datum.value_targets is None), None)
             ) is not None:

@@ -18,7 +18,9 @@ class SquaredError(Frozen):
     """Weighted squared error of a head's scalar against the values that the data names, over the sum of weights."""
 
     kind: Literal["squared_error"] = "squared_error"
-    scalar: int = Field(default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0")
+    scalar: int | None = Field(
+        default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0; null, in jobs: the target's label"
+    )
 
 
 Reference = Literal["base"] | Artifact

@@ -1,6 +1,7 @@
 """Combines reported values over bins and ranks: by their maximum if the name ends in `:max`, else by their sum.
 
-`x:sum` and `x:count` are numerator and denominator of a mean, which is computed at the end.
+`x:sum` and `x:count` are numerator and denominator of a mean, which is computed at the end. Means named `x:part…` are
+reported as x, the sum of their absolute values.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SUM, COUNT, MAX = ":sum", ":count", ":max"
+SUM, COUNT, MAX, PART = ":sum", ":count", ":max", ":part"
 
 
 @dataclass(frozen=True)
@@ -70,5 +71,8 @@ def reported(reduced: dict[str, float]) -> dict[str, float]:
         for name, value in reduced.items()
         if name.endswith(SUM) and reduced[name.removesuffix(SUM) + COUNT]
     }
+    for name in [name for name in means if PART in name]:
+        whole = name.partition(PART)[0]
+        means[whole] = means.get(whole, 0.0) + abs(means.pop(name))
     plain = {name: value for name, value in reduced.items() if not name.endswith((SUM, COUNT, MAX))}
     return plain | means | {name.removesuffix(MAX): v for name, v in reduced.items() if name.endswith(MAX)}

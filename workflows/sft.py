@@ -1,4 +1,4 @@
-"""Fine-tune on a dataset, of examples (SFT, distillation) or preference pairs (DPO), and publish what it made."""
+"""Fine-tune on a dataset, of examples (SFT, distillation), pairs or scored answers, and publish what it made."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.losses import Reference
     from shared.jobs.job import PackedData
     from shared.models.shape import ModelShape
-    from shared.runs.dataset_runs import DistillRun, DPORun
+    from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun
     from shared.runs.models import ResolvedModel
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
@@ -126,8 +126,9 @@ class SFTWorkflow(RunHandlers):
                 max_tokens=run.max_tokens,
                 too_long=run.too_long,
                 max_lost_fraction=run.max_lost_fraction,
-                pairs=isinstance(run, DPORun) and not run.reads_labels,
+                pairs=isinstance(run, DPORun | RewardRun) and run.reads_pairs,
                 labels=run.reads_labels,
+                numbers=run.number_fields if isinstance(run, RewardRun) else (),
             ),
         )
         self._run.show(phase="packing")

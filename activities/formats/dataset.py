@@ -16,6 +16,7 @@ from activities.formats.columns import GUARDED, Unread, is_given, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.labels import LABELLED, with_label
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
+from activities.formats.scores import Numbers, read_numbers
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
@@ -30,7 +31,8 @@ ItemT = TypeVar("ItemT")
 class Dataset(Generic[ItemT]):
     """A dataset whose format is known. Iterating streams its items, in order of file name and row.
 
-    `columns`: those of a Parquet file to read; all if None. `unread`: what was met and not read.
+    `columns`: those of a Parquet file to read; all if None. `unread`: what was met and not read. `numbers`: those
+    of rows that were parsed, until somebody takes them.
     """
 
     folder: Path
@@ -39,19 +41,25 @@ class Dataset(Generic[ItemT]):
     parse: Callable[[Row], ItemT]
     columns: tuple[str, ...] | None
     unread: Unread = field(default_factory=Unread)
+    numbers: Numbers = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ItemT]:
         return map(self.parse, _rows(self.folder, self.files, self.columns))
 
 
 def open_dataset(
-    folder: Path, source: DatasetSource, pairs: bool | None = None, labels: bool = False
+    folder: Path,
+    source: DatasetSource,
+    pairs: bool | None = None,
+    labels: bool = False,
+    fields: tuple[str, ...] = (),
 ) -> Dataset[Example]:
     """Find a folder's data files and their format.
 
     Args:
         pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
         labels: answers with a label are, or pairs (labels.py).
+        fields: those with numbers that a reward model learns (scores.py).
 
     Raises:
         InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one; or
@@ -74,8 +82,10 @@ def open_dataset(
             example = partial(_matching, example, re.compile(source.assistant_pattern))
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidInput(f"it is no regular expression: {error}", "assistant_pattern") from error
-    parse = partial(_guarded, spec, example, unread, labels)
-    return Dataset(folder, files, spec, parse, spec.columns, unread)
+    numbers: Numbers = {}
+    parse = partial(_guarded, spec, example, unread, labels, fields, numbers)
+    columns = spec.columns and (*spec.columns, *fields)
+    return Dataset(folder, files, spec, parse, columns, unread, numbers)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
@@ -127,14 +137,24 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     return found[0]
 
 
-def _guarded(spec: FormatSpec, example: Callable[[Row], Example], unread: Unread, labels: bool, row: Row) -> Example:
+def _guarded(
+    spec: FormatSpec,
+    example: Callable[[Row], Example],
+    unread: Unread,
+    labels: bool,
+    fields: tuple[str, ...],
+    numbers: Numbers,
+    row: Row,
+) -> Example:
     """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
     bare = replace(row, fields=row.fields | {"label": None}) if labels else row
     refuse_unread(bare, spec.read, spec.name)
-    unread.columns.update(row.fields.keys() - spec.read - _REFUSED, row.others)
+    unread.columns.update(row.fields.keys() - spec.read - _REFUSED - {*fields}, row.others)
     if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
+    if fields:
+        return read_numbers(example(row), row, fields, numbers)
     return with_label(example(row), row) if labels else example(row)
 
 
@@ -176,10 +196,11 @@ def _format_of(row: Row, pairs: bool | None, labels: bool = False) -> FormatSpec
     if specs:
         return _only(specs, row)
     if found:
-        from_pairs = f"{f'kto learns from {LABELLED}, or' if labels else 'dpo learns'} from pairs: {_known(True)}"
+        learner = f"kto learns from {LABELLED}, or" if labels else "dpo learns"
+        from_pairs = f"{learner} from pairs, as bradley_terry does: {_known(True)}"
         if pairs and not labels and is_given(row, "label"):
             from_pairs += f"; {LABELLED}, are what the objective kto learns from"
-        rule = from_pairs if pairs else "pairs are what dpo learns from"
+        rule = from_pairs if pairs else "pairs are what dpo learns from, and a reward model"
         raise InvalidInput(f"the row looks like {_names(found)}; {rule}", row.place)
     single = f"{_known(False)} (or name prompt_field and completion_field)"
     known = {True: _known(True), False: single, None: f"{single}; {_known(True)}"}[pairs]

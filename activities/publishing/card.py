@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from activities.sources.http import shown_uri
 from longshore.training import Full, Lora, SessionRun
 from shared.jobs.losses import Preferences
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import RLRun, Run, dtype_of
 
 # Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
@@ -14,6 +14,7 @@ _METHODS = {
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimisation (DPO)",
     "distill": "Distillation",
+    "reward": "A reward model",
     "rl": "Reinforcement learning",
     "session": "A session",
 }
@@ -22,7 +23,7 @@ _SENT = {"rl": "trajectories that a client sent", "session": "commands that a cl
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{shown_uri(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun | DistillRun) else _SENT[run.kind]
+    data = _SENT[run.kind] if isinstance(run, RLRun | SessionRun) else f"`{shown_uri(run.dataset.uri)}`"
     method = _METHODS[run.kind]
     if isinstance(run, DPORun) and run.objective != "sigmoid":
         method = f"Preference optimisation ({run.objective})"
@@ -79,6 +80,8 @@ def _of_dataset(run: DatasetRun) -> dict[str, str]:
                 "label smoothing": f"{run.label_smoothing:g}",
                 "reference": named if run.has_reference else "none",
             }
+        case RewardRun():
+            own = {"objective": run.objective, "rewards": ", ".join(run.head.names), "center": f"{run.center:g}"}
         case DistillRun():
             own = {
                 "teacher": "the base model" if run.teacher == "base" else f"`{shown_uri(run.teacher)}`",

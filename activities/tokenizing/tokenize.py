@@ -12,6 +12,7 @@ from temporalio import activity
 from activities.formats.dataset import open_dataset
 from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
+from activities.tokenizing.scored_units import keep_scored
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
     PAIR_COLUMNS,
@@ -38,7 +39,8 @@ class TokenizeRequest(Frozen):
     """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with.
 
     `pairs`: whether its rows are to be preference pairs, or none of them is to be one. `labels`: whether they are to be
-    answers with a label, or pairs, as KTO learns from them.
+    answers with a label, or pairs, as KTO learns from them. `numbers`: the fields of what reward models learn: of pairs
+    the margin, of other rows scores.
     """
 
     dataset: Artifact
@@ -49,18 +51,19 @@ class TokenizeRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     pairs: bool = False
     labels: bool = False
+    numbers: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
-        if (self.pairs or self.labels) and self.too_long == "truncate":
-            raise ValueError("pairs are never cut: too_long must be drop")
+        if (self.pairs or self.labels or self.numbers) and self.too_long == "truncate":
+            raise ValueError("pairs and scored answers are never cut: too_long must be drop")
         return self
 
     @property
     def key(self) -> str:
         """The store key, by content: where the bytes came from does not matter."""
         fields = self.source.model_dump_json(exclude={"uri"})
-        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs", "labels"})
+        rules = self.model_dump_json(exclude={"dataset", "source", "model"})
         return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
 
 
@@ -110,15 +113,18 @@ def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: Tokenize
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
-    opened = open_dataset(dataset, request.source, request.pairs, request.labels)
+    opened = open_dataset(dataset, request.source, request.pairs, request.labels, request.numbers)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     prompts = list[Prompt]()
-    writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs or request.labels else UnitsWriter(folder)
+    has_columns = request.pairs or request.labels or request.numbers
+    writer = UnitsWriter(folder, PAIR_COLUMNS) if has_columns else UnitsWriter(folder)
     answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
             if request.labels:
                 kept: KeptPairs | KeptRows = answers.keep(batch.block)
+            elif request.numbers:
+                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, request.pairs)
             elif request.pairs:
                 kept = keep_pairs(batch.block, request.max_tokens)
             else:

@@ -3,13 +3,14 @@
 from longshore.losses import CrossEntropy, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
+from megatron_worker.losses.bradley_terry import bradley_terry_loss, check_scored_pairs
 from megatron_worker.losses.columns import check_finite
 from megatron_worker.losses.distillation import distillation_loss
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.kto import check_answers, kto_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
 from megatron_worker.losses.squared_error import squared_error_loss
-from shared.jobs.losses import DPO, KTO, Distillation, Loss
+from shared.jobs.losses import DPO, KTO, BradleyTerry, Distillation, Loss
 from shared.jobs.packed import Units
 
 
@@ -22,6 +23,8 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return dpo_loss(loss)
         case SquaredError():
             return squared_error_loss(loss)
+        case BradleyTerry():
+            return bradley_terry_loss(loss)
         case KTO():
             return kto_loss(loss)
         case Distillation():
@@ -39,6 +42,8 @@ def check_columns(units: Units, loss: Loss) -> None:
             check_pairs(units)
         case SquaredError():
             check_finite(units, "advantage", f"the loss {loss.kind} learns it")
+        case BradleyTerry():
+            check_scored_pairs(units)
         case KTO():
             check_answers(units)
         case _:

@@ -16,7 +16,7 @@ from longshore.fields import Frozen
 from longshore.losses import CrossEntropy
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import loss_function
-from megatron_worker.sums import SUM, reported
+from megatron_worker.sums import PART, SUM, reported
 from megatron_worker.training.batches import PackedBatches
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
@@ -116,7 +116,8 @@ def _held_out(sums: dict[str, float]) -> dict[str, float]:
     counts = {"tokens": sums["tokens"], "target_tokens": sums["target_tokens"]}
     if not sums["weight"]:
         return counts
-    means = {name: value for name, value in reported(sums).items() if name + SUM in sums}
+    mean_names = {name.removesuffix(SUM).partition(PART)[0] for name in sums if name.endswith(SUM)}
+    means = {name: value for name, value in reported(sums).items() if name in mean_names}
     return {"loss": sums["loss"] / sums["weight"], **means, **counts}
 
 

@@ -39,9 +39,10 @@ UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
     "dpo": ("assistant_turns", "assistant_pattern"),
+    "reward": ("assistant_turns", "assistant_pattern"),
     "rl": ("completion_field", "assistant_turns", "assistant_pattern"),
 }
-_REFUSED = {"head"}  # fields of `trainable` that all of these runs refuse
+_REFUSED = {"head"}  # fields of `trainable` that these runs refuse, or have by another field
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
 # kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.
 Form = Literal["value", "names", "source", "reading", "kind", "json", "layout", "variant"]
@@ -146,11 +147,11 @@ def run_model(kind: str) -> "type[BaseModel]":
     # This changes the config of all models imported from here on, in the process of the command line only. In hosts
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
-    from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+    from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
     from shared.runs.requests import RLRun
 
-    models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "distill": DistillRun, "rl": RLRun}
-    return models[kind]
+    models: tuple[type[BaseModel], ...] = (SFTRun, DPORun, DistillRun, RewardRun, RLRun)
+    return {str(model.model_fields["kind"].default): model for model in models}[kind]
 
 
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:

@@ -27,7 +27,7 @@ which and why. Who names one has it; where the other is fast, the run has a noti
 def table() -> str:
     """The whole page. A field that is the same in several kinds of runs is one row."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for kind in ("sft", "dpo", "distill", "rl"):
+    for kind in ("sft", "dpo", "distill", "reward", "rl"):
         for option in options_of(run_model(kind)):
             rows.setdefault(_cells(option), []).append(kind)
     lines = []

@@ -9,7 +9,7 @@ from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.losses import Distillation
-from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.previews import PreviewRequest
 from shared.runs.requests import RLRun, Run
 from shared.storage.checkpoints import CheckpointName, is_name
@@ -41,15 +41,19 @@ class NamedModels:
     def __init__(self, published: PublishedModels) -> None:
         self._published = published
 
-    def starting_point(self, tenant: str, model: str, place: str = "model") -> StartingPoint:
+    def starting_point(
+        self, tenant: str, model: str, place: str = "model", may_have_head: bool = False
+    ) -> StartingPoint:
         """Return what a run on this model starts from; paths, URIs and hub ids as they are.
 
         Raises:
-            InvalidInput: nothing is published under this name.
+            InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
+                may have such a head.
         """
         if not is_name(model):
             return StartingPoint(one_form(model))
         found = self._find(tenant, model, place)
+        self._refuse_scalars(tenant, found, place, may_have_head and found.kind != "models")
         artifact = self._published.artifact(tenant, found)
         if found.kind == "models":
             return StartingPoint(artifact.uri)
@@ -71,7 +75,7 @@ class NamedModels:
             case PreviewRequest():
                 model = self.starting_point(tenant, request.model_uri, f"{below}model_uri").model
                 changes: dict[str, Any] = {"model_uri": model}
-            case SFTRun() | DPORun() | DistillRun() | RLRun() | SessionRun():
+            case SFTRun() | DPORun() | DistillRun() | RewardRun() | RLRun() | SessionRun():
                 changes = self._changes(tenant, request, below)
             case _:
                 return request
@@ -79,18 +83,26 @@ class NamedModels:
         return request.model_copy(update=changes) if changes else request
 
     def _changes(self, tenant: str, run: Run, below: str) -> dict[str, Any]:
-        start = self.starting_point(tenant, run.model, f"{below}model")
+        may_have_head = isinstance(run, RewardRun | SessionRun)
+        start = self.starting_point(tenant, run.model, f"{below}model", may_have_head)
         changes: dict[str, Any] = {"model": start.model}
         if run.initial_adapter is not None:
             if start.initial_adapter is not None:
                 raise InvalidInput(_TWICE, f"{below}initial_adapter")
-            changes["initial_adapter"] = self._adapter(tenant, run.initial_adapter, f"{below}initial_adapter")
+            place = f"{below}initial_adapter"
+            changes["initial_adapter"] = self._adapter(tenant, run.initial_adapter, place, may_have_head)
         elif start.initial_adapter is not None:
             if run.trainable.kind == "full":
                 rule = "full training starts from a whole model, and this names an adapter: name its base model"
                 raise InvalidInput(rule, f"{below}model")
             changes["initial_adapter"] = start.initial_adapter
-            if "trainable" not in run.model_fields_set and start.lora is not None:
+            if isinstance(run, RewardRun):  # it has its head there, and so always the field
+                is_default = run.trainable == Lora(head=run.head)
+                if start.lora is not None and start.lora.head != run.head:
+                    raise InvalidInput(f"its head is not {run.head}: name the model that it is on", f"{below}model")
+            else:
+                is_default = "trainable" not in run.model_fields_set
+            if is_default and start.lora is not None:
                 changes["trainable"] = start.lora
         match run:
             case DPORun(reference=str(reference)) if reference != "base":
@@ -107,13 +119,19 @@ class NamedModels:
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
         return changes
 
-    def _adapter(self, tenant: str, text: str, place: str) -> str:
+    def _adapter(self, tenant: str, text: str, place: str, may_have_head: bool = False) -> str:
         if not is_name(text):
             return one_form(text)
         found = self._find(tenant, text, place)
         if found.kind == "models":
             raise InvalidInput(f"{found.id} is a whole model, and an adapter is wanted", place)
+        self._refuse_scalars(tenant, found, place, may_have_head)
         return self._published.artifact(tenant, found).uri
+
+    def _refuse_scalars(self, tenant: str, found: PublishedModel, place: str, may_have_head: bool) -> None:
+        head = self._published.head(tenant, found)
+        if head is not None and not may_have_head:
+            raise InvalidInput(f"{found.id} is a reward model ({head}): it has no head of a language model", place)
 
     def _find(self, tenant: str, name: str, place: str) -> PublishedModel:
         try:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from longshore.fields import Artifact, Frozen
-from longshore.training import Dtype
+from longshore.training import Dtype, ScalarHead
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Job
@@ -59,7 +59,7 @@ class ModelView(Frozen):
     """Something published. `id`: its newest version's, or that of the version that was asked for.
 
     `base`: the model that an adapter was trained on, as its run named it. `versions`: those in the store, in order.
-    `num_bytes`: of all files of this version.
+    `num_bytes`: of all files of this version. `rewards`: the names of what a reward model gives of an answer.
     """
 
     id: str
@@ -71,6 +71,7 @@ class ModelView(Frozen):
     run_id: str
     created_at: float
     num_bytes: int | None = None
+    rewards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class PublishedModels:
             base=None if found.kind == "models" else record.run.model,
             run_id=record.run_id,
             created_at=record.created_at,
+            rewards=record.run.trainable.head.names if record.run.trainable.head else (),
         )
 
     def manifest(self, tenant: str, found: PublishedModel) -> Manifest:
@@ -247,6 +249,13 @@ class PublishedModels:
             self._targets[tenant, found] = self._read_target(tenant, found)
         return self._targets[tenant, found]
 
+    def asked(self, tenant: str, model_id: str) -> Target:
+        """Return the weights of an id that is asked a question. Raises as `target_of`; InvalidInput: a reward model."""
+        target = self.target_of(tenant, model_id)
+        if not model_id.endswith(BASE) and (head := self.head(tenant, self.find(tenant, model_id))) is not None:
+            raise InvalidInput(f"{model_id[:300]} is a reward model ({head}), which answers no questions", "model")
+        return target
+
     def _read_target(self, tenant: str, found: PublishedModel) -> Target:
         artifact, record = self.artifact(tenant, found), self.record(tenant, found)
         plan = self._job(record.run_id).plan
@@ -264,6 +273,10 @@ class PublishedModels:
         if artifact is None:
             raise NotFound(f"{found.id} is no longer in the store")
         return artifact
+
+    def head(self, tenant: str, found: PublishedModel) -> ScalarHead | None:
+        """Return the head of a reward model, or of what a session made with one; None: a language model's."""
+        return self.record(tenant, found).run.trainable.head
 
     def record(self, tenant: str, found: PublishedModel) -> RunRecord:
         """Return the record of the run that published a version. Raises NotFound when that is not on record."""

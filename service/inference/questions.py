@@ -238,7 +238,7 @@ class Inference:
     async def _named(self, tenant: str, name: str) -> Target:
         """Return the weights of what a tenant has published; else of the base model that the installation names so."""
         try:
-            return await asyncio.to_thread(self._published.target_of, tenant, name)
+            return await asyncio.to_thread(self._published.asked, tenant, name)
         except NotFound:
             if (uri := self._untrained.uri_of(name)) is None:
                 raise

@@ -21,7 +21,7 @@ from longshore.losses import (
     Reinforce,
     SquaredError,
 )
-from longshore.training import Full, Lora, ScalarHead
+from longshore.training import MAX_SCALARS, Full, Lora, ScalarHead
 
 PairObjective = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 Objective = Literal[PairObjective, "kto"]
@@ -87,6 +87,17 @@ class KTO(Frozen):
     reference: Reference = "base"
 
 
+class BradleyTerry(Frozen):
+    """How likely the chosen answer of a pair is the better one, by a head's scalar at each answer's last token.
+
+    Sequences 2k and 2k + 1 of a unit are the chosen and the rejected answer; the former's advantage is the margin.
+    """
+
+    kind: Literal["bradley_terry"] = "bradley_terry"
+    center: float = Field(default=0.0, ge=0, le=1000, description="weight of the squared sum of a pair's rewards")
+    scalar: int = Field(default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0")
+
+
 class Preferences(_OfPairs):
     """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
 
@@ -97,6 +108,10 @@ class Preferences(_OfPairs):
     @property
     def reads_labels(self) -> bool:
         return self.objective == "kto"
+
+    @property
+    def reads_pairs(self) -> bool:
+        return not self.reads_labels
 
     def loss(self, reference: Reference) -> DPO | KTO:
         """Return the loss against a reference, which some objectives do without."""
@@ -157,24 +172,30 @@ def teacher_stays(trainable: Lora | Full, loss: DistillationSettings) -> None:
 
 
 RLLoss = PolicyLoss | Distillation
-Loss = Annotated[CrossEntropy | PolicyLoss | DPO | KTO | Distillation | SquaredError, Field(discriminator="kind")]
+Loss = Annotated[
+    CrossEntropy | PolicyLoss | DPO | KTO | Distillation | SquaredError | BradleyTerry, Field(discriminator="kind")
+]
 
 
 def check_head(loss: Loss, head: ScalarHead | None) -> None:
     """Raise ValueError unless a loss is of the head that a slot has. `head`: of scalars; None: the language head."""
-    is_of_scalars = isinstance(loss, SquaredError)
+    is_of_scalars = isinstance(loss, SquaredError | BradleyTerry)
     if is_of_scalars and head is None:
         raise ValueError(f"loss: {loss.kind} is of a head of scalars, and this trains the language head: name a head")
     if not is_of_scalars and head is not None:
         raise ValueError(f"loss: {loss.kind} is of the language head, and this trains {head} in its place")
-    if isinstance(loss, SquaredError) and head is not None and loss.scalar >= len(head.names):
+    if head is None or not isinstance(loss, SquaredError | BradleyTerry):
+        return
+    if isinstance(loss, BradleyTerry) and head.per != "sequence":
+        raise ValueError(f"loss: {loss.kind} is of a scalar a sequence, and this trains {head}")
+    if (loss.scalar or 0) >= len(head.names):
         raise ValueError(f"loss.scalar: {loss.scalar} is behind the last of {', '.join(head.names)}, counted from 0")
 
 
 def reference_of(loss: Loss) -> Reference | None:
     """Return the reference model of a loss; None if it has none. Raises ValueError as `Kl.model` does."""
     match loss:
-        case CrossEntropy() | SquaredError():
+        case CrossEntropy() | SquaredError() | BradleyTerry():
             return None
         case DPO():
             return loss.reference if loss.has_reference else None

@@ -3,7 +3,7 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.jobs.layout import check_ranks
-from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
@@ -28,7 +28,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
         case DistillRun(teacher="base", initial_adapter=None):
             rule = "the student begins as the base itself: name an initial_adapter, or another teacher"
             raise InvalidInput(rule, f"{below}teacher")
-        case SFTRun() | DPORun() | DistillRun() if run.batch_size is not None:
+        case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
             examples = run.batch_size
             examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):

@@ -1,6 +1,6 @@
 """Runs on a dataset as a user asks for them: fine-tuning, preferences, distillation."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,12 +8,14 @@ from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.training import (
     DTYPE_DESCRIPTION,
+    MAX_SCALARS,
     QUANTIZE_DESCRIPTION,
     RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
     Adam,
     Decay,
     DtypeChoice,
+    Full,
     Lora,
     LoraPlusRatio,
     ModelUri,
@@ -24,6 +26,7 @@ from longshore.training import (
     OptimizerStates,
     Quantization,
     Recompute,
+    ScalarHead,
     Trainable,
     check_optimizer,
     fields_fit_engine,
@@ -210,9 +213,74 @@ class DPORun(Preferences, _DatasetRun):
         return self
 
 
+class RewardRun(_DatasetRun):
+    """A reward model, as a user asks for it: of pairs of answers (shared.jobs.losses.BradleyTerry) or of answers with
+    scores (squared_error). The head of scalars is of its objective; an answer's reward is at its last token.
+    """
+
+    kind: Literal["reward"] = "reward"
+    objective: Literal["bradley_terry", "squared_error"] = Field(
+        default="bradley_terry", description="of pairs, with a margin or none; squared_error: of answers with scores"
+    )
+    dataset: PreferencesSource = Field(description="preference pairs; of squared_error answers with scores")
+    eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
+    score_fields: tuple[Name, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SCALARS,
+        description="of squared_error: fields of rows with a number, each a scalar of the head; score if absent",
+    )
+    center: float = Field(
+        default=0.0, ge=0, le=1000, description="of bradley_terry: weight of the squared sum of a pair's rewards"
+    )
+    too_long: Literal["drop"] = "drop"
+    batch_size: int | None = Field(default=None, ge=1, description="pairs, or answers, a step")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest answer, or pair with both answers")
+    learning_rate: float = Field(default=1e-4, gt=0, le=10, description=PEAK)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_the_head_of_its_objective(cls, given: Any) -> Any:
+        trained = given.get("trainable", Lora()) if isinstance(given, dict) else None
+        told = trained.model_dump() if isinstance(trained, Lora | Full) else trained
+        if not isinstance(told, dict):
+            return given
+        names = ("reward",) if given.get("objective") != "squared_error" else given.get("score_fields") or ("score",)
+        return given | {"trainable": told | {"head": told.get("head") or {"names": names, "per": "sequence"}}}
+
+    @property
+    def head(self) -> ScalarHead:
+        """What the objective trains: the head of `trainable`."""
+        return ScalarHead(names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence")
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.objective == "bradley_terry"
+
+    @property
+    def number_fields(self) -> tuple[str, ...]:
+        """The fields of rows with what is learned beside the answers."""
+        return ("margin",) if self.reads_pairs else self.head.names
+
+    # In the place of the base's: here it is the other head that is trained.
+    @model_validator(mode="after")
+    def _trains_the_language_head(self) -> Self:
+        if self.trainable.head != self.head:
+            raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
+        if self.num_samples:
+            raise ValueError("num_samples: a head of scalars writes no text: drop it")
+        if self.reads_pairs and self.score_fields is not None:
+            raise ValueError("score_fields would be ignored by bradley_terry: they are of squared_error")
+        if not self.reads_pairs and self.center:
+            raise ValueError("center would be ignored by squared_error: it is of bradley_terry")
+        if self.reads_pairs:
+            _Pairs(dataset=self.dataset, eval_dataset=self.eval_dataset)
+        return self
+
+
 class _Pairs(Frozen):
     dataset: PairsSource
     eval_dataset: PairsSource | None
 
 
-DatasetRun = Annotated[SFTRun | DPORun | DistillRun, Field(discriminator="kind")]
+DatasetRun = Annotated[SFTRun | DPORun | DistillRun | RewardRun, Field(discriminator="kind")]

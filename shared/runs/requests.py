@@ -21,7 +21,7 @@ from shared.jobs.losses import (
     teacher_stays,
     with_algorithm,
 )
-from shared.runs.dataset_runs import PEAK, DistillRun, DPORun, SFTRun, TrainedRun
+from shared.runs.dataset_runs import PEAK, DistillRun, DPORun, RewardRun, SFTRun, TrainedRun
 from shared.runs.rollouts import Rollouts
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
@@ -185,8 +185,8 @@ def _completion_tokens(given: dict[str, Any]) -> int:
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
 
 
-Kind = Literal["sft", "dpo", "distill", "rl", "session"]
-Run = Annotated[SFTRun | DPORun | DistillRun | RLRun | SessionRun, Field(discriminator="kind")]
+Kind = Literal["sft", "dpo", "distill", "reward", "rl", "session"]
+Run = Annotated[SFTRun | DPORun | DistillRun | RewardRun | RLRun | SessionRun, Field(discriminator="kind")]
 
 
 def dtype_of(run: Run) -> Dtype:

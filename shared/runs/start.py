@@ -9,7 +9,7 @@ from pydantic import Field
 from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
@@ -107,7 +107,7 @@ def workflow_of(
         "tenant_weight": quotas.worker_weight or 1.0,
     }
     match record.run:
-        case SFTRun() | DPORun() | DistillRun() as run:
+        case SFTRun() | DPORun() | DistillRun() | RewardRun() as run:
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case SessionRun() as run:
             return SESSION_WORKFLOW, SessionStart(run=run, **given)

@@ -3,13 +3,13 @@
 import math
 
 from longshore.fields import Artifact
-from longshore.losses import CrossEntropy, Reference
+from longshore.losses import CrossEntropy, Reference, SquaredError
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import Distillation, DistillationSettings, Loss, with_reference
+from shared.jobs.losses import BradleyTerry, Distillation, DistillationSettings, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import RLRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
@@ -73,6 +73,8 @@ def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
             return CrossEntropy()
         case DPORun():
             return run.loss(reference)
+        case RewardRun():
+            return BradleyTerry(center=run.center) if run.reads_pairs else SquaredError(scalar=None)
         case DistillRun():
             settings = run.model_dump(include=set(DistillationSettings.model_fields))
             if run.teacher_url is not None:  # what it said is of the data

@@ -23,7 +23,7 @@ from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
 from service.runs.views.words import last_lines, log_line
 from shared.errors import StoreUnavailable
 from shared.runs.acceptance import precision_of
-from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Kind, RLRun, Run, RunId, Source
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
@@ -86,10 +86,10 @@ async def _check_store(backend: Backend) -> str:
         return "away"
 
 
-class RunRequest(RootModel[SFTRun | DPORun | DistillRun | RLRun]):
+class RunRequest(RootModel[SFTRun | DPORun | DistillRun | RewardRun | RLRun]):
     """A run, by its `kind`."""
 
-    root: SFTRun | DPORun | DistillRun | RLRun = Field(discriminator="kind")
+    root: SFTRun | DPORun | DistillRun | RewardRun | RLRun = Field(discriminator="kind")
 
 
 async def _source(request: Request) -> Source:
@@ -131,6 +131,12 @@ async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> RunView:
 @router.post("/runs/distill", status_code=201)
 async def submit_distill(run: JsonBody[DistillRun], submit: Submits) -> RunView:
     """Start a run whose student becomes like its teacher on a dataset. The same Idempotency-Key gives the same run."""
+    return await submit(run)
+
+
+@router.post("/runs/reward", status_code=201)
+async def submit_reward(run: JsonBody[RewardRun], submit: Submits) -> RunView:
+    """Start a run that trains a reward model, of pairs or of scores. The same Idempotency-Key gives the same run."""
     return await submit(run)
 
 

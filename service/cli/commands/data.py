@@ -29,7 +29,7 @@ Examples:
   longshore estimate dpo -m org/model -d pairs.jsonl --batch-tokens 65536
   longshore estimate rl -m org/model --prompts prompts.jsonl --grader grader.json --steps 100
 """
-_UNITS = {"sft": "examples", "dpo": "pairs", "distill": "examples", "rl": "prompts"}
+_UNITS = {"sft": "examples", "dpo": "pairs", "distill": "examples", "reward": "examples", "rl": "prompts"}
 # The options of `submit sft` that say how a dataset is read.
 _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
 
@@ -163,7 +163,8 @@ def estimate(
     context: typer.Context,
     client: "CliClient",
     words: Annotated[
-        list[str], typer.Argument(metavar="sft|dpo|distill|rl", help="As after `longshore submit`; nothing is started.")
+        list[str],
+        typer.Argument(metavar="sft|dpo|distill|reward|rl", help="As after `longshore submit`; nothing is started."),
     ],
 ) -> CommandAnswer:
     """Estimate tokens, steps, time and cost of a run, without starting it.
@@ -172,7 +173,7 @@ def estimate(
     it.
     """
     if words[0] not in _UNITS:
-        raise Stop("estimate knows sft, dpo, distill and rl, with the options of longshore submit", USAGE)
+        raise Stop("estimate knows sft, dpo, distill, reward and rl, with the options of longshore submit", USAGE)
     run = run_of(context, words, "longshore estimate")
     if run.kind == "rl" and run.rollouts is None:
         advice = "`longshore estimate rl --prompts ...` estimates a run of its own rollouts"

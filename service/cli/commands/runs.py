@@ -27,6 +27,7 @@ _GOALS = {
     "sft": "loss",
     "dpo": "loss",
     "distill": "loss",
+    "reward": "loss",
     "rl": "reward_mean",
     "session": "loss",
 }  # what a list shows of how runs do
@@ -47,7 +48,7 @@ def ls(
     client: "CliClient",
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
     kind: Annotated[
-        Literal["sft", "dpo", "distill", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")
+        Literal["sft", "dpo", "distill", "reward", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")
     ] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,

@@ -39,12 +39,14 @@ Examples:
   longshore submit dpo -m org/model -d pairs.jsonl --beta 0.1
   longshore submit dpo -m org/model -d answers.jsonl --objective kto
   longshore submit distill -m org/model -d rows.jsonl --teacher tuned --divergence jsd
+  longshore submit reward -m org/model -d pairs.jsonl --epochs 1
   longshore submit rl -m org/model --prompts prompts.jsonl --grader grader.json --algorithm grpo --steps 100
 """
 _KINDS = {
     "sft": "Start supervised fine-tuning.",
     "dpo": "Start preference optimisation: DPO or --objective of its kin on pairs of answers, KTO on labelled ones.",
     "distill": "Start distillation on a dataset: the student becomes like --teacher, `base` or an adapter on it.",
+    "reward": "Start a reward model: of pairs with a margin or none, or by --objective squared_error of scores.",
     "rl": "Start a reinforcement-learning run: on its own rollouts with --prompts, else it waits for `longshore step`.",
 }
 # The fields of a request to /validate and /preview that have other names in a run.
@@ -55,7 +57,7 @@ _EXIT_CODES = (
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 Timeout = Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")]
 IdempotencyKey = Annotated[str | None, typer.Option(help="The same key gives the same run.")]
-app = group("submit", help="Start a run: sft, dpo, distill or rl.", epilog=_EXAMPLES)
+app = group("submit", help="Start a run: sft, dpo, distill, reward or rl.", epilog=_EXAMPLES)
 
 
 def _submit(

@@ -130,7 +130,7 @@ def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
     """
     found: list[tuple[str, float, float | None]] = []
     times: Counter[str] = Counter()
-    is_twice = view.run.kind in ("sft", "dpo", "distill") and view.run.eval_dataset is not None
+    is_twice = view.run.kind in ("sft", "dpo", "distill", "reward") and view.run.eval_dataset is not None
     for each in view.timeline:
         if each.phase == "checking":  # a new execution of the run
             times.clear()

@@ -14,7 +14,7 @@ from service.runs.views.run_view import Cost, RunView, seconds_left
 from service.runs.views.words import SKIPPED, event_in_words, last_lines
 from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
-from shared.runs.dataset_runs import DistillRun, DPORun, SFTRun
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.events import RunEvent
 from shared.runs.requests import RLRun, Run
 from shared.runs.status import Phase, StepStatus
@@ -152,7 +152,7 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
 
 def _method(run: Run, hyperparameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
     match run:
-        case SFTRun() | DistillRun():  # OpenAI has no method of that name: its rows are examples
+        case SFTRun() | DistillRun() | RewardRun():  # OpenAI has no method of the latter names
             return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         case DPORun():
             return {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}

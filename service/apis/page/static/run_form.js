@@ -4,7 +4,7 @@ import { byId, make, Problem } from "./page.js";
 import { LENGTHS, prepareFields } from "./settings_fields.js";
 
 const RL_START = { epochs: 1, mini_batches: 1, rollouts: { steps: 50, prompts_per_step: 8, group_size: 8, grader: { type: "string_check", name: "same", input: "{{sample.output_text}}", operation: "eq", reference: "{{item.answer}}" } } };
-export const STARTS = { sft: { epochs: 1, batch_size: 8 }, dpo: { epochs: 1, batch_size: 8 }, distill: { epochs: 1, batch_size: 8, teacher: "" }, rl: RL_START };
+export const STARTS = { sft: { epochs: 1, batch_size: 8 }, dpo: { epochs: 1, batch_size: 8 }, distill: { epochs: 1, batch_size: 8, teacher: "" }, reward: { epochs: 1, batch_size: 8 }, rl: RL_START };
 // Names of the main fields, as the command line's options have them.
 const WORDS = { rows: { rows: "Dataset", "eval-rows": "Eval dataset", length: "Epochs" }, rl: { rows: "Prompts", "eval-rows": "Eval prompts", length: "Steps" } };
 export const pretty = (settings) => JSON.stringify(settings, null, 2);
@@ -101,7 +101,7 @@ export function runOf(elements, settings) {
 /** The field of the form for a place in a run. */
 export function fieldOfRun(place, kind) {
   const rest = place.split(".");
-  const inner = ["sft", "dpo", "distill", "rl"].includes(rest[0]) ? rest.slice(1) : rest;
+  const inner = ["sft", "dpo", "distill", "reward", "rl"].includes(rest[0]) ? rest.slice(1) : rest;
   if (inner[0] === "name") return "run_name";
   if (inner[0] === "model" || inner[0] === "model_uri") return "model";
   if (inner.at(-1) === "uri" && (inner[0] === "eval_dataset" || inner[1] === "held_out")) return "eval_dataset";

@@ -95,6 +95,13 @@ const PLANS = {
     { title: "Rewards of the answers", lines: [step("reward_chosen", "chosen"), step("reward_rejected", "rejected")] },
     ...BY_STEP,
   ],
+  reward: [
+    { title: "Loss", lines: [step("loss", "train"), held("loss", "held out")] },
+    { title: "Preference accuracy", lines: [step("preference_accuracy", "train"), held("preference_accuracy", "held out")] },
+    { title: "Reward margin", lines: [step("reward_margin", "margin"), held("reward_margin", "held out")] },
+    { title: "Calibration error", lines: [held("calibration_error", "held out")], fromZero: true },
+    ...BY_STEP,
+  ],
   rl: [
     { title: "Reward", xName: "train step", lines: [train("reward_mean", "mean"), train("eval_reward_mean", "held out")], band: ["reward_mean", "reward_std"] },
     { title: "Spread within groups", xName: "train step", lines: [train("reward_spread_mean", "standard deviation"), train("zero_variance_share", "share of groups with none")] },

@@ -3,9 +3,9 @@
 
 import { get, make, words } from "./page.js";
 
-const MODELS = { sft: "SFTRun", dpo: "DPORun", distill: "DistillRun", rl: "RLRun" };
+const MODELS = { sft: "SFTRun", dpo: "DPORun", distill: "DistillRun", reward: "RewardRun", rl: "RLRun" };
 const IN_THE_FORM = ["kind", "schema_version", "name", "model", "dataset", "rollouts.prompts", "eval_dataset", "rollouts.held_out.prompts"];
-export const LENGTHS = { sft: ["epochs"], dpo: ["epochs"], distill: ["epochs"], rl: ["rollouts", "steps"] };
+export const LENGTHS = { sft: ["epochs"], dpo: ["epochs"], distill: ["epochs"], reward: ["epochs"], rl: ["rollouts", "steps"] };
 const SCALARS = ["boolean", "integer", "number", "string"];
 const PREFIXES = { held_out: "eval_", weight_sync: "sync_" };  // as the command line's options have them
 const DEEPEST = 3;

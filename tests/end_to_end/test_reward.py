@@ -1,0 +1,163 @@
+"""Pairs and scores in, a published reward model out, through every process; and what it cannot be."""
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.dev.connection import Connection
+from tests.end_to_end.runs import jsonl
+from tests.end_to_end.stack import Answer, Stack
+from tests.end_to_end.test_bad_input import assert_refused
+from tests.end_to_end.test_dpo import published
+
+pytestmark = pytest.mark.slow
+
+WORDS = ("crates", "ropes", "tide", "harbour", "cargo", "sails", "anchor", "pier")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def answers(number: int) -> tuple[str, str, str]:
+    """A question, and two answers of which the first has more of the letter z."""
+    draw = random.Random(number)
+    few, many = sorted(draw.sample(range(7), 2))
+    texts = ((["z"] * count + draw.choices(WORDS, k=7 - count)) for count in (many, few))
+    return f"Say {draw.choice(WORDS)} {number}.", *(" ".join(draw.sample(words, 7)) for words in texts)
+
+
+def pairs(numbers: range) -> list[dict]:
+    rows = [dict(zip(("prompt", "chosen", "rejected"), answers(number), strict=True)) for number in numbers]
+    return [row | ({"margin": 0.5} if place % 2 else {}) for place, row in enumerate(rows)]
+
+
+def scored(numbers: range) -> list[dict]:
+    rows = [(prompt, answer) for prompt, *both in map(answers, numbers) for answer in both]
+    return [{"prompt": p, "completion": a, "zs": a.count("z") / 7, "short": len(a) / 50} for p, a in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    for name, rows in (("pairs", pairs), ("scores", scored)):
+        jsonl(folder / f"{name}.jsonl", rows(range(256)))
+        jsonl(folder / f"{name}-held-out.jsonl", rows(range(1000, 1064)))
+    return folder
+
+
+def submit(stack: Stack, model: Path, folder: Path, data: str, *more: str, check: bool = True) -> Answer:
+    return stack.cli(
+        *("submit", "reward", "--wait", "--json", "--model", str(model), "--dataset", str(folder / f"{data}.jsonl")),
+        *("--eval-dataset", str(folder / f"{data}-held-out.jsonl"), "--max-tokens", "256", "--batch-size", "32"),
+        *more,
+        check=check,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(stack: Stack, tiny_model: Path, folder: Path) -> Answer:
+    more = ("--steps", "60", "--learning-rate", "0.01", "--center", "0.01", "--name", "more-z")
+    return submit(stack, tiny_model, folder, "pairs", *more)
+
+
+def rewards(model: Path, folder: Path, rows: list[tuple[str, str]], num_scalars: int, is_lora: bool) -> list:
+    """The rewards that transformers computes with a published reward model, [rows, scalars]."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    load = AutoModelForSequenceClassification.from_pretrained
+    found = PeftModel.from_pretrained(load(model, num_labels=num_scalars), folder) if is_lora else load(folder)
+    told = []
+    for prompt, answer in rows:
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        with torch.no_grad():
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            told.append(found.eval()(ids).logits[0].tolist())
+    return told
+
+
+def test_held_out_pairs_are_told_apart_and_peft_computes_the_same(stack, trained, tiny_model, folder) -> None:
+    told = stack.cli("metrics", trained.json["run_id"], "--json").json
+    last = told["evaluations"][-1]["metrics"]
+    assert trained.json["run_id"].startswith("reward-") and last["preference_accuracy"] >= 0.95
+    assert told["evaluations"][0]["metrics"]["preference_accuracy"] < 0.8
+    rows = pairs(range(1000, 1064))
+    both = [(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")]
+    reward = [values[0] for values in rewards(tiny_model, published(trained), both, 1, is_lora=True)]
+    leads = [one - other for one, other in zip(reward[::2], reward[1::2], strict=True)]
+    assert last["preference_accuracy"] == sum(lead > 0 for lead in leads) / len(leads)
+    assert last["reward_margin"] == pytest.approx(sum(leads) / len(leads), rel=1e-4)
+    assert last["reward_chosen"] == pytest.approx(sum(reward[::2]) / len(leads), rel=1e-4)
+    loss = [
+        math.log1p(math.exp(row.get("margin", 0.0) - lead)) + 0.01 * (2 * one - lead) ** 2
+        for row, lead, one in zip(rows, leads, reward[::2], strict=True)
+    ]
+    assert last["loss"] == pytest.approx(sum(loss) / len(loss), rel=1e-4)
+    assert 0 <= last["calibration_error"] < 0.5
+    card = (published(trained) / "README.md").read_text()
+    assert "A reward model by Longshore" in card and "| objective | bradley_terry |" in card
+
+
+def test_scores_are_learned_by_names_with_all_weights(stack, tiny_model, folder) -> None:
+    fields = ("--objective", "squared_error", "--score-fields", "zs", "--score-fields", "short", "--full")
+    answer = submit(stack, tiny_model, folder, "scores", *fields, "--steps", "30", "--learning-rate", "0.001")
+    told = stack.cli("metrics", answer.json["run_id"], "--json").json
+    before, after = (told["evaluations"][place]["metrics"]["loss"] for place in (0, -1))
+    assert after < 0.5 * before
+    rows = scored(range(1000, 1064))
+    asked = [(row["prompt"], row["completion"]) for row in rows]
+    found = rewards(tiny_model, published(answer), asked, 2, is_lora=False)
+    errors = [
+        (value - row[name]) ** 2
+        for row, values in zip(rows, found, strict=True)
+        for value, name in zip(values, ("zs", "short"), strict=True)
+    ]
+    assert after == pytest.approx(sum(errors) / len(errors), rel=1e-3)
+
+
+def test_a_reward_model_is_no_language_model(stack, trained, tiny_model, folder) -> None:
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    headers = {"authorization": f"Bearer {connection.api_key}"}
+    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=60, trust_env=False) as http:
+        shown = http.get("/api/v1/models/more-z").json()
+        assert shown["rewards"] == ["reward"] and shown["kind"] == "adapter"
+        chat = {"model": "more-z", "messages": [{"role": "user", "content": "Say tide 1."}]}
+        asked = http.post("/v1/chat/completions", json=chat)
+    assert asked.status_code == 400 and "more-z is a reward model (1 scalar a sequence)" in asked.text
+    sft = ("submit", "sft", "--dataset", str(folder / "pairs.jsonl"))
+    policy = stack.cli(*sft, "--model", "more-z", check=False)
+    assert policy.code != 0 and "is a reward model" in policy.stderr
+    initial = stack.cli(*sft, "--model", str(tiny_model), "--initial-adapter", "more-z", check=False)
+    assert initial.code != 0 and "is a reward model" in initial.stderr
+    uri = stack.cli(*sft, "--model", str(tiny_model), "--initial-adapter", f"file://{published(trained)}", check=False)
+    assert uri.code == 0  # accepted, and refused before a lease
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as bradley_terry does"),
+        (pairs(range(2)), ("--objective", "squared_error"), "pairs are what dpo learns from"),
+        ([{"prompt": "a", "completion": "b"}], ("--objective", "squared_error"), "no field 'score'"),
+        ([row | {"margin": "much"} for row in pairs(range(2))], (), "margin must be a number, not text"),
+    ],
+)
+def test_rows_of_another_kind_are_refused_by_name(stack, tiny_model, tmp_path, rows, options, words) -> None:
+    for name in ("rows", "rows-held-out"):
+        jsonl(tmp_path / f"{name}.jsonl", rows)
+    assert_refused(submit(stack, tiny_model, tmp_path, "rows", *options, check=False), words)
