@@ -11,7 +11,7 @@ from temporalio import activity
 
 from activities.host_context import HostContext, beating
 from activities.publishing.card import model_card
-from activities.tokenizing.end_tokens import end_ids_of
+from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact
 from shared.models.end_tokens import GENERATION, with_end_ids

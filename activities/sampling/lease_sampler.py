@@ -17,7 +17,7 @@ from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
-from activities.tokenizing.end_tokens import end_ids_of
+from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Frozen
 from shared.chat.sampler_control import SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost

@@ -13,7 +13,7 @@ from activities.host_context import HostContext
 from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sampling.streamed import Tell
-from activities.tokenizing.end_tokens import stopping_at, stops_of
+from activities.tokenizing.tokenizer import stopping_at, stops_of
 from activities.tokenizing.tool_calls import text_before_calls
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse

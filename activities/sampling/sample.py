@@ -24,8 +24,8 @@ from activities.sampling.completions import (
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.routes import RoutesWriter, read_answer, sent_bytes
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
-from activities.tokenizing.end_tokens import stopping_at, stops_of
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
+from activities.tokenizing.tokenizer import stopping_at, stops_of
 from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling

@@ -1,12 +1,14 @@
-"""A model's tokenizer and chat template, from its folder's small files; texts in, ids and trained weights out."""
+"""A model's tokenizer and chat template, from its folder's small files; texts in, ids and trained weights out; and the
+tokens that end its answers."""
 
 import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +17,19 @@ from pydantic import Field
 from activities.confined.fork_server import sign
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import WeightedSpan
-from activities.tokenizing.template_process import TemplateSource
+from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from longshore.fields import Artifact, Frozen
+from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import InvalidInput
 from shared.models.config import with_decoder
-from shared.models.end_tokens import GENERATION, end_ids_in
+from shared.models.end_tokens import GENERATION, end_ids_in, read_end_ids
+from shared.serving import SamplerPlace, ServedSampler
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+AskedT = TypeVar("AskedT", Sampling, CompletionRequest)
+_KEPT = 256  # models whose end tokens a host remembers
 MAX_CHARACTERS = 4 << 20
 _MAX_FILE_BYTES = 128 << 20
 TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
@@ -303,3 +309,43 @@ def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> t
     if by_name and "default" not in by_name:
         raise InvalidInput("there are several chat templates and none is the default", place)
     return by_name.get("default"), by_name.get("tool_use")
+
+
+# The tokens with which a model's answers end: those that its files name, and those that training puts there. A base
+# model's files name the end of a text, and its chat template ends turns with another token.
+
+
+def end_ids_of(host: HostContext, model: Artifact) -> tuple[int, ...]:
+    """Return the ids that end a model's answers. Raises CorruptArtifact where its files have changed."""
+    named = read_end_ids(host.stage(model, only=(GENERATION, "config.json")))
+    return tuple(dict.fromkeys([*named, *_trained(host, model)]))
+
+
+def stops_of(place: SamplerPlace, host: HostContext, model: Artifact) -> tuple[int, ...]:
+    """Return the stop tokens that a sampler must be asked for. One that we start knows the model's end tokens."""
+    return end_ids_of(host, model) if isinstance(place, ServedSampler) else ()
+
+
+def stopping_at(asked: AskedT, end_ids: tuple[int, ...]) -> AskedT:
+    """Return a request with more stop tokens, unless it is to go on behind the model's own end."""
+    if asked.ignore_eos or not end_ids:
+        return asked
+    return asked.model_copy(update={"stop_token_ids": [*dict.fromkeys([*(asked.stop_token_ids or ()), *end_ids])]})
+
+
+@lru_cache(maxsize=_KEPT)
+def _trained(host: HostContext, model: Artifact) -> tuple[int, ...]:
+    """Return the ids that training puts at the ends of answers; none without a tokenizer or template to learn from."""
+    try:
+        return host.confined(trained_end_ids, tokenizer_files(host, model))
+    except InvalidInput:  # such a model answers too: with texts, or to token ids
+        return ()
+
+
+def trained_end_ids(files: TokenizerFiles) -> tuple[int, ...]:
+    """Load a tokenizer and its template in a confined process. Raises InvalidInput where they cannot be used."""
+    tokenizer = files.load()
+    if tokenizer.template is None:
+        return tokenizer.end_ids()
+    with TemplateProcess(tokenizer.template, tokenizer.place) as process:
+        return tokenizer.end_ids(process.stops)

@@ -9,9 +9,8 @@ import pytest
 from activities.host_context import HostContext
 from activities.publishing.publish import Publish
 from activities.sampling.lease_sampler import SamplerCommand
-from activities.tokenizing.end_tokens import end_ids_of, stopping_at, stops_of
 from activities.tokenizing.tokenize import PROMPTS, TokenizeRequest, write_units
-from activities.tokenizing.tokenizer import TokenizerFiles
+from activities.tokenizing.tokenizer import TokenizerFiles, end_ids_of, stopping_at, stops_of
 from longshore.fields import Artifact
 from longshore.losses import CrossEntropy
 from longshore.training import Full
