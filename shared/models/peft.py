@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from longshore.fields import Sha256
 from longshore.training import TARGETS, Lora, ScalarHead, Target
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
+from shared.models.peft_mixtures import told, untold
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -101,13 +102,13 @@ class _Config(BaseModel):
         return _PER.get(self.task_type) if is_head else None
 
 
-def _switched_on(config: _Config) -> list[str]:
+def _switched_on(config: _Config, without_effect: Container[str]) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}) | ({"modules_to_save": config.modules_to_save} if config.per is None else {})
     return [
         name
         for name, value in more.items()
-        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
+        if name not in without_effect and value not in (None, False, "none", {}, [], _TOWERS)
     ]
 
 
@@ -152,7 +153,15 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
         read = _Config.model_validate(config)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    if fields := _switched_on(read):
+    sizes, is_told = untold(
+        {
+            **{"rank": read.r, "alpha": read.lora_alpha, "rank_stabilized": read.use_rslora},
+            **{"rank_pattern": read.rank_pattern or {}, "alpha_pattern": read.alpha_pattern or {}},
+        },
+        read.target_modules,
+        config.get("target_parameters"),
+    )
+    if fields := _switched_on(read, _WITHOUT_EFFECT | ({"target_parameters"} if is_told else set())):
         value = config[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
@@ -167,14 +176,10 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
     is_pattern = isinstance(names, str) and names != "all-linear"
     try:
         return Lora(
-            rank=read.r,
-            alpha=read.lora_alpha,
             layers=(listed,) if isinstance(listed, int) else listed or None,
-            rank_pattern=read.rank_pattern or {},
-            alpha_pattern=read.alpha_pattern or {},
-            rank_stabilized=read.use_rslora,
             head=read.per and ScalarHead(names=scalars or ("value",), per=read.per),
             dora=read.use_dora,
+            **sizes,
             **{"target_pattern" if is_pattern else "targets": names},
         )
     except ValidationError as error:
@@ -186,8 +191,9 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
 
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
     """Write `adapter_config.json` beside these tensors."""
-    config = config_of(lora) | {"lora_dropout": lora.dropout}
-    if any(".language_model." in name for name in tensors):
+    adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
+    config = config_of(lora) | {"lora_dropout": lora.dropout} | told(lora, adapted)
+    if any(".language_model." in name for name in adapted):
         config["exclude_modules"] = _TOWERS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
