@@ -18,7 +18,7 @@ UNREAD = ".mixer.experts."
 """In names of experts that have no adapters: PEFT 0.21 stacks no `up_proj` without a `gate_proj`."""
 SHARED = ".mlp.shared_expert."
 """In names of families whose linears PEFT reads by their names as they are."""
-_STACKS = {"mlp.experts.gate_up_proj": {"gate_proj", "up_proj"}, "mlp.experts.down_proj": {"down_proj"}}
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _LINEAR = re.compile(r"mlp\.(?:shared_experts\.)?(gate_proj|up_proj|down_proj)\.weight")
 _PAIR = r"experts\.gate_up_proj"
 
@@ -29,36 +29,39 @@ def _of_pairs(rank: int, alpha: float, is_stabilized: bool) -> dict[str, float]:
 
 
 def told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
-    """Return fields of `adapter_config.json` for an adapter beside these modules, as far as they differ."""
+    """Return what `adapter_config.json` has otherwise than elsewhere for an adapter beside these modules."""
     mlps = [name for name in adapted if ".mlp." in name and name.rpartition(".")[2] in MLPS]
-    if not any(part in name for name in mlps for part in (EXPERTS, ".mlp.shared_experts.")):
-        return {}
     experts = {name.rpartition(".")[2] for name in mlps if EXPERTS in name}
+    if not experts and not any(".mlp.shared_experts." in name for name in mlps):
+        return {}
     reads_names = any(SHARED in name for name in mlps)
     has_stacks = reads_names or lora.target_pattern is not None  # a pattern of whole names means no stack
-    parameters = {stack for stack, parts in _STACKS.items() if has_stacks and parts <= experts}
-    if not reads_names:
-        parameters |= {f"mlp.{name.rpartition('.mlp.')[2]}.weight" for name in mlps if EXPERTS not in name}
+    others = () if reads_names else (name for name in mlps if EXPERTS not in name)
+    parameters = {f"mlp.{name.rpartition('.mlp.')[2]}.weight" for name in others}
+    if experts and (has_stacks or "down_proj" not in experts):  # without which PEFT finds no gate and up, either
+        parameters.add(_DOWN)
     fields: dict[str, Any] = {"lora_dropout": 0.0}  # PEFT loads no stack with dropout
-    if parameters:
-        fields["target_parameters"] = sorted(parameters)
-    of_pairs = _of_pairs(lora.rank, lora.alpha, lora.rank_stabilized) if "gate_proj" in experts else {}
-    for field, value in of_pairs.items():
-        if has_stacks or (field, lora.rank_stabilized) == ("alpha_pattern", True):
-            fields[field] = {_PAIR: value, **dict(getattr(lora, field))}  # the first that matches counts
-    return fields
+    if "gate_proj" in experts:
+        parameters |= {_GATE_UP} if has_stacks else set()
+        for field, value in _of_pairs(lora.rank, lora.alpha, lora.rank_stabilized).items():
+            if has_stacks or (lora.rank_stabilized and field == "alpha_pattern"):  # else PEFT finds them itself
+                fields[field] = {_PAIR: value, **dict(getattr(lora, field))}
+    return fields | ({"target_parameters": sorted(parameters)} if parameters else {})
 
 
 def untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object) -> tuple[dict[str, Any], bool]:
     """Return fields of a Lora without what `told` adds, and whether the parameters are as it names them."""
     of_pairs = _of_pairs(lora["rank"], lora["alpha"], lora["rank_stabilized"])
-    has_pairs = all(lora[field].get(_PAIR) == value for field, value in of_pairs.items())
-    own = {field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, own)} for field, own in of_pairs.items()}
+    without = {
+        field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, of_pairs[field])} for field in of_pairs
+    }
+    named = MLPS if isinstance(names, str) else MLPS.intersection(names)
+    own = {_DOWN} if named else set()
+    if {"gate_proj", "up_proj"} <= named and all(without[field] != lora[field] for field in of_pairs):
+        own.add(_GATE_UP)
 
     def is_own(parameter: object) -> bool:
         linear = _LINEAR.fullmatch(str(parameter))
-        parts = {linear[1]} if linear else _STACKS.get(str(parameter), set())
-        is_named = isinstance(names, str) or parts <= {*names}
-        return bool(parts) and is_named and (has_pairs or "gate_up" not in str(parameter))
+        return parameter in own if linear is None else linear[1] in named
 
-    return {**lora, **own}, isinstance(parameters, list) and all(map(is_own, parameters))
+    return {**lora, **without}, isinstance(parameters, list) and all(map(is_own, parameters))
