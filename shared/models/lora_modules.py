@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from longshore.module_patterns import Effort, ModulePattern
 from longshore.training import TARGETS, Lora
 from shared.errors import InvalidInput
-from shared.models.peft import EMBEDDING
-from shared.models.peft_mixtures import EXPERTS, MLPS, SHARED, UNREAD
+from shared.models.peft import EMBEDDING, EXPERTS, MLPS, SHARED, UNREAD
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""

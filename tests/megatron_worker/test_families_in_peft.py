@@ -87,5 +87,5 @@ def test_what_peft_saves_of_stacked_experts_is_refused_by_its_field(tmp_path, fa
     stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **stacks)
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(InvalidInput, match="target_parameters = .* cannot be used"):
+    with pytest.raises(InvalidInput, match=r"target_parameters = .* cannot be used"):
         start("megatron", model).load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
