@@ -55,8 +55,10 @@ with random weights, in float32 on the CPU, against transformers {transformers} 
 | sampler | log-probabilities that its steps draw by with the trainer's (nats) |
 | layouts | of two ranks that hold the family; others are refused by name |
 
-LoRA is beside every linear; in mixtures beside those of attention, delta nets and Mamba-2, and around experts, as PEFT
-sees no linears in the experts of transformers. How far layouts differ from one rank: [parallel layouts](layouts.md).
+LoRA is beside every linear; in mixtures here beside those of attention, delta nets and Mamba-2, and around experts,
+as PEFT trains experts in stacks of its own. It loads what is trained beside experts, too, to 1e-5 nats
+([how](models.md#experts-in-peft), `tests/megatron_worker/test_families_in_peft.py`). How far layouts differ from one
+rank: [parallel layouts](layouts.md).
 
 """
 

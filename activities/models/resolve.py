@@ -109,7 +109,8 @@ class Resolve:
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, config)
                 own = (*shape.linears, EMBEDDING)
-                beside(request.trainable, {name: name.rpartition(".")[2] in own for name in modules})
+                takes = {name: name.rpartition(".")[2] in own for name in modules}
+                beside(request.trainable, takes, is_new=True)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 

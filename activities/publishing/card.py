@@ -18,11 +18,29 @@ _METHODS = {
     "rl": "Reinforcement learning",
     "session": "A session",
 }
+REGISTERING = """\
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+register_checkpoint_conversion_mapping("qwen3_5_moe", get_checkpoint_conversion_mapping("qwen2_moe"))
+"""
+_IN_PEFT = f"""## Loading with PEFT
+
+PEFT 0.21 leaves out experts' adapters beside a model that reads images, unless this is said before:
+
+```python
+{REGISTERING}```
+"""
 _SENT = {"rl": "trajectories that a client sent", "session": "commands that a client sent"}
 
 
-def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
-    """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
+def model_card(
+    run: Run, metrics: Mapping[str, float], report: Mapping[str, object], adapter: Mapping[str, object]
+) -> str:
+    """README.md, with the front matter that hubs read. It has no dates, versions or timings.
+
+    Args:
+        adapter: the content of its `adapter_config.json`, if it has one.
+    """
     data = _SENT[run.kind] if isinstance(run, RLRun | SessionRun) else f"`{shown_uri(run.dataset.uri)}`"
     method = _METHODS[run.kind]
     if isinstance(run, DPORun) and run.objective != "sigmoid":
@@ -40,6 +58,7 @@ def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, obje
             "",
             f"{method} by Longshore on {data}.",
             "",
+            *([_IN_PEFT] if {"exclude_modules", "target_parameters"} <= adapter.keys() else []),
             "## Metrics",
             *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
             "## Training",

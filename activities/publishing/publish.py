@@ -86,14 +86,15 @@ class Publish:
     def _fill(self, request: PublishRequest, folder: Path) -> None:
         checkpoint = self._host.stage(request.checkpoint.artifact)
         _copy(checkpoint / "weights", folder, lambda name: True)
+        adapter: dict[str, object] = {}
         if request.run.trainable.kind == "lora":
-            _name_the_model(folder / "adapter_config.json", request.run.model)
+            adapter = _name_the_model(folder / "adapter_config.json", request.run.model)
         else:
             model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
         self._keep_end_tokens(request.model, folder)
         report = self._report(request.report_uri) if request.report_uri is not None else {}
-        (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report).encode())
+        (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report, adapter).encode())
 
     def _keep_end_tokens(self, model: Artifact, folder: Path) -> None:
         """Write the generation config, of an adapter too, where the model's own lacks tokens that end its answers."""
@@ -142,8 +143,12 @@ def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _name_the_model(config: Path, model: str) -> None:
-    """Write the base model's name into PEFT's config, as the user gave it (without `file://`), for PEFT to find it."""
-    content = json.loads(config.read_bytes())
+def _name_the_model(config: Path, model: str) -> dict[str, object]:
+    """Write the base model's name into PEFT's config, as the user gave it (without `file://`), for PEFT to find it.
+
+    Patterns stay in their order, as the first that matches counts. Returns the config.
+    """
+    content: dict[str, object] = json.loads(config.read_bytes())
     content["base_model_name_or_path"] = model.removeprefix("file://")
-    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    config.write_text(json.dumps(content, indent=2) + "\n")
+    return content

@@ -88,22 +88,26 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
         *("--api-server-count", "1"),  # of which each would let requests in by itself
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
-        *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
+        *(_lora_options(options) if options.max_lora_rank else ()),
         *(("--enable-return-routed-experts",) if tells_routes(options) else ()),
     ]
 
 
 def tells_routes(options: argparse.Namespace) -> bool:
     """Return True where routes are asked for, and the model is a mixture."""
-    if not options.tell_routes:
-        return False
+    return options.tell_routes and _is_mixture(options)
+
+
+def _is_mixture(options: argparse.Namespace) -> bool:
     place = options.model / "config.json"
     config = read_model_config(json.loads(place.read_bytes()), str(place), any_family=True)
     return shape_of(config).routes is not None
 
 
-def _lora_options(rank: int) -> list[str]:
-    room = next(each for each in _LORA_RANKS if each >= rank)
+def _lora_options(options: argparse.Namespace) -> list[str]:
+    """Return options for adapters; `rank_pattern` has twice the rank for experts that PEFT stacks."""
+    rank = options.max_lora_rank * (2 if _is_mixture(options) else 1)
+    room = next((each for each in _LORA_RANKS if each >= rank), _LORA_RANKS[-1])
     return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(_ADAPTERS_A_BATCH)]
 
 

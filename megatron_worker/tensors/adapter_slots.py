@@ -149,7 +149,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
-        own = beside(lora, self._modules)
+        own = beside(lora, self._modules, is_new=True)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
         adapter.initialise(seed)

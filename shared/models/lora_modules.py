@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longshore.module_patterns import Effort, ModulePattern
 from longshore.training import TARGETS, Lora
 from shared.errors import InvalidInput
-from shared.models.peft import EMBEDDING
+from shared.models.peft import EMBEDDING, EXPERTS, MLPS, SHARED, UNREAD
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
@@ -42,12 +42,12 @@ class AdaptedModules:
             return None
         rank = int(self._first(self._ranks, module, self.lora.rank))
         alpha = self._first(self._alphas, module, self.lora.alpha)
-        return LoraSize(rank, alpha / (math.sqrt(rank) if self.lora.rank_stabilized else rank))
+        return size_of(self.lora, rank, alpha)
 
     def _is_targeted(self, module: str) -> bool:
         if self._whole is not None:
             return self._matches(self._whole, module)
-        if module.rpartition(".")[2] not in self.lora.targets:
+        if _last(module) not in self.lora.targets or UNREAD in module:
             return False
         return module == OUTPUT or self.lora.layers is None or layer_of(module) in self.lora.layers
 
@@ -61,6 +61,15 @@ class AdaptedModules:
             return pattern.matches(module, self._effort)
         except ValueError as error:
             raise InvalidInput(str(error), "trainable") from None
+
+
+def size_of(lora: Lora, rank: int, alpha: float) -> LoraSize:
+    """Return the adapter of such a rank and alpha."""
+    return LoraSize(rank, alpha / (math.sqrt(rank) if lora.rank_stabilized else rank))
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def layer_of(module: str) -> int | None:
@@ -82,23 +91,26 @@ def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
     return lora.model_copy(update={"targets": targets})
 
 
-def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
+def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lora:
     """Check an adapter's settings against a model. Returns them as `with_own_targets`.
 
     Args:
         modules: names of all of the model's modules that have a weight, and whether an adapter can be beside them.
+        is_new: it is to be trained from its beginning, and PEFT has to load what comes of it.
 
     Raises:
-        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none.
+        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none;
+            or PEFT would leave something out.
     """
-    modules = {**modules, OUTPUT: True}  # tied ones, too
-    linears = {name.rpartition(".")[2] for name, takes_adapter in modules.items() if takes_adapter}
+    modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # tied, too
+    linears = {_last(name) for name, takes_adapter in modules.items() if takes_adapter}
     if EMBEDDING in lora.targets and EMBEDDING not in linears:
         raise InvalidInput(f"this model's embeddings are not called {EMBEDDING}, and take no adapter", "targets")
     lora = with_own_targets(lora, linears)
     adapted = AdaptedModules(lora)
     above = {".".join(parts[:n]) for parts in (name.split(".") for name in modules) for n in range(1, len(parts))}
-    found = [name for name in {*modules, *above} if adapted.of(name) is not None]
+    sizes = {name: adapted.of(name) for name in {*modules, *above}}
+    found = [name for name, size in sizes.items() if size is not None]
     if others := sorted(name for name in found if not modules.get(name)):
         raise InvalidInput(f"the pattern means {others[0]}, too, which takes no adapter", "target_pattern")
     if lora.dora and (without := sorted(name for name in found if layer_of(name) is None or ".experts." in name)):
@@ -112,4 +124,29 @@ def beside(lora: Lora, modules: Mapping[str, bool]) -> Lora:
     if adapted.unused:
         unused = min(pattern.expression for pattern in adapted.unused)
         raise InvalidInput(f"no module with an adapter has a name like that: {unused}", "trainable")
+    if is_new and any(EXPERTS in name for name in modules):
+        _check_mixture(lora, {name: sizes[name] for name in modules if ".mlp." in name and _last(name) in MLPS})
     return lora
+
+
+def _check_mixture(lora: Lora, sizes: Mapping[str, LoraSize | None]) -> None:
+    """Refuse an adapter beside MLPs of a mixture that PEFT would not load as it is. It stacks a layer's experts.
+
+    Args:
+        sizes: by the names of all linears of MLPs, what is beside them.
+    """
+    place = "targets" if lora.target_pattern is None else "target_pattern"
+    adapted = {name: size for name, size in sizes.items() if size is not None}
+    if other := next((name for name, size in adapted.items() if size != size_of(lora, lora.rank, lora.alpha)), None):
+        rule = "PEFT has the adapter's own rank and alpha there: leave MLPs out of rank_pattern and alpha_pattern"
+        raise InvalidInput(f"{other} is of a mixture: {rule}", "trainable")
+    if lora.dora and (other := next((name for name in adapted if SHARED not in name), None)):
+        raise InvalidInput(f"PEFT has no DoRA beside MLPs of such a mixture, as {other} is", "dora")
+    kinds = {_last(name) for name in adapted}
+    stacks = {(layer_of(name), _last(name) == "down_proj") for name in adapted if EXPERTS in name}
+    whole = {name for name in sizes if EXPERTS in name and (layer_of(name), _last(name) == "down_proj") in stacks}
+    if len(kinds & {"gate_proj", "up_proj"}) == 1 or whole - {*adapted}:
+        rule = "gate_proj and up_proj go together, and a layer's experts"
+        raise InvalidInput(f"PEFT stacks MLPs of a mixture: {rule}, or leave them out", place)
+    if adapted and not any(EXPERTS in name or SHARED.rstrip(".") in name for name in adapted):
+        raise InvalidInput("only dense MLPs of a mixture are meant: add a layer with experts, or leave them out", place)

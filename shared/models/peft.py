@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,19 @@ _PLAIN: frozenset[Target] = frozenset(
 
 # What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
 _TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
+
+# Of mixtures whose experts transformers stacks in memory, as PEFT does their factors: gate and up together, of twice
+# the rank. In files each expert has its own. For most families PEFT reads the names of linears so, too, and then leaves
+# out other linears of these names: they are told by `target_parameters`. For the others stacks are.
+EXPERTS = ".mlp.experts."
+MLPS = frozenset({"gate_proj", "up_proj", "down_proj"})
+UNREAD = ".mixer.experts."
+"""In names of experts that have no adapters: PEFT 0.21 stacks no `up_proj` without a `gate_proj`."""
+SHARED = ".mlp.shared_expert."
+"""In names of families whose linears PEFT reads by their names as they are."""
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_LINEAR = re.compile(r"mlp\.(?:shared_experts\.)?(gate_proj|up_proj|down_proj)\.weight")
+_PAIR = r"experts\.gate_up_proj"
 
 # Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
 # hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
@@ -101,13 +115,13 @@ class _Config(BaseModel):
         return _PER.get(self.task_type) if is_head else None
 
 
-def _switched_on(config: _Config) -> list[str]:
+def _switched_on(config: _Config, without_effect: Container[str]) -> list[str]:
     """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}) | ({"modules_to_save": config.modules_to_save} if config.per is None else {})
     return [
         name
         for name, value in more.items()
-        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [], _TOWERS)
+        if name not in without_effect and value not in (None, False, "none", {}, [], _TOWERS)
     ]
 
 
@@ -152,7 +166,15 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
         read = _Config.model_validate(config)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    if fields := _switched_on(read):
+    sizes, is_told = _untold(
+        {
+            **{"rank": read.r, "alpha": read.lora_alpha, "rank_stabilized": read.use_rslora},
+            **{"rank_pattern": read.rank_pattern or {}, "alpha_pattern": read.alpha_pattern or {}},
+        },
+        read.target_modules,
+        config.get("target_parameters"),
+    )
+    if fields := _switched_on(read, _WITHOUT_EFFECT | ({"target_parameters"} if is_told else set())):
         value = config[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
@@ -167,14 +189,10 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
     is_pattern = isinstance(names, str) and names != "all-linear"
     try:
         return Lora(
-            rank=read.r,
-            alpha=read.lora_alpha,
             layers=(listed,) if isinstance(listed, int) else listed or None,
-            rank_pattern=read.rank_pattern or {},
-            alpha_pattern=read.alpha_pattern or {},
-            rank_stabilized=read.use_rslora,
             head=read.per and ScalarHead(names=scalars or ("value",), per=read.per),
             dora=read.use_dora,
+            **sizes,
             **{"target_pattern" if is_pattern else "targets": names},
         )
     except ValidationError as error:
@@ -184,10 +202,55 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
         raise InvalidInput(rule, place) from error
 
 
+def _of_pairs(rank: int, alpha: float, is_stabilized: bool) -> dict[str, float]:
+    """Return rank and alpha of gate and up together, by which their scale is that of each."""
+    return {"rank_pattern": 2 * rank, "alpha_pattern": alpha * (math.sqrt(2) if is_stabilized else 2)}
+
+
+def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
+    """Return what `adapter_config.json` has otherwise than elsewhere for an adapter beside these modules."""
+    mlps = [name for name in adapted if ".mlp." in name and name.rpartition(".")[2] in MLPS]
+    experts = {name.rpartition(".")[2] for name in mlps if EXPERTS in name}
+    if not experts and not any(".mlp.shared_experts." in name for name in mlps):
+        return {}
+    reads_names = any(SHARED in name for name in mlps)
+    has_stacks = reads_names or lora.target_pattern is not None  # a pattern of whole names means no stack
+    others = () if reads_names else (name for name in mlps if EXPERTS not in name)
+    parameters = {f"mlp.{name.rpartition('.mlp.')[2]}.weight" for name in others}
+    if experts and (has_stacks or "down_proj" not in experts):  # without which PEFT finds no gate and up, either
+        parameters.add(_DOWN)
+    fields: dict[str, Any] = {"lora_dropout": 0.0}  # PEFT loads no stack with dropout
+    if "gate_proj" in experts:
+        parameters |= {_GATE_UP} if has_stacks else set()
+        for field, value in _of_pairs(lora.rank, lora.alpha, lora.rank_stabilized).items():
+            if has_stacks or (lora.rank_stabilized and field == "alpha_pattern"):  # else PEFT finds them itself
+                fields[field] = {_PAIR: value, **dict(getattr(lora, field))}
+    return fields | ({"target_parameters": sorted(parameters)} if parameters else {})
+
+
+def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object) -> tuple[dict[str, Any], bool]:
+    """Return fields of a Lora without what `_told` adds, and whether the parameters are as it names them."""
+    of_pairs = _of_pairs(lora["rank"], lora["alpha"], lora["rank_stabilized"])
+    without = {
+        field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, of_pairs[field])} for field in of_pairs
+    }
+    named = MLPS if isinstance(names, str) else MLPS.intersection(names)
+    own = {_DOWN} if named else set()
+    if {"gate_proj", "up_proj"} <= named and all(without[field] != lora[field] for field in of_pairs):
+        own.add(_GATE_UP)
+
+    def is_own(parameter: object) -> bool:
+        linear = _LINEAR.fullmatch(str(parameter))
+        return parameter in own if linear is None else linear[1] in named
+
+    return {**lora, **without}, isinstance(parameters, list) and all(map(is_own, parameters))
+
+
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
     """Write `adapter_config.json` beside these tensors."""
-    config = config_of(lora) | {"lora_dropout": lora.dropout}
-    if any(".language_model." in name for name in tensors):
+    adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
+    config = config_of(lora) | {"lora_dropout": lora.dropout} | _told(lora, adapted)
+    if any(".language_model." in name for name in adapted):
         config["exclude_modules"] = _TOWERS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -148,6 +148,8 @@ def _linears(config: DenseConfig) -> tuple[LinearShape, ...]:
         for name, sizes in _of_mixer(config, layer).items():
             layers[name, "", sizes, 1].append(layer)
         for of, (num, width, ffn_size) in _mlps_of(config, layer).items():
+            if isinstance(config, NemotronHConfig) and of == "experts":
+                continue
             layers["up_proj", of, (width, ffn_size), num].append(layer)
             if not isinstance(config, NemotronHConfig):
                 layers["gate_proj", of, (width, ffn_size), num].append(layer)

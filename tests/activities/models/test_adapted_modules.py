@@ -19,7 +19,7 @@ from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
 from shared.models.config import Family
 from shared.models.lora_modules import OUTPUT, layer_of
-from shared.models.peft import EMBEDDING, module_of
+from shared.models.peft import EMBEDDING, UNREAD, module_of
 from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
@@ -51,7 +51,12 @@ def test_the_modules_of_a_model_are_those_that_its_worker_adapts(config, tmp_pat
     shape, sizes = shape_of(read_model(model)), {}
     for name, tensor in load_file(model / WEIGHTS).items():
         *_, outer, inner, linear, _ = f"...{name}".split(".")
-        if name.endswith(".weight") and found.get(module_of(name)):
+        if (
+            name.endswith(".weight")
+            and found.get(module_of(name))
+            and UNREAD not in name
+            and layer_of(name) is not None
+        ):
             of = "experts" if outer == "experts" else "shared" if inner.startswith("shared_expert") else ""
             sizes.setdefault((linear, of, layer_of(name)), []).append(tuple(tensor.shape))
     assert {key: [shape.linear_size(*key)[::-1]] * len(own) for key, own in sizes.items()} == sizes
@@ -83,6 +88,13 @@ def test_layers_that_predict_more_tokens_are_not_adapted(config, tmp_path) -> No
         ("deepseek_v3", Lora(targets=("k_proj",)), "no linear k_proj"),
         ("deepseek_v3", Lora(rank_pattern={"k_proj": 2}), "like that: k_proj"),
         ("nemotron_h", Lora(targets=("q_proj", "embed_tokens")), "embeddings are not called embed_tokens, and take no"),
+        ("nemotron_h", Lora(target_pattern=r".*experts\..*up_proj"), r"mixer.experts.\d.up_proj, too, which takes no"),
+        ("qwen3_moe", Lora(targets=("gate_proj", "o_proj")), "gate_proj and up_proj go together"),
+        ("deepseek_v3", Lora(target_pattern=r".*\.experts\.[01]\..*_proj"), "go together, and a layer's experts"),
+        ("deepseek_v3", Lora(layers=(0,)), "only dense MLPs of a mixture are meant"),
+        ("qwen3_5_moe", Lora(rank_pattern={"down_proj": 2}), "leave MLPs out of rank_pattern"),
+        ("glm4_moe_lite", Lora(dora=True, target_pattern=r".*shared_experts\..*"), "PEFT has no DoRA beside MLPs"),
+        ("qwen3_5_moe", Lora(dora=True, target_pattern=r".*shared_expert\..*"), None),
         ("gemma4", Lora(layers=(0, 4)), "nothing to adapt in layer 4"),
         ("gemma4", Lora(targets=("lm_head",)), None),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.publishing.card import model_card
+from activities.publishing.card import REGISTERING, model_card
 from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.run_records import BeginRequest, Begun, RunRecords
 from longshore.fields import Artifact
@@ -165,8 +165,11 @@ def test_a_checkpoint_that_was_changed_is_refused(settings, store, tmp_path: Pat
 def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> None:
     run = request_for(store, tmp_path).run
     other_clock = METRICS | {"step_time_s": 5.0, "tokens_per_s": 1.0}
-    assert model_card(run, METRICS, {"num_rows": 1}) == model_card(run, other_clock, {"num_rows": 1})
-    assert model_card(run, METRICS, {"num_rows": 1}) != model_card(run, METRICS | {"loss": 0.3}, {"num_rows": 1})
+    card = model_card(run, METRICS, {"num_rows": 1}, {})
+    assert card == model_card(run, other_clock, {"num_rows": 1}, {})
+    assert card != model_card(run, METRICS | {"loss": 0.3}, {"num_rows": 1}, {})
+    assert "PEFT" not in card
+    assert REGISTERING in model_card(run, METRICS, {}, {"exclude_modules": ".*", "target_parameters": ["experts"]})
 
 
 def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, store: LocalStore) -> None:
