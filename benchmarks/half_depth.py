@@ -4,8 +4,9 @@
 
 The model is SmolLM2-135M-Instruct (examples/real_model.py), in float32. Its copy is another base than it, so a sampler
 serves it, as any teacher behind a URL: it names the 20 likeliest ids of every token of the rows, before the student is
-asked for. All weights of the student are trained, on rows of examples/data/harbour_train.jsonl. KL(teacher, student) is
-by transformers, over the whole vocabulary, at the answers' tokens of 64 rows of harbour_eval.jsonl, before and after.
+asked for. All weights of the student are trained, on rows of examples/data/harbour_train.jsonl. KL(teacher, student)
+is by transformers, over the whole vocabulary, at the answers' tokens of 64 rows of harbour_eval.jsonl, before and
+after.
 """
 
 import argparse
