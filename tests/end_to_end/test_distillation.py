@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import jsonl, pair
-from tests.end_to_end.stack import Answer, Stack
+from tests.end_to_end.stack import Answer, Stack, started
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import encode, make_adapter, peft_model, published
+from tests.megatron_worker.sampler_process import NAME, running
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +75,41 @@ def test_what_cannot_be_a_teacher_is_named(stack: Stack, tiny_model: Path, folde
     assert_refused(nowhere, "nowhere")
     of_all_weights = submit(stack, tiny_model, folder, f"file://{folder}/teacher", "--full", check=False)
     assert_refused(of_all_weights, "full training changes the base")
+
+
+def test_a_student_is_taught_on_what_it_draws_without_a_grader(
+    stack: Stack, tiny_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The adapter is the student here, and the base its teacher. Few drawn tokens alone say little of a divergence."""
+    prompts = jsonl(tmp_path / "prompts.jsonl", [row["input"] for row in map(pair, range(8))])
+    for algorithm, measure in (("gkd", "loss"), ("distill", "kl_reference")):
+        answer = stack.cli(
+            *("submit", "rl", "--wait", "--json", "--model", str(tiny_model), "--prompts", str(prompts)),
+            *("--initial-adapter", f"file://{folder}/teacher", "--lora-rank", "4", "--lora-alpha", "8"),
+            *("--algorithm", algorithm, "--steps", "3", "--prompts-per-step", "8", "--group-size", "2"),
+            *("--max-completion-tokens", "8", "--max-tokens", "256", "--learning-rate", "0.01"),
+        )
+        steps = stack.cli("steps", answer.json["run_id"], "--json").json
+        assert [step["state"] for step in steps] == ["done"] * 3, steps
+        found = [step["metrics"][measure] for step in steps]
+        assert min(found) > 0 and steps[0]["metrics"]["grad_norm"] > 0, (algorithm, found)
+        assert algorithm == "distill" or found[-1] < found[0], found
+
+
+def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
+    tiny_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    options = ["--initial-adapter", f"file://{folder}/teacher", "--lora-rank", "4", "--lora-alpha", "8"]
+    options += ["--tokens", "top_k", "--top-k", "16"]
+    with running(tiny_model, tmp_path) as ready:
+        url = f"{ready.url}/v1"
+        settings = {"LONGSHORE_GRADING__SCORE_MODEL_URL": url, "LONGSHORE_GRADING__SCORE_MODEL_KEY": ready.api_key}
+        with started(tmp_path / "stack", **QUICK, **settings) as stack:
+            by_url = submit(stack, tiny_model, folder, url, "--teacher-model", NAME, *options)
+            by_slot = submit(stack, tiny_model, folder, "base", *options)
+            ours, theirs = (stack.cli("metrics", x.json["run_id"], "--json").json for x in (by_url, by_slot))
+            for one, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):
+                assert one["metrics"]["loss"] == pytest.approx(other["metrics"]["loss"], abs=1e-5)
+            assert ours["evaluations"][-1]["metrics"]["loss"] < 0.5 * ours["evaluations"][0]["metrics"]["loss"]
+            refused = submit(stack, tiny_model, folder, url, *options, check=False)
+            assert_refused(refused, "teacher_model is what a teacher behind a URL is called")
