@@ -6,25 +6,29 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.formats.dataset import open_dataset
+from activities.formats.scores import Numbers
 from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
-from activities.tokenizing.scored_units import keep_scored
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
     PAIR_COLUMNS,
     KeptPairs,
     KeptRows,
     LabelledAnswers,
+    Pair,
     Tally,
+    TokenBlock,
     keep_pairs,
     keep_rows,
 )
 from longshore.fields import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
+from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
 from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
@@ -56,7 +60,7 @@ class TokenizeRequest(Frozen):
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
         if (self.pairs or self.labels or self.numbers) and self.too_long == "truncate":
-            raise ValueError("pairs and scored answers are never cut: too_long must be drop")
+            raise ValueError("pairs are never cut, nor answers with scores: too_long must be drop")
         return self
 
     @property
@@ -145,3 +149,24 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
     (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
     return report
+
+
+def keep_scored(block: TokenBlock, numbers: Numbers, max_tokens: int, are_pairs: bool) -> KeptPairs:
+    """The units of a block: of each row, or of rows 2k and 2k + 1, a chosen and a rejected answer to one prompt.
+
+    None is cut: one of more than `max_tokens` tokens is too long.
+    """
+    ends = block.start_R + block.num_tokens_R
+    rows = [block.id_T[first:end] for first, end in zip(block.start_R, ends, strict=True)]
+    kept = list[Pair]()
+    for number in range(0, len(rows), 2 if are_pairs else 1):
+        place, row, values = block.places[number], rows[number], numbers.pop(block.places[number])
+        if are_pairs and np.array_equal(row, rows[number + 1]):
+            kept.append(Pair(place, None, reason="both answers become the same tokens: nothing to prefer"))
+            continue
+        if are_pairs:
+            unit = scored_pair(row, rows[number + 1], values[0])
+        else:
+            unit = scored_unit([ScoredRow(row, [len(row) - 1] * len(values), range(len(values)), values)])
+        kept.append(Pair(place, unit, unit.num_tokens <= max_tokens))
+    return KeptPairs(kept)

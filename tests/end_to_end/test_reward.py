@@ -151,7 +151,7 @@ def test_a_reward_model_is_no_language_model(stack, trained, tiny_model, folder)
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as bradley_terry does"),
+        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as reward does"),
         (pairs(range(2)), ("--objective", "squared_error"), "pairs are what dpo learns from"),
         ([{"prompt": "a", "completion": "b"}], ("--objective", "squared_error"), "no field 'score'"),
         ([row | {"margin": "much"} for row in pairs(range(2))], (), "margin must be a number, not text"),
