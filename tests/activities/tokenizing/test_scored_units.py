@@ -53,6 +53,31 @@ def test_an_answer_has_a_target_for_each_of_its_scores() -> None:
     assert unit.advantage_N.tolist() == [0.5, -2.0] and unit.sequence_N.tolist() == [0, 0]
 
 
+def test_turns_are_scored_at_the_tokens_that_end_them() -> None:
+    given = block([1, 2, 3, 4, 5, 6, 7], [1, 2, 3], places=["a", "b"])
+    given.weight_T[:] = [0, 0, 1, 1, 0, 1, 0, 0, 0, 1]
+    kept = keep_scored(given, {"a": (1.0, 0.0), "b": (1.0, 0.0)}, 9, are_pairs=False, per_turn=True)
+    (unit,) = kept.units
+    assert unit.hidden_index_N.tolist() == [3, 5] and unit.label_N.tolist() == [0, 0]
+    assert unit.advantage_N.tolist() == [1.0, 0.0] and kept.pairs[1].reason == "2 labels for 1 answers"
+
+
+TURNS = [{"role": role, "content": "t"} for role in ("user", "assistant", "user", "assistant")]
+
+
+@pytest.mark.parametrize("as_parquet", [False, True])
+def test_labels_of_turns_are_read(tmp_path, as_parquet) -> None:
+    rows = [{"prompt": TURNS[:1], "completion": TURNS[1:], "labels": labels} for labels in ([1, 0], [0, 1])]
+    assert [*read(tmp_path / "rows", rows, False, ("labels",), as_parquet).values()] == [(1, 0), (0, 1)]
+    told = [{"prompt": TURNS[:3], "completion": TURNS[3:], "labels": [True]}]  # the prompt's answer has none
+    assert [*read(tmp_path / "told", told, False, ("labels",), as_parquet).values()] == [(1,)]
+    assert [*read(tmp_path / "score", [{"messages": TURNS, "score": 2.0}], False, ("score",)).values()] == [(2,)]
+    with pytest.raises(InvalidInput, match="for each of the 2 turns"):
+        read(tmp_path / "few", [{"messages": TURNS, "labels": [1]}], False, ("labels",))
+    with pytest.raises(InvalidInput, match=r"labels\[1\] must be a number, not text"):
+        read(tmp_path / "text", [{"messages": TURNS, "labels": [1, "2"]}], False, ("labels",))
+
+
 def read(folder: Path, rows: list[dict], pairs: bool, fields: tuple[str, ...], as_parquet: bool = False) -> dict:
     folder.mkdir(exist_ok=True)
     if as_parquet:
@@ -78,7 +103,6 @@ def test_margins_and_scores_are_read(tmp_path, as_parquet) -> None:
         (SCORED | {"score": float("nan")}, "score must be a finite number, not nan"),
         (SCORED | {"score": 1e38}, "score must be a finite number"),
         (SCORED | {"score": None}, "score must be a number, not nothing"),
-        (SCORED | {"score": True}, "score must be a number, not true or false"),
         (SCORED | {"weight": 0.5}, "weight must be 1 or absent"),
         (
             {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}], "score": 1.0},
@@ -103,13 +127,17 @@ def test_the_head_is_of_the_objective() -> None:
     assert named.trainable == Full(head=ScalarHead(names=("true", "short"), per="sequence"))
     assert RewardRun.model_validate_json(named.model_dump_json()) == named
     assert reward(trainable=Lora(rank=2)).trainable.head == reward().head
+    turns = reward(objective="squared_error", per_turn=True)
+    assert turns.trainable == Lora(head=ScalarHead(names=("reward",))) and turns.number_fields == ("labels",)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"trainable": {"kind": "lora", "head": {"names": ["value"]}}}, r"trainable\.head: objective and score_fields"),
-        ({"score_fields": ["score"]}, "score_fields would be ignored by bradley_terry"),
+        ({"score_fields": ["score"]}, "score_fields are of squared_error without per_turn"),
+        ({"objective": "squared_error", "per_turn": True, "score_fields": ["a"]}, "score_fields are of squared_error"),
+        ({"per_turn": True}, "per_turn is of squared_error"),
         ({"objective": "squared_error", "center": 0.1}, "center would be ignored by squared_error"),
         ({"num_samples": 1, "eval_dataset": {"uri": "v"}}, "num_samples: a head of scalars writes no text"),
         ({"dataset": {"uri": "u", "format": "chat"}}, "as reward does"),
