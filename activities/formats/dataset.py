@@ -196,8 +196,8 @@ def _format_of(row: Row, pairs: bool | None, labels: bool = False) -> FormatSpec
     if specs:
         return _only(specs, row)
     if found:
-        learner = f"kto learns from {LABELLED}, or" if labels else "dpo learns"
-        from_pairs = f"{learner} from pairs, as bradley_terry does: {_known(True)}"
+        learned = f"kto learns from {LABELLED}, or from pairs" if labels else "dpo learns from pairs, as reward does"
+        from_pairs = f"{learned}: {_known(True)}"
         if pairs and not labels and is_given(row, "label"):
             from_pairs += f"; {LABELLED}, are what the objective kto learns from"
         rule = from_pairs if pairs else "pairs are what dpo learns from, and a reward model"

@@ -1,19 +1,24 @@
-"""Numbers beside the answers of rows, as reward models learn them: a pair's margin, or an answer's scores."""
+"""Numbers beside answers, as reward models learn them: a pair's margin, an answer's scores, or labels of turns."""
 
-import math
+from typing import Any
+
+import numpy as np
 
 from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.rows import Row, refuse_missing, type_name
 from shared.errors import InvalidInput
 
 MARGIN = "margin"
-_LARGEST = 1e30  # of float32, with room for its square
+LABELS = "labels"
+_LARGEST = 1e30  # of float32, with room
 Numbers = dict[str, tuple[float, ...]]
 """What was read of rows, by their places, until their tokens are made into units."""
 
 
 def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: Numbers) -> Example:
-    """Note a row's numbers, and return its example: of a pair its `margin`, 0 without one; else each of the fields.
+    """Note a row's numbers, and return its example: of a pair its `margin`, 0 without one; else those of the fields.
+
+    Of the field `labels` they are a list: one for each of the assistant's turns, but for those of a prompt.
 
     Raises:
         InvalidInput: a field is missing, or no finite number; or the row has a weight, or no answer that ends it.
@@ -26,22 +31,33 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
             if messages[-1]["role"] != "assistant":
                 rule = f"the last message is the {messages[-1]['role']}'s: a score is of the answer that ends the row"
                 raise InvalidInput(rule, row.place)
-            is_weighed = weights != [float(message["role"] == "assistant") for message in messages]
+            num_turns, is_weighed = sum(weights), weights[-1] != 1 or not {*weights} <= {0.0, 1.0}
         case PromptCompletion():
-            is_weighed = example.weight != 1
+            num_turns, is_weighed = 1, example.weight != 1
         case _:
             raise InvalidInput("a score is of an answer, and the row has none of its own", row.place)
     if is_weighed:
         raise InvalidInput("weight must be 1 or absent: a reward model weighs all answers alike", row.place)
-    numbers[row.place] = tuple(_number(row, field) for field in fields)
+    if fields != (LABELS,):
+        numbers[row.place] = tuple(_number(row, field) for field in fields)
+        return example
+    refuse_missing(row, LABELS)
+    labels = row.fields[LABELS]
+    if not isinstance(labels, list | np.ndarray) or len(labels) != num_turns:
+        rule = f"labels must be a list of a number for each of the {num_turns:.0f} turns of the assistant"
+        raise InvalidInput(rule, row.place)
+    numbers[row.place] = tuple(_number(row, LABELS, i) for i in range(len(labels)))
     return example
 
 
-def _number(row: Row, field: str) -> float:
+def _number(row: Row, field: str, *index: int) -> float:
+    """Return the number of a field, or one of its list; true and false are 1 and 0."""
     refuse_missing(row, field)
-    value = row.fields[field]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    value: Any = row.fields[field]
+    for place in index:
+        value, field = value[place], f"{field}[{place}]"
+    if not isinstance(value, int | float | np.integer):
         raise InvalidInput(f"{field} must be a number, not {type_name(value)}", row.place)
-    if not math.isfinite(value) or abs(value) > _LARGEST:
+    if not abs(float(value)) <= _LARGEST:  # nor is NaN
         raise InvalidInput(f"{field} must be a finite number, not {value!r:.40}", row.place)
     return float(value)

@@ -6,25 +6,29 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.formats.dataset import open_dataset
+from activities.formats.scores import LABELS, Numbers
 from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
-from activities.tokenizing.scored_units import keep_scored
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
     PAIR_COLUMNS,
     KeptPairs,
     KeptRows,
     LabelledAnswers,
+    Pair,
     Tally,
+    TokenBlock,
     keep_pairs,
     keep_rows,
 )
 from longshore.fields import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
+from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
 from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
@@ -56,7 +60,7 @@ class TokenizeRequest(Frozen):
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
         if (self.pairs or self.labels or self.numbers) and self.too_long == "truncate":
-            raise ValueError("pairs and scored answers are never cut: too_long must be drop")
+            raise ValueError("pairs are never cut, nor answers with scores: too_long must be drop")
         return self
 
     @property
@@ -118,13 +122,14 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     prompts = list[Prompt]()
     has_columns = request.pairs or request.labels or request.numbers
     writer = UnitsWriter(folder, PAIR_COLUMNS) if has_columns else UnitsWriter(folder)
+    per_turn = request.numbers == (LABELS,)
     answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
             if request.labels:
                 kept: KeptPairs | KeptRows = answers.keep(batch.block)
             elif request.numbers:
-                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, request.pairs)
+                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, request.pairs, per_turn)
             elif request.pairs:
                 kept = keep_pairs(batch.block, request.max_tokens)
             else:
@@ -145,3 +150,34 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
     (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
     return report
+
+
+def keep_scored(
+    block: TokenBlock, numbers: Numbers, max_tokens: int, are_pairs: bool, per_turn: bool = False
+) -> KeptPairs:
+    """The units of a block: of each row, or of rows 2k and 2k + 1, a chosen and a rejected answer to one prompt.
+
+    None is cut: one of more than `max_tokens` tokens is too long. `per_turn`: numbers are of a row's answers, each at
+    the token that ends it.
+    """
+    ends = block.start_R + block.num_tokens_R
+    rows = [block.id_T[first:end] for first, end in zip(block.start_R, ends, strict=True)]
+    kept = list[Pair]()
+    for number in range(0, len(rows), 2 if are_pairs else 1):
+        place, row, values = block.places[number], rows[number], numbers.pop(block.places[number])
+        if are_pairs and np.array_equal(row, rows[number + 1]):
+            kept.append(Pair(place, None, reason="both answers become the same tokens: nothing to prefer"))
+            continue
+        if are_pairs:
+            unit = scored_pair(row, rows[number + 1], values[0])
+        elif per_turn:
+            at_L = block.weight_T[block.start_R[number] :][: len(row)] > 0
+            places = np.flatnonzero(at_L & ~np.append(at_L[1:], False)).tolist()
+            if len(places) != len(values):
+                kept.append(Pair(place, None, reason=f"{len(values)} labels for {len(places)} answers"))
+                continue
+            unit = scored_unit([ScoredRow(row, places, [0] * len(values), values)])
+        else:
+            unit = scored_unit([ScoredRow(row, [len(row) - 1] * len(values), range(len(values)), values)])
+        kept.append(Pair(place, unit, unit.num_tokens <= max_tokens))
+    return KeptPairs(kept)

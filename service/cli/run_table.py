@@ -9,11 +9,11 @@ from service.cli.run_options import UNLESS, RunOption, options_of, run_model
 
 _HEAD = """# The fields of a run
 
-A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo`, `/distill` or `/rl` ([api.md](api.md)), and the
-options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` is `{"layout": {"tp": 2}}`. A
-dataset is a URI on the command line, and an object in JSON: `uri`, `format`, `prompt_field`, `completion_field`,
-`assistant_turns`, `assistant_pattern`. `trainable` has a `kind`, `lora` or `full`. This page is printed by
-`python -m service.cli.run_table`.
+A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo`, `/distill`, `/reward` or `/rl` ([api.md](api.md)),
+and the options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` is
+`{"layout": {"tp": 2}}`. A dataset is a URI on the command line, and an object in JSON: `uri`, `format`,
+`prompt_field`, `completion_field`, `assistant_turns`, `assistant_pattern`. `trainable` has a `kind`, `lora` or `full`.
+This page is printed by `python -m service.cli.run_table`.
 
 `dtype` is chosen once, where a run is accepted, and kept whatever host trains it: `auto` is `bfloat16` where that is
 fast on the GPU hosts, else `float32` ([how](hosts.md#precision)). The run's `precision`, and an estimate's, says

@@ -275,8 +275,10 @@ class PublishedModels:
         return artifact
 
     def head(self, tenant: str, found: PublishedModel) -> ScalarHead | None:
-        """Return the head of a reward model, or of what a session made with one; None: a language model's."""
-        return self.record(tenant, found).run.trainable.head
+        """Return the head of scalars of a version; None: a language model, or one whose run is not on record."""
+        with suppress(NotFound):
+            return self.record(tenant, found).run.trainable.head
+        return None
 
     def record(self, tenant: str, found: PublishedModel) -> RunRecord:
         """Return the record of the run that published a version. Raises NotFound when that is not on record."""

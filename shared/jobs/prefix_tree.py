@@ -161,6 +161,48 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
     )
 
 
+@dataclass(frozen=True)
+class ScoredRow:
+    """A sequence, the places of its scored tokens, which of a head's scalars each has, and what that is to be.
+
+    K: its targets.
+    """
+
+    id_L: NDArray[np.integer]
+    place_K: Sequence[int]
+    scalar_K: Sequence[int]
+    value_K: Sequence[float]
+
+
+def scored_unit(rows: Sequence[ScoredRow]) -> TreeUnit:
+    """Make one unit of sequences, in their order, whose targets are scalars: labels say which, advantages how much."""
+    ids = [row.id_L for row in rows]
+    order, nodes = grow(ids)
+    position_T, parent_T = tables(nodes)
+    places = zip(indices(order, nodes), rows, strict=True)
+    counts = [len(row.place_K) for row in rows]
+    zeros_N = np.zeros(sum(counts), dtype=np.float32)
+    return TreeUnit(
+        token_id_T=token_ids(ids, order, nodes),
+        position_T=position_T,
+        parent_T=parent_T,
+        hidden_index_N=np.concatenate([index_L[list(row.place_K)] for index_L, row in places]),
+        label_N=np.array([scalar for row in rows for scalar in row.scalar_K], dtype=np.int64),
+        weight_N=zeros_N + 1,
+        advantage_N=np.array([value for row in rows for value in row.value_K], dtype=np.float32),
+        old_logprob_N=zeros_N,
+        ref_logprob_N=zeros_N,
+        sequence_N=np.repeat(np.arange(len(rows)), counts),
+        members=tuple(range(len(rows))),
+    )
+
+
+def scored_pair(chosen: NDArray[np.integer], rejected: NDArray[np.integer], margin: float = 0.0) -> TreeUnit:
+    """Make the unit of a pair of rows, whose rewards are those of their last tokens."""
+    rows = [ScoredRow(row, [len(row) - 1], [0], [value]) for row, value in ((chosen, margin), (rejected, 0.0))]
+    return scored_unit(rows)
+
+
 def _routes(rows: Sequence[SequenceRow], order: Sequence[int], nodes: Sequence[Node]) -> NDArray[np.integer] | None:
     """Return the routes of the trees' tokens; None where sequences have none.
 

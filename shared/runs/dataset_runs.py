@@ -230,6 +230,9 @@ class RewardRun(_DatasetRun):
         max_length=MAX_SCALARS,
         description="of squared_error: fields of rows with a number, each a scalar of the head; score if absent",
     )
+    per_turn: bool = Field(
+        default=False, description="of squared_error: rows' labels have a number for each turn of the assistant"
+    )
     center: float = Field(
         default=0.0, ge=0, le=1000, description="of bradley_terry: weight of the squared sum of a pair's rewards"
     )
@@ -245,12 +248,16 @@ class RewardRun(_DatasetRun):
         told = trained.model_dump() if isinstance(trained, Lora | Full) else trained
         if not isinstance(told, dict):
             return given
-        names = ("reward",) if given.get("objective") != "squared_error" else given.get("score_fields") or ("score",)
-        return given | {"trainable": told | {"head": told.get("head") or {"names": names, "per": "sequence"}}}
+        fields = given.get("score_fields") or ("score",)
+        names = fields if given.get("objective") == "squared_error" and not given.get("per_turn") else ("reward",)
+        head = {"names": names, "per": "token" if given.get("per_turn") is True else "sequence"}
+        return given | {"trainable": told | {"head": told.get("head") or head}}
 
     @property
     def head(self) -> ScalarHead:
         """What the objective trains: the head of `trainable`."""
+        if self.per_turn:
+            return ScalarHead(names=("reward",), per="token")
         return ScalarHead(names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence")
 
     @property
@@ -260,7 +267,7 @@ class RewardRun(_DatasetRun):
     @property
     def number_fields(self) -> tuple[str, ...]:
         """The fields of rows with what is learned beside the answers."""
-        return ("margin",) if self.reads_pairs else self.head.names
+        return ("margin",) if self.reads_pairs else ("labels",) if self.per_turn else self.head.names
 
     # In the place of the base's: here it is the other head that is trained.
     @model_validator(mode="after")
@@ -269,8 +276,10 @@ class RewardRun(_DatasetRun):
             raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
         if self.num_samples:
             raise ValueError("num_samples: a head of scalars writes no text: drop it")
-        if self.reads_pairs and self.score_fields is not None:
-            raise ValueError("score_fields would be ignored by bradley_terry: they are of squared_error")
+        if self.score_fields is not None and (self.reads_pairs or self.per_turn or "labels" in self.score_fields):
+            raise ValueError("score_fields are of squared_error without per_turn, which reads `labels`: drop them")
+        if self.reads_pairs and self.per_turn:
+            raise ValueError("per_turn is of squared_error: bradley_terry learns from whole answers")
         if not self.reads_pairs and self.center:
             raise ValueError("center would be ignored by squared_error: it is of bradley_terry")
         if self.reads_pairs:

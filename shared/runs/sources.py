@@ -68,8 +68,8 @@ def _preferences_alone(source: DatasetSource) -> DatasetSource:
 def _pairs_alone(source: DatasetSource) -> DatasetSource:
     if source.format not in ("auto", *PAIR_FORMATS):
         raise ValueError(
-            f"dpo learns from preference pairs, as bradley_terry does: format is auto, {' or '.join(PAIR_FORMATS)}; "
-            "the objective kto learns from answers with a label, too"
+            f"dpo learns from preference pairs, as reward does: format is auto, {' or '.join(PAIR_FORMATS)}; answers "
+            "with a label are what the objective kto learns from, too"
         )
     if source.prompt_field is not None or source.completion_field is not None:
         raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(stack: Stack, model: Path, folder: Path, data: str, *more: str, check: bool = True) -> Answer:
+def submit(stack: Stack, model: Path | str, folder: Path, data: str, *more: str, check: bool = True) -> Answer:
     return stack.cli(
         *("submit", "reward", "--wait", "--json", "--model", str(model), "--dataset", str(folder / f"{data}.jsonl")),
         *("--eval-dataset", str(folder / f"{data}-held-out.jsonl"), "--max-tokens", "256", "--batch-size", "32"),
@@ -144,14 +144,55 @@ def test_a_reward_model_is_no_language_model(stack, trained, tiny_model, folder)
     assert policy.code != 0 and "is a reward model" in policy.stderr
     initial = stack.cli(*sft, "--model", str(tiny_model), "--initial-adapter", "more-z", check=False)
     assert initial.code != 0 and "is a reward model" in initial.stderr
-    uri = stack.cli(*sft, "--model", str(tiny_model), "--initial-adapter", f"file://{published(trained)}", check=False)
-    assert uri.code == 0  # accepted, and refused before a lease
+    by_uri = ("--model", str(tiny_model), "--initial-adapter", f"file://{published(trained)}", "--wait", "--json")
+    refused = stack.cli(*sft, *by_uri, check=False)
+    assert_refused(refused, "its head gives scalars (SEQ_CLS)")
+
+
+def test_a_run_goes_on_from_a_reward_model_in_its_shape(stack, trained, tiny_model, folder) -> None:
+    scored = submit(stack, "more-z", folder, "scores", "--objective", "squared_error", "--steps", "1", check=False)
+    assert_refused(scored, "its head is not 1 scalar a sequence")
+    again = submit(stack, "more-z", folder, "pairs", "--steps", "1", "--learning-rate", "1e-9")
+    told = stack.cli("metrics", again.json["run_id"], "--json").json
+    before = trained.json["metrics"]["eval_reward_margin"]
+    assert told["evaluations"][0]["metrics"]["reward_margin"] == pytest.approx(before, rel=1e-5)
+
+
+def test_labels_of_turns_are_learned_at_the_tokens_that_end_them(stack, tiny_model, folder, tmp_path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    def row(number: int) -> dict:
+        prompt, *both = answers(number)
+        said = [("user", prompt), ("assistant", both[number % 2]), ("user", "More."), ("assistant", both[0])]
+        return {"messages": [{"role": r, "content": c} for r, c in said], "labels": [number % 2 == 0, True]}
+
+    jsonl(tmp_path / "turns.jsonl", [row(number) for number in range(32)])
+    held_out = [row(number) for number in range(1000, 1016)]
+    jsonl(tmp_path / "turns-held-out.jsonl", held_out)
+    fields = ("--objective", "squared_error", "--per-turn", "--steps", "20", "--learning-rate", "0.01")
+    answer = submit(stack, tiny_model, tmp_path, "turns", *fields)
+    told = stack.cli("metrics", answer.json["run_id"], "--json").json
+    before, after = (told["evaluations"][place]["metrics"] for place in (0, -1))
+    assert after["loss"] < 0.9 * before["loss"] and after["target_tokens"] == 2 * len(held_out)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    base = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=1)
+    model, errors = PeftModel.from_pretrained(base, published(answer)).eval(), []
+    for each in held_out:
+        ids = tokenizer(tokenizer.apply_chat_template(each["messages"], tokenize=False), add_special_tokens=False)
+        ids = ids["input_ids"]
+        ends = [place for place, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        with torch.no_grad():
+            value_T = model(torch.tensor([ids])).logits[0, :, 0]
+        errors += [(float(value_T[end]) - label) ** 2 for end, label in zip(ends[1::2], each["labels"], strict=True)]
+    assert after["loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as bradley_terry does"),
+        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as reward does"),
         (pairs(range(2)), ("--objective", "squared_error"), "pairs are what dpo learns from"),
         ([{"prompt": "a", "completion": "b"}], ("--objective", "squared_error"), "no field 'score'"),
         ([row | {"margin": "much"} for row in pairs(range(2))], (), "margin must be a number, not text"),

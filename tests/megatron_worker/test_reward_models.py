@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from activities.tokenizing.scored_units import scored_pair
 from longshore.losses import SquaredError
 from longshore.training import Lora, ScalarHead
 from megatron_worker.engine import Batch, Scores
@@ -19,7 +18,7 @@ from megatron_worker.training.evaluation import _held_out
 from shared.errors import InvalidInput
 from shared.jobs.losses import BradleyTerry, check_head
 from shared.jobs.packed import Units
-from shared.jobs.prefix_tree import TreeUnit
+from shared.jobs.prefix_tree import TreeUnit, scored_pair
 from tests.megatron_worker.engines import ENGINES, start
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 from tests.megatron_worker.scored_rows import ADAM, adamw, transformers_head

@@ -165,8 +165,6 @@ def test_what_is_recognised_depends_on_whether_pairs_are_wanted(tmp_path: Path) 
         tmp_path, OPENAI, pairs=False
     )
     said = refusal(tmp_path, {"messages": [ASK, GOOD]}, pairs=True)
-    assert (
-        "rows.jsonl:1: the row looks like chat; dpo learns from pairs, as bradley_terry does: chosen + rejected" in said
-    )
+    assert "rows.jsonl:1: the row looks like chat; dpo learns from pairs, as reward does: chosen + rejected" in said
     assert "known are chosen + rejected" in refusal(tmp_path, {"colour": "red"}, pairs=True)
     assert "chosen + rejected" not in refusal(tmp_path, {"colour": "red"}, pairs=False)
