@@ -303,7 +303,7 @@ def _kept(_: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Change]] = {
     "skip-reduce": (Group, "sum_shares", _own_alone),
     "average-for-sum": (Group, "sum_shares", lambda original: lambda self, x: original(self, x) / self.size),
-    "drop-shard": (Mesh, "_gathered", _own_everywhere),
+    "drop-shard": (Mesh, "gathered", _own_everywhere),
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
     "same-shard": (TensorSlice, "local", _same_shard),
