@@ -324,7 +324,7 @@ def test_an_entropy_bonus_asks_for_its_gradient_and_nothing_else_does():
 def test_presets_are_losses_that_read_back(name):
     loss = preset(name, max_completion_tokens=128).loss
     assert type(loss).model_validate_json(loss.model_dump_json()) == loss
-    assert loss.constant == ({"dr_grpo": 128, "rloo": 1}.get(name))
+    assert getattr(loss, "constant", None) == ({"dr_grpo": 128, "rloo": 1}.get(name))
 
 
 def test_a_reference_adapter_reads_back():
