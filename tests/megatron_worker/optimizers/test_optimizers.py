@@ -138,7 +138,7 @@ def test_steps_in_bfloat16_are_those_of_torch_s_muon(scale):
             (parameter * grad).sum().backward()
             if name in theirs:
                 theirs[name].grad = grad.float()
-        ours.step(Muon(weight_decay=0.1, clip_norm=0, scale=scale), 1e-3, 1.0)
+        ours.apply(Muon(weight_decay=0.1, clip_norm=0, scale=scale), 1e-3, ours.reduce(1.0))
         reference.step()
     found = ours.gathered("master")
     for name, parameter in theirs.items():
