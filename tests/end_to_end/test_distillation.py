@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import QUICK
+from tests.depth import one_of
+from tests.end_to_end.conftest import DRAWN_FILES, QUICK
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack, started
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import encode, make_adapter, peft_model, published
 from tests.megatron_worker.sampler_process import NAME, running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "distillation")]
 
 
 def rows(numbers: range) -> list[dict]:

@@ -10,12 +10,13 @@ import pytest
 
 from service.dev.connection import Connection
 from tests.depth import one_of
+from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import LORA_ALPHA, LORA_RANK, encode, make_adapter, peft_model, submit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "objectives")]
 
 OBJECTIVES = ("kto", "orpo", "simpo")
 BETA, GAMMA, ROWS, STEPS = 0.2, 0.4, 8, 3

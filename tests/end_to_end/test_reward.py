@@ -9,12 +9,14 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
+from tests.depth import one_of
+from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import published
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "reward")]
 
 WORDS = ("crates", "ropes", "tide", "harbour", "cargo", "sails", "anchor", "pier")
 
