@@ -24,6 +24,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/runs/sft": sft(seed=SUCCEEDS),
     "/api/v1/runs/dpo": sft(seed=SUCCEEDS),
     "/api/v1/runs/distill": sft(seed=SUCCEEDS, teacher="file:///r"),
+    "/api/v1/runs/reward": sft(seed=SUCCEEDS),
     "/api/v1/runs/rl": {"model": "org/tiny", "rollouts": ROLLOUTS},
     "/api/v1/runs/{run_id}/steps": {"key": "k", "groups": DATA},
     "/api/v1/sessions": {"model": "org/tiny"},

@@ -131,11 +131,12 @@ def test_the_tenants_of_others_are_the_operators_affair(
 
 # A text that names nothing: whatever stands there is shown again, and never opened.
 FREE_TEXT = {"title", "note", "suffix", "key", "filename", "mime_type", "words"}
-RUNS = ("/api/v1/runs/sft", "/api/v1/runs/dpo", "/api/v1/runs/distill", "/api/v1/runs/rl")
+RUNS = tuple(f"/api/v1/runs/{kind}" for kind in ("sft", "dpo", "distill", "reward", "rl"))
 RICH: dict[str, Any] = {
     "/api/v1/runs/sft": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
     "/api/v1/runs/dpo": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", reference="file:///r"),
     "/api/v1/runs/distill": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", teacher="file:///r"),
+    "/api/v1/runs/reward": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
     "/api/v1/runs/rl": {
         "model": "org/tiny",
         "initial_adapter": "file:///a",
@@ -163,6 +164,7 @@ MUST_REFUSE = {
     "/api/v1/runs/sft": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
     "/api/v1/runs/dpo": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "reference"},
     "/api/v1/runs/distill": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "teacher"},
+    "/api/v1/runs/reward": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
     "/api/v1/runs/rl": {"model", "initial_adapter", "rollouts.prompts.uri", "rollouts.sampler_url"},
     "/api/v1/validate": {"source.uri", "model_uri"},
     "/api/v1/preview": {"source.uri", "model_uri"},
