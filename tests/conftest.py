@@ -110,6 +110,17 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more, which only wait for each other beside a stack's own."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> "subprocess.Popen[bytes]":
     """What tests and fixtures start ends with this process: also where a fixture fails half-way, or we are killed."""

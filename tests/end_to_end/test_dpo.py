@@ -1,7 +1,6 @@
 """Preference pairs in, a published adapter out, through every process of the real system; the same in plain PEFT."""
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 LORA_RANK, LORA_ALPHA, BETA, LEARNING_RATE, STEPS = 4, 8.0, 0.2, 0.002, 4
 
@@ -23,17 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jsonl(folder / "train.jsonl", [pair(number) for number in range(96)])
     jsonl(folder / "held-out.jsonl", [pair(number) for number in range(200, 232)])
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads than that only wait for each other beside the stack's own."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def submit(stack: Stack, model: Path, dataset: Path, *more: str, check: bool = True) -> Answer:

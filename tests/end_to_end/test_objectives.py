@@ -1,7 +1,6 @@
 """KTO, ORPO and SimPO from a dataset file through every process of the real system; the same in plain PEFT."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import LORA_ALPHA, LORA_RANK, encode, make_adapter, peft_model, submit
 
-pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "objectives")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), one_of(DRAWN_FILES, "objectives")]
 
 OBJECTIVES = ("kto", "orpo", "simpo")
 BETA, GAMMA, ROWS, STEPS = 0.2, 0.4, 8, 3
@@ -37,16 +36,6 @@ def labelled(number: int) -> dict[str, Any]:
 
 def rows_of(objective: str, numbers: range) -> list[dict[str, Any]]:
     return [labelled(n) if objective == "kto" else pair(n) for n in numbers]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @one_of(OBJECTIVES, "kto")

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,19 +15,9 @@ from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import published
 
-pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "reward")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), one_of(DRAWN_FILES, "reward")]
 
 WORDS = ("crates", "ropes", "tide", "harbour", "cargo", "sails", "anchor", "pier")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def answers(number: int) -> tuple[str, str, str]:

@@ -12,16 +12,10 @@ from longshore.training import Lora
 from megatron_worker.trainer_rank import Snapshot, start
 from tests.megatron_worker.launch import fork_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHATS = EXAMPLES / "data" / "harbour_train.jsonl"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

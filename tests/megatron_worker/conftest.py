@@ -1,11 +1,9 @@
 """What tests of the worker share: a model and adapters that none of them changes, and the table of engines."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 
 from longshore.layout import EngineName
 from tests.megatron_worker.rows import distinct_model
@@ -20,15 +18,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(request: pytest.FixtureRequest) -> str:
     """A line of the table."""
     return request.param
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
