@@ -28,6 +28,17 @@ Reference = Literal["base"] | Artifact
 or a published adapter on that base."""
 
 
+def looked_up(named: Reference | str, field: str) -> Reference:
+    """Return the model that a field names. Raises ValueError while it is a URI that nobody has looked up."""
+    match named:
+        case Artifact() as adapter:
+            return adapter
+        case "base":
+            return "base"
+        case uri:
+            raise ValueError(f"{field}: a job has the adapter itself, and not where it is ({uri})")
+
+
 class Kl(Frozen):
     """The divergence from a reference, estimated at the sampled tokens (Schulman 2020; docs/losses.md).
 
@@ -44,14 +55,8 @@ class Kl(Frozen):
 
     @property
     def model(self) -> Reference:
-        """Return the reference. Raises ValueError while it is a URI that nobody has looked up."""
-        match self.reference:
-            case Artifact() as adapter:
-                return adapter
-            case "base":
-                return "base"
-            case uri:
-                raise ValueError(f"kl.reference: a job has the adapter itself, and not where it is ({uri})")
+        """Return the reference. Raises ValueError as `looked_up` does."""
+        return looked_up(self.reference, "kl.reference")
 
 
 class _PolicyLoss(Frozen):

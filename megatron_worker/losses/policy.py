@@ -35,13 +35,12 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     targets = live_targets(scores, batch, loss)
     surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))
     importance_N = _importance(targets, loss)
+    left_out = _left_out(targets, importance_N, loss)
     value_N = surrogate.loss_N
     if loss.truncated_importance is not None:
-        value_N = value_N * importance_N.clamp(max=loss.truncated_importance).masked_fill(
-            _beyond(importance_N, loss), 0.0
-        )
-    if loss.off_policy_bound is not None:
-        value_N = value_N.masked_fill(_too_far(targets, loss.off_policy_bound), 0.0)
+        value_N = value_N * importance_N.clamp(max=loss.truncated_importance)
+    for where_N in left_out.values():
+        value_N = value_N.masked_fill(where_N, 0.0)
     if loss.kl is not None and loss.kl.placement == "loss":
         kl_N = divergence(targets.logprob_N, targets.ref_logprob_N, loss.kl.estimator)
         value_N = value_N + loss.kl.coefficient * kl_N
@@ -52,7 +51,7 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
         loss=total,
         weight=weight,
         metrics={"sequences": weight.new_tensor(float(targets.num_sequences))},
-        means=_means(loss, targets, surrogate, importance_N),
+        means=_means(loss, targets, surrogate, importance_N, left_out),
         maxima={"ratio_max": _largest(surrogate.ratio_N)},
     )
 
@@ -92,24 +91,25 @@ def _importance(targets: Targets, loss: PolicyLoss) -> Tensor:
     return bounded(log_ratio_N).exp()
 
 
-def _beyond(importance_N: Tensor, loss: PolicyLoss) -> Tensor:
-    """Return True for what a mask leaves out (IcePop, Ling Team 2025, arXiv:2510.18855); bool [N]."""
-    if loss.truncated_importance is None or loss.importance_beyond == "truncate":
-        return torch.zeros_like(importance_N, dtype=torch.bool)
-    return (importance_N > loss.truncated_importance) | (importance_N < (loss.importance_floor or 0.0))
+def _left_out(targets: Targets, importance_N: Tensor, loss: PolicyLoss) -> dict[str, Tensor]:
+    """Return the tokens that count for nothing, bool [N], by what leaves them out.
 
-
-def _too_far(targets: Targets, bound: float) -> Tensor:
-    """Return True for tokens of negative advantage of sequences that the policy has left; bool [N].
-
-    Off-policy sequence masking: DeepSeek-V3.2, 2025, arXiv:2512.02556.
+    `masked`: their importance is beyond the bounds (IcePop, Ling Team 2025, arXiv:2510.18855). `off_policy`: they have
+    a negative advantage, and the policy has left their sequence (off-policy sequence masking: DeepSeek-V3.2, 2025,
+    arXiv:2512.02556).
     """
-    behind_N = targets.mean_of_sequence(-targets.log_ratio_N.detach())
-    return (targets.advantage_N < 0) & (behind_N > bound)
+    found = {}
+    if loss.truncated_importance is not None and loss.importance_beyond == "mask":
+        low, high = loss.importance_floor or 0.0, loss.truncated_importance
+        found["masked"] = (importance_N > high) | (importance_N < low)
+    if loss.off_policy_bound is not None:
+        behind_N = targets.mean_of_sequence(-targets.log_ratio_N.detach())
+        found["off_policy"] = (targets.advantage_N < 0) & (behind_N > loss.off_policy_bound)
+    return found
 
 
 def _means(
-    loss: PolicyLoss, targets: Targets, surrogate: Surrogate, importance_N: Tensor
+    loss: PolicyLoss, targets: Targets, surrogate: Surrogate, importance_N: Tensor, left_out: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return averages over tokens by weight. Divergences are k3 estimates, which are never negative."""
     t, logprob_N = targets, targets.logprob_N.detach()
@@ -126,10 +126,10 @@ def _means(
         values["kl_reference"] = divergence(logprob_N, t.ref_logprob_N, "k3")
     if loss.truncated_importance is not None:
         values["importance_mean"] = importance_N
-        outside_N = (importance_N > loss.truncated_importance) | _beyond(importance_N, loss)
+        outside_N = left_out.get("masked", importance_N > loss.truncated_importance)
         values["truncated_fraction"] = outside_N.to(t.weight_N.dtype)
-    if loss.off_policy_bound is not None:
-        values["off_policy_fraction"] = _too_far(t, loss.off_policy_bound).to(t.weight_N.dtype)
+    if "off_policy" in left_out:
+        values["off_policy_fraction"] = left_out["off_policy"].to(t.weight_N.dtype)
     count = t.weight_N.sum()
     means = {name: ((t.weight_N * value_N).sum(), count) for name, value_N in values.items()}
     means["kl_sampler_trainer"] = ((t.weight_N * mismatch_N).sum(), (t.weight_N * known_N).sum())

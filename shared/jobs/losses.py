@@ -20,6 +20,7 @@ from longshore.losses import (
     Reference,
     Reinforce,
     SquaredError,
+    looked_up,
 )
 from longshore.training import MAX_SCALARS, Full, Lora, ScalarHead
 
@@ -193,7 +194,7 @@ def check_head(loss: Loss, head: ScalarHead | None) -> None:
 
 
 def reference_of(loss: Loss) -> Reference | None:
-    """Return the reference model of a loss; None if it has none. Raises ValueError as `Kl.model` does."""
+    """Return the reference model of a loss; None if it has none. Raises ValueError as `looked_up` does."""
     match loss:
         case CrossEntropy() | SquaredError() | BradleyTerry():
             return None
@@ -202,7 +203,7 @@ def reference_of(loss: Loss) -> Reference | None:
         case KTO():
             return loss.reference
         case Distillation():
-            return Kl(coefficient=1, reference=loss.teacher).model
+            return looked_up(loss.teacher, "teacher")
         case _:
             return loss.kl.model if loss.kl else None
 
@@ -218,11 +219,11 @@ def reference_uri(loss: RLLoss) -> str | None:
 
 def with_reference(loss: RLLoss, adapter: Artifact | None) -> RLLoss:
     """Return the loss with the adapter that its reference's URI named; unchanged where it named none."""
-    if adapter is not None and isinstance(loss, Distillation):
-        return loss.model_copy(update={"teacher": adapter})
-    if adapter is None or isinstance(loss, Distillation) or loss.kl is None:
+    if adapter is None:
         return loss
-    return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})
+    if isinstance(loss, Distillation):
+        return loss.model_copy(update={"teacher": adapter})
+    return loss.model_copy(update={"kl": loss.kl and loss.kl.model_copy(update={"reference": adapter})})
 
 
 def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
