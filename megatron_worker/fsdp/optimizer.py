@@ -40,8 +40,9 @@ class FsdpOptimizer:
         self._is_sharded = any(s.split is not None for s in slices)
         # Another rank counts what this one has as it has. None: all is this one's.
         self._counted = [s.parameter for s in slices if ranks.tp_rank and isinstance(s, SplitByTp)]
-        self._groups = groups_of(slices)
-        self._matrices = [s for s in slices if s.parameter in working and self._groups[s.parameter].is_layers]
+        # A rank that got none of a stack's experts holds an empty tensor, which no slice names.
+        self._groups = {name: group for name, group in groups_of(slices).items() if name in working}
+        self._matrices = [s for s in slices if s.parameter in self._groups and self._groups[s.parameter].is_layers]
         self._parameters = parameters
         self._working = working
         self.step_count = 0
@@ -128,10 +129,10 @@ class FsdpOptimizer:
         if clipped:
             self.grad.buffer.mul_(adam.clip_norm / (norm + 1e-6))
         self.step_count += 1
-        for name, weight in self.master.items():
+        for name, group in self._groups.items():
             grad, mean, square = (flat.views[name].view(-1) for flat in (self.grad, self.exp_avg, self.exp_avg_sq))
-            rates = rates_of(self._groups[name], adam, learning_rate)
-            update(weight.view(-1), grad, mean, square, adam, rates, self.step_count)
+            rates = rates_of(group, adam, learning_rate)
+            update(self.master[name].view(-1), grad, mean, square, adam, rates, self.step_count)
         if isinstance(adam, Muon):
             self._orthogonalise(adam)
             for name in {s.parameter: s for s in self._matrices}:

@@ -69,12 +69,13 @@ class Exports:
         """Return how an export stands. Raises NotFound when nobody asked for it."""
         name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
         view = ExportView(model=name, label=label, state="running")
-        if await asyncio.to_thread(find_artifact, self._store, key) is None:
-            async with self._temporal.client() as client:
-                handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
-                with unless_unknown():
-                    if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
-                        return view
+        async with self._temporal.client() as client:
+            handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
+            with unless_unknown():
+                # All files are there a moment before its workflow has ended: until then nobody can start it anew.
+                if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
+                    return view
+                if await asyncio.to_thread(find_artifact, self._store, key) is None:
                     try:
                         await handle.result(rpc_timeout=PATIENCE)
                     except WorkflowFailureError as error:

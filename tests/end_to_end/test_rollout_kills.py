@@ -313,19 +313,28 @@ def test_what_was_drawn_under_weights_that_fail_the_proof_is_drawn_again(
 ) -> None:
     """With `continue`: another adapter is what the next step is drawn by, instead of what the trainer then sends."""
     wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
-    drawn_meanwhile = _while_the_next_step_is_drawn(fresh_stack, rollout_options)
-    with drawn_meanwhile as (run_id, version), _samplers(fresh_stack) as [(sampler, _)]:
-        sampler.update_weights(newest_name(run_id), version, wrong, is_adapter=True)
+
+    def draw_by_another(run_id: str, version: int) -> bool:
+        with _samplers(fresh_stack) as [(sampler, _)]:
+            sampler.update_weights(newest_name(run_id), version, wrong, is_adapter=True)
         wait_until(lambda: _num_sampled(fresh_stack) == version + 1, "samples by the wrong adapter")
+        return len(_hashes_of(fresh_stack, version)) == 1
+
+    run_id, version = _while_the_next_step_is_drawn(fresh_stack, rollout_options, draw_by_another)
     answer = fresh_stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     told = [step["metrics"] for step in steps_of(fresh_stack, run_id)]
     assert sum(metrics["sync_given_up"] for metrics in told) == told[version - 1]["sync_given_up"] == 1
     assert _num_grants(fresh_stack, run_id) == 2
     hashes_of_versions(fresh_stack, run_id)
-    drawn = (fresh_stack.root / "store" / "sampled").glob("*/completions/completions.jsonl")
+    assert len(_hashes_of(fresh_stack, version)) == 2, "nothing was at stake"
+
+
+def _hashes_of(stack: Stack, version: int) -> set[str]:
+    """The hashes of the weights that have drawn stored samples as this version."""
+    drawn = (stack.root / "store" / "sampled").glob("*/completions/completions.jsonl")
     by = [one for path in drawn for line in path.read_text().splitlines() for one in json.loads(line)["drawn_by"]]
-    assert len({one["weights_sha256"] for one in by if one["policy_version"] == version}) == 2, "nothing was at stake"
+    return {one["weights_sha256"] for one in by if one["policy_version"] == version}
 
 
 def _num_sampled(stack: Stack) -> int:
@@ -333,11 +342,12 @@ def _num_sampled(stack: Stack) -> int:
     return _count(stack, "sampled/*/samples/manifest.json")
 
 
-@contextmanager
-def _while_the_next_step_is_drawn(stack: Stack, rollout_options: list[str]) -> Iterator[tuple[str, int]]:
-    """Hold the trainer of a run before it sends a version, while the step after it is sampled. Yields both.
+def _while_the_next_step_is_drawn(
+    stack: Stack, rollout_options: list[str], act: Callable[[str, int], bool]
+) -> tuple[str, int]:
+    """Hold the trainer of a run before it sends a version, and `act` while the step after it is sampled. Returns both.
 
-    Where a run is too fast to be caught there, the same is run again.
+    Where a run is too fast to be caught there, or for what `act` would do (it says so), the same is run again.
     """
     for _ in range(_TRIES):
         for folder in ("packed", "sampled", "graded"):
@@ -346,9 +356,8 @@ def _while_the_next_step_is_drawn(stack: Stack, rollout_options: list[str]) -> I
         run_id = stack.cli(*rollout_options, *longer, "--sync-in-flight", "continue").json["run_id"]
         held = wait_until(lambda: a_rank(stack), "a trainer")
         try:
-            if (version := _caught(stack, run_id, held)) is not None:
-                yield run_id, version
-                return
+            if (version := _caught(stack, run_id, held)) is not None and act(run_id, version):
+                return run_id, version
         finally:
             signal_all(held, signal.SIGCONT)
         stack.cli("watch", run_id)
