@@ -10,9 +10,9 @@ from longshore.fields import Artifact
 from megatron_worker.dispatch import BINS_A_PASS
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
-from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
+from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, NotFinite
 from megatron_worker.process.staging import Folders
-from megatron_worker.trained_slot import NotFinite, Outcome, Passes, Program, TrainedSlot
+from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
@@ -37,7 +37,7 @@ class PlannedSteps(Program):
 
     @cached_property
     def _loss(self) -> LossFunction:
-        return loss_function(self.plan.loss, self.plan.temperature)
+        return loss_function(self.plan.loss, self.plan.temperature, has_critic=self.plan.critic is not None)
 
     # Before the first step.
 
@@ -64,9 +64,13 @@ class PlannedSteps(Program):
         Without the first step, where the old policy is the policy itself (targets.py).
         """
         if scores_old(self.plan.loss):
-            steps = range(max(self._done(), 1), self.plan.num_steps)
+            has_critic = self.plan.critic is not None  # whose rewards have a penalty of all old log-probabilities
+            steps = range(0 if has_critic else max(self._done(), 1), self.plan.num_steps)
             score = self.slot.dispatcher.score(self.slot.slot, self.data, steps, "old_logprob_N", self.plan.temperature)
             yield from _agreed(self.slot, score)
+        if self.slot.critic is not None and is_policy_loss(self.plan.loss):
+            estimates = self.slot.critic.estimate(self.data, self.plan.loss, self.plan.num_steps)
+            yield from _agreed(self.slot, estimates)
 
     @property
     def _reference(self) -> Artifact | None:
@@ -77,7 +81,7 @@ class PlannedSteps(Program):
     @property
     def _reference_slot(self) -> str | None:
         """The slot of the loss's reference: that of an adapter; None for the base."""
-        return None if self._reference is None else slots_of(self.plan.run_id, self.plan.trainable)[1]
+        return None if self._reference is None else slots_of(self.plan.run_id, self.plan.trainable).reference
 
     def _load_reference(self, kept: WarmState | None) -> None:
         if self._reference is not None and (kept is None or kept.reference is None):
@@ -114,7 +118,8 @@ class PlannedSteps(Program):
                 score = partial(dispatcher.score, slot, column="ref_logprob_N")
             case _:
                 return
-        yield from score(self.data, range(self._done(), self.plan.num_steps), temperature=temperature)
+        done = 0 if self.plan.critic is not None else self._done()
+        yield from score(self.data, range(done, self.plan.num_steps), temperature=temperature)
         if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
             yield from score(held_out, range(1), temperature=1.0)
 
@@ -159,14 +164,26 @@ class PlannedSteps(Program):
         number = self.slot.at + 1
         rate = learning_rate(self.plan.schedule, self.slot.at, self.plan.last_step)
         try:
+            critics = yield from self._critic_step()
+            if self.plan.critic is not None and self.plan.critic.alone:
+                self.slot.skip_step(number, critics)
+                return
             sums = yield from self.slot.forward_backward(self.data, self._done(), self._loss)
             if sums["weight"]:
-                self.slot.optim_step(number, self.plan.optimizer, rate, sums["weight"])
+                self.slot.optim_step(number, self.plan.optimizer, rate, sums["weight"], critics)
             else:
-                self.slot.skip_step(number)
+                self.slot.skip_step(number, critics)
         except NotFinite as error:
             message = f"step {number}: {error.what}; try a lower learning rate, or look for broken rows"
             raise JobFailed(Fault(kind="not_finite", message=message)) from None
+
+    def _critic_step(self) -> Generator[None, None, dict[str, float]]:
+        """Update the critic, if there is one. Returns its metrics. Raises NotFinite."""
+        if self.slot.critic is None:
+            return {}
+        schedule = self.plan.schedule.model_copy(update={"learning_rate": self.slot.critic.plan.learning_rate})
+        rate = learning_rate(schedule, self.slot.at, self.plan.last_step)
+        return (yield from self.slot.critic.step(self._done(), self.plan.optimizer, rate))
 
     def _evaluate(self) -> Generator[None, None, bool]:
         """Report held-out metrics and samples, if they are due now. Returns False if a cancellation interrupted it."""
@@ -192,7 +209,8 @@ class PlannedSteps(Program):
         if self.plan.after != "keep" and not is_policy_loss(self.plan.loss):
             return None
         assert self.slot.written is not None
-        return WarmState(self.plan.trainable, self.slot.written, self._reference)
+        critic = None if self.slot.critic is None else (self.slot.critic.plan.trainable, self.slot.critic.scale)
+        return WarmState(self.plan.trainable, self.slot.written, self._reference, critic)
 
 
 def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:

@@ -26,7 +26,7 @@ from megatron_worker.training.checkpoint import (
     load_initial_checkpoint,
     read_state,
 )
-from megatron_worker.warm_engine import WarmEngine, WarmState, make_trainable, slots_of, take_engine
+from megatron_worker.warm_engine import WarmEngine, WarmState, critic_of, make_trainable, slots_of, take_engine
 from shared.jobs.events import Started
 from shared.jobs.job import Job, JobPlan, SessionPlan, WorkerPlan
 
@@ -52,8 +52,9 @@ def run_job(
             with_slot = ranks.agree(lambda: _program(job, folders, warm, staging, open_files))
             dispatcher = take_engine(warm, job.plan, folders, kept, ranks)
             yield None  # not before: until it is taken, other jobs may have what was kept dropped
-            trained, _ = slots_of(job.plan.run_id, job.plan.trainable)
+            trained = slots_of(job.plan.run_id, job.plan.trainable).trained
             slot = TrainedSlot(job, trained, model_sha256, dispatcher, report, ranks, cancelled, at=job.plan.first_step)
+            slot.critic = critic_of(dispatcher, job.plan, kept.critic[1] if kept and kept.critic else None)
             program = with_slot(slot)
             yield from _begin(slot, program, folders, kept)
             return (yield from _agreed_on(ranks, program.run(by_hand)))
@@ -96,7 +97,6 @@ def _begin(
         CancelledEarly: while log-probabilities were computed that the steps need.
     """
     job, plan, ranks, dispatcher = slot.job, slot.job.plan, slot.ranks, slot.dispatcher
-    load = partial(dispatcher.load_state, slot.slot)
     if kept is None:
         ranks.agree(lambda: make_trainable(dispatcher, job, folders))
         yield None
@@ -108,11 +108,11 @@ def _begin(
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, slot.model_sha256))
     elif job.needs_its_beginning and plan.initial_checkpoint is not None:
         beginning = folders[plan.initial_checkpoint]
-        ranks.agree(lambda: load_initial_checkpoint(load, plan, slot.model_sha256, beginning))
+        ranks.agree(lambda: load_initial_checkpoint(slot.load, plan, slot.model_sha256, beginning))
     yield from program.at_the_beginning()
     if job.start is not None:
         recorded = folders[job.start]
-        ranks.agree(lambda: load_checkpoint(load, plan, slot.model_sha256, recorded))
+        ranks.agree(lambda: load_checkpoint(slot.load, plan, slot.model_sha256, recorded))
     slot.report.emit(
         Started,
         run_id=plan.run_id,

@@ -3,18 +3,20 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from longshore.training import Optimizer
+from megatron_worker.critic import CriticSlot
 from megatron_worker.dispatch import Dispatcher, TargetScores
 from megatron_worker.engine import LossFunction
 from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import EventLog
-from megatron_worker.process.faults import Fault, JobFailed
+from megatron_worker.process.faults import Fault, NotFinite
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sums import MAX, reported
 from megatron_worker.training.batches import PackedBatches
@@ -65,14 +67,6 @@ class Program(ABC):
         """Do the commands, and save a checkpoint behind them. `by_hand`: nobody sends any further ones."""
 
 
-class NotFinite(JobFailed):
-    """A loss, or a gradient's norm, is not finite. No weight has changed."""
-
-    def __init__(self, what: str, value: float) -> None:
-        self.what = f"{what} is {value}"
-        super().__init__(Fault(kind="not_finite", message=f"{self.what}; no weight has changed"))
-
-
 @dataclass
 class TrainedSlot:
     """The slot, and how far it has come. Every rank has one, and gives its commands alike.
@@ -83,6 +77,7 @@ class TrainedSlot:
         saved_at: that of the newest checkpoint, -1 before the first. `written`: this attempt's newest one.
         micro_batch_tokens: of the largest micro-batch, where the job has a memory budget.
         sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
+        critic: the one that is trained beside it, if there is one.
     """
 
     job: Job
@@ -97,6 +92,7 @@ class TrainedSlot:
     written: Written | None = None
     micro_batch_tokens: int | None = None
     sums: dict[str, float] = field(default_factory=dict)
+    critic: CriticSlot | None = None
     _sums_s: float = 0.0  # seconds that computing them took
 
     def forward_backward(
@@ -116,8 +112,12 @@ class TrainedSlot:
         self._sums_s += seconds
         return sums
 
-    def optim_step(self, number: int, adam: Optimizer, learning_rate: float, denominator: float) -> dict[str, float]:
+    def optim_step(
+        self, number: int, adam: Optimizer, learning_rate: float, denominator: float, beside: Mapping[str, float] = {}
+    ) -> dict[str, float]:
         """Divide the gradients, make one update, and report it as step `number`. Returns the metrics that it reports.
+
+        `beside`: further ones.
 
         Raises:
             NotFinite: as the gradient's norm is.
@@ -129,12 +129,13 @@ class TrainedSlot:
         self._sums_s += time.perf_counter() - began
         update = {"learning_rate": learning_rate, "grad_norm": norms.grad_norm, "clipped": float(norms.clipped)}
         loss = {"loss": self.sums["loss"] / weight} if weight else {}
-        return self._stepped(number, loss | update | dict(norms.noise))
+        return self._stepped(number, loss | update | dict(norms.noise) | dict(beside))
 
-    def skip_step(self, number: int) -> dict[str, float]:
-        """Drop the gradients of a step that trains no token, and report it as step `number`."""
-        self.dispatcher.zero_grad(self.slot)
-        return self._stepped(number, {"skipped": 1.0})
+    def skip_step(self, number: int, beside: Mapping[str, float] = {}) -> dict[str, float]:
+        """Drop the gradients of a step that trains no token, if it made any, and report it as step `number`."""
+        if self.sums:
+            self.dispatcher.zero_grad(self.slot)
+        return self._stepped(number, {"skipped": 1.0, **beside})
 
     @property
     def recomputes(self) -> bool:
@@ -145,8 +146,7 @@ class TrainedSlot:
         metrics = {
             **update,
             **{name: value for name, value in reported(self.sums).items() if name not in ("loss", "weight")},
-            "step_s": self._sums_s,
-            "tokens_per_s": self.sums["tokens"] / self._sums_s,
+            **({"step_s": self._sums_s, "tokens_per_s": self.sums["tokens"] / self._sums_s} if self.sums else {}),
             **({"recomputed": 1.0} if self.recomputes else {}),
             "memory_bytes": float(self.ranks.largest([self.dispatcher.engine.memory().device_bytes])[0]),
         }
@@ -163,13 +163,23 @@ class TrainedSlot:
         """Begin to add up anew: the slot has no gradients any more."""
         self.sums, self._sums_s = {}, 0.0
 
+    def load(self, folder: Path) -> None:
+        """Go on from what a checkpoint's folder has. Raises InvalidInput as `Dispatcher.load_state` does."""
+        if self.critic is not None:
+            self.critic.load(folder)
+        self.dispatcher.load_state(self.slot, folder)
+
+    def _write(self, folder: Path) -> None:
+        self.dispatcher.save_state(self.slot, folder)
+        if self.critic is not None:
+            self.critic.save(folder)
+
     def save(self) -> None:
         """Save a checkpoint of the state `at`, unless there is one. The weights have not changed since then."""
         if self.saved_at == self.at:
             return
-        write = partial(self.dispatcher.save_state, self.slot)
         passes = self.micro_batch_tokens, self.recomputes
-        self.written = save_checkpoint(write, self.ranks, self.job, self.model_sha256, self.at, *passes)
+        self.written = save_checkpoint(self._write, self.ranks, self.job, self.model_sha256, self.at, *passes)
         self.saved_at = self.at
         self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
 

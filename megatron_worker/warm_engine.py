@@ -4,20 +4,22 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from longshore.fields import Artifact
 from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
+from megatron_worker.critic import CriticSlot, Scale
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Engine
 from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.memory.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders
-from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerPlan
@@ -58,12 +60,14 @@ def new_engine(
 class WarmState:
     """The state that a job left in the engine for the next one of its run: that of its last checkpoint.
 
-    `reference`: the adapter in the slot of the loss's reference, if the loss has one.
+    `reference`: the adapter in the slot of the loss's reference, if the loss has one. `critic`: what is trained in the
+    critic's slot, if there is one, and the unit of its values.
     """
 
     trainable: Lora | Full
     checkpoint: Written
     reference: Artifact | None
+    critic: tuple[Lora, Scale] | None = None
 
     def is_beginning_of(self, job: Job) -> bool:
         """True if the job starts from this state, so that it need not be read."""
@@ -75,6 +79,7 @@ class WarmState:
             and not job.plan.takes_commands
             and job.plan.trainable == self.trainable
             and self.reference in (None, reference)
+            and (self.critic and self.critic[0]) == (job.plan.step_critic and job.plan.step_critic.trainable)
             # A reference needs the published base, and not one that was trained.
             and (isinstance(self.trainable, Lora) or reference is None)
         )
@@ -167,8 +172,11 @@ class WarmEngine:
         assert dispatcher is not None
         reference = reference_of(plan.step_loss)
         frozen = folders[reference] if isinstance(reference, Artifact) else None
-        of_rank = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
-        return SlotNeed(plan.trainable, *ranks.largest(list(of_rank)))
+        weights, *others = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
+        if (critic := plan.step_critic) is not None:  # of gradients and moments one slot's alone are on the device
+            more, *beside = ranks.agree(lambda: dispatcher.slot_bytes(critic.trainable, None))
+            weights, others = weights + more, [max(pair) for pair in zip(others, beside, strict=True)]
+        return SlotNeed(plan.trainable, *ranks.largest([weights, *others]))
 
     def refuse(self, plan: WorkerPlan) -> None:
         """Give up taking an engine, because some rank could not: drop it on all, unless other jobs use it."""
@@ -258,7 +266,9 @@ def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
     begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
     adapter = None if starts_from is None else folders[starts_from]
-    slot, _ = slots_of(plan.run_id, plan.trainable)
+    slot = slots_of(plan.run_id, plan.trainable).trained
+    if (critic := critic_of(dispatcher, plan)) is not None:
+        critic.make(plan.seed)
     dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
     dispatcher.set_recompute(slot, plan.recompute == "on")
     # Setting up may have drawn random numbers: the steps begin at the seed again.
@@ -272,9 +282,24 @@ def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
     return not others or (isinstance(plan.trainable, Lora) and are_alike and is_another)
 
 
-def slots_of(run_id: str, trainable: Lora | Full) -> tuple[SlotName, str]:
-    """Return the slots of a run: the one that it trains, and the one for the adapter that its reference may be."""
-    return run_id if isinstance(trainable, Lora) else None, f"{run_id}/reference"
+class RunSlots(NamedTuple):
+    """The slots of a run: the one that it trains; those of its reference and of its critic, where it has them."""
+
+    trained: SlotName
+    reference: str
+    critic: str
+
+
+def slots_of(run_id: str, trainable: Lora | Full) -> RunSlots:
+    return RunSlots(run_id if isinstance(trainable, Lora) else None, f"{run_id}/reference", f"{run_id}/critic")
+
+
+def critic_of(dispatcher: Dispatcher, plan: WorkerPlan, scale: Scale | None = None) -> CriticSlot | None:
+    """Return the critic of a plan, if it has one; its slot may be yet to be made."""
+    slots = slots_of(plan.run_id, plan.trainable)
+    if plan.step_critic is None or slots.trained is None:
+        return None
+    return CriticSlot(plan.step_critic, slots.critic, slots.trained, dispatcher, scale or Scale())
 
 
 def collect_garbage() -> None:

@@ -71,5 +71,5 @@ def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequen
             return batch_normalized(rewards)
         case "given":
             return list(given)
-        case "none":
+        case "none" | "gae":  # a critic's are made where it is trained (megatron_worker/critic.py)
             return [np.zeros_like(reward_G) for reward_G in rewards]

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -209,12 +210,30 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     advantages = advantages_of(run.advantages, rewards, given)
     return [
         [
-            sequence_of(each, float(a), routes, is_trained=run.truncated == "train" or not _is_cut(one))
+            _for_critic(row, one.reward, each, run.truncated == "bootstrap" and _is_cut(one)) if run.critic else row
             for one, a in zip(group, advantage_G, strict=True)
             for each in one.sequences
+            for row in [sequence_of(each, float(a), routes, is_trained=run.truncated != "mask" or not _is_cut(one))]
         ]
         for group, advantage_G in zip(groups, advantages, strict=True)
     ]
+
+
+def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool) -> SequenceRow:
+    """Return a sequence whose tokens have rewards in the place of advantages: the trajectory's at the last trained one.
+
+    `one.token_rewards` beside tokens that were not sampled count for the sampled one before. With `goes_on` the last
+    sampled token of several is not trained: its state's value stands for what would have come (gae.py).
+    """
+    sampled = np.flatnonzero(row.target_mask)
+    last, weight, rewards = sampled[-1], row.weight.copy(), np.zeros_like(row.advantage)
+    if goes_on and len(sampled) > 1:
+        weight[last], last = 0, sampled[-2]
+    for place, value in enumerate(one.token_rewards or ()):
+        before = sampled[sampled <= min(place, last)]
+        rewards[before[-1] if len(before) else sampled[0]] += value
+    rewards[last] += reward
+    return replace(row, weight=weight, advantage=rewards)
 
 
 def _is_cut(one: Scored) -> bool:

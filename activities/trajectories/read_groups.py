@@ -183,7 +183,7 @@ def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
 def _check(one: Trajectory, rules: Rules) -> None:
     """Raises BrokenTrajectory with the first rule that it breaks."""
     run, length = rules.run, len(one.token_ids)
-    for name in ("sampled", "logprobs", "policy_versions"):
+    for name in ("sampled", "logprobs", "token_rewards", "policy_versions"):
         column = getattr(one, name)
         if column is not None and (found := len(column)) != length:
             raise BrokenTrajectory(name, "length", f"it has {found} entries for {length} token_ids")
@@ -201,6 +201,10 @@ def _check(one: Trajectory, rules: Rules) -> None:
         raise BrokenTrajectory("reward", "reward", f"it is {one.reward}; a reward is a finite number")
     _check_logprobs(one)
     _check_advantage(one, run)
+    if one.token_rewards is not None and run.critic is None:
+        raise BrokenTrajectory("token_rewards", "reward", "they are a critic's to read, and the run has none")
+    if not all(map(math.isfinite, one.token_rewards or ())):
+        raise BrokenTrajectory("token_rewards", "reward", "rewards are finite numbers")
     _check_version(one, rules)
     _check_routes(one, rules)
 

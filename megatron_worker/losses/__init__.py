@@ -14,8 +14,11 @@ from shared.jobs.losses import DPO, KTO, BradleyTerry, Distillation, Loss
 from shared.jobs.packed import Units
 
 
-def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
-    """Return a loss. `temperature` divides its logits; that of preferences has none."""
+def loss_function(loss: Loss, temperature: float = 1.0, has_critic: bool = False) -> LossFunction:
+    """Return a loss. `temperature` divides its logits; that of preferences has none.
+
+    `has_critic`: advantages are a critic's, of rewards that have lost the KL penalty, if it is theirs.
+    """
     match loss:
         case CrossEntropy():
             return cross_entropy.cross_entropy_loss(temperature)
@@ -30,7 +33,7 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
         case Distillation():
             return distillation_loss(loss, temperature)
         case _:
-            return policy_loss(loss, temperature)
+            return policy_loss(loss, temperature, has_critic)
 
 
 def check_columns(units: Units, loss: Loss) -> None:

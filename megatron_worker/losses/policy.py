@@ -16,9 +16,9 @@ from megatron_worker.sums import LossSums
 from shared.jobs.packed import Units
 
 
-def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
+def policy_loss(loss: PolicyLoss, temperature: float, has_critic: bool = False) -> LossFunction:
     outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0, temperature=temperature)
-    return LossFunction(outputs=outputs, sums=lambda scores, batch: _sums(loss, scores, batch))
+    return LossFunction(outputs=outputs, sums=lambda scores, batch: _sums(loss, scores, batch, has_critic))
 
 
 def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
@@ -30,10 +30,11 @@ def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
         check_finite(units, "old_logprob", "old = sampler needs the sampler's log-probabilities")
 
 
-def _sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
+def _sums(loss: PolicyLoss, scores: Scores, batch: Batch, has_critic: bool) -> LossSums:
     """Return sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
-    surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))
+    advantage_N = targets.advantage_N if has_critic else shaped_advantages(targets, loss)
+    surrogate = surrogate_of(loss, targets, advantage_N)
     importance_N = _importance(targets, loss)
     left_out = _left_out(targets, importance_N, loss)
     value_N = surrogate.loss_N

@@ -22,6 +22,14 @@ class JobFailed(Exception):
         super().__init__(fault.message)
 
 
+class NotFinite(JobFailed):
+    """A loss, or a gradient's norm, is not finite. No weight has changed."""
+
+    def __init__(self, what: str, value: float) -> None:
+        self.what = f"{what} is {value}"
+        super().__init__(Fault(kind="not_finite", message=f"{self.what}; no weight has changed"))
+
+
 class CancelledEarly(Exception):
     """The job was cancelled before its first step."""
 

@@ -3,6 +3,7 @@
 Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_worker.teachers import LikeliestIds
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Ints, PackedBin, Plan, Units
 
-Scored = Literal["old_logprob_N", "ref_logprob_N"]
+Scored = Literal["old_logprob_N", "ref_logprob_N", "advantage_N", "weight_N"]
 NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # the units of an empty batch
 
 
@@ -116,6 +117,16 @@ class PackedBatches:
         if index_N is not None and self._likeliest is not None:
             scored["teacher"] = LikeliestIds(*(torch.from_numpy(v[index_N]).to(device) for v in self._likeliest))
         return dataclasses.replace(batch, **scored) if scored else batch
+
+    def again(self) -> Self:
+        """Return the same bins of the same units, whose columns can be replaced apart from these. Close one of both."""
+        same = copy.copy(self)
+        same._scored = dict(self._scored)
+        return same
+
+    def column(self, name: Scored) -> NDArray[np.float32]:
+        """Return a column of all targets: what was put, or what is on file."""
+        return self._scored[name] if name in self._scored else self.units.columns[name.removesuffix("_N")].copy()
 
     def put(self, name: Scored, values: NDArray[np.float32]) -> None:
         """Replace a column of all later batches. `values`: one for each target on file."""

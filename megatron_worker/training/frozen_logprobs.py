@@ -5,6 +5,7 @@ from a checkpoint is scored by its initial weights in the same bins, so that the
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_worker.training.batches import NO_UNITS, PackedBatches
 from shared.jobs.packed import Ints
@@ -19,6 +20,17 @@ def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank:
     everyone = [_turns_of_rank(data, first_step, num_steps, rank, dp_size) for rank in range(dp_size)]
     longest = max(len(own) for own in everyone)
     return everyone[dp_rank] + [NO_UNITS] * (longest - len(everyone[dp_rank]))
+
+
+def share_of_rank(data: PackedBatches, num_steps: int, dp_rank: int, dp_size: int) -> NDArray[np.float64]:
+    """Return of each unit 1 over the number of ranks that score it, or 0 where this one does not: [U]."""
+    held_RU = np.zeros((dp_size, data.units.header.num_units))
+    for rank in range(dp_size):
+        for step in range(num_steps):
+            for units in data.bins_of_rank(step, rank, dp_size):
+                held_RU[rank, units] = 1
+    share_U: NDArray[np.float64] = held_RU[dp_rank] / np.maximum(held_RU.sum(axis=0), 1)
+    return share_U
 
 
 def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:

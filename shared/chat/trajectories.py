@@ -15,9 +15,9 @@ from shared.chat.completions import SamplerAnswer
 class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
-    `sampled`, `logprobs`, `token_ids` and `policy_versions` have one length L. `logprobs` are the sampler's, in nats;
-    they are read only where `sampled` is true. `routes`: of a run's own samples, the places of the prompt's and the
-    other tokens' experts in the file beside these (activities/sampling/routes.py).
+    `sampled`, `logprobs`, `token_ids`, `token_rewards` and `policy_versions` have one length L. `logprobs` are the
+    sampler's, in nats; they are read only where `sampled` is true. `routes`: of a run's own samples, the places of the
+    prompt's and the other tokens' experts in the file beside these (activities/sampling/routes.py).
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
@@ -25,6 +25,9 @@ class Trajectory(Frozen):
     logprobs: tuple[float | None, ...] = Field(description="null beside what was not sampled")
     reward: float
     advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    token_rewards: tuple[float, ...] | None = Field(
+        default=None, description="of each id, beside `reward`, which is of the end; with a critic alone"
+    )
     policy_version: int | None = Field(
         default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
     )

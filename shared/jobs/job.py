@@ -13,6 +13,7 @@ from longshore.losses import CrossEntropy
 from longshore.training import (
     Adam,
     Dtype,
+    Lora,
     Optimizer,
     OptimizerStates,
     Quantization,
@@ -24,6 +25,7 @@ from longshore.training import (
 from shared.fence import Fence
 from shared.jobs.layout import pipelines_have_bins
 from shared.jobs.losses import (
+    Critic,
     Distillation,
     Loss,
     check_head,
@@ -57,6 +59,14 @@ class PackedData(Frozen):
     likeliest: Artifact | None = Field(
         default=None, description="ids that a teacher elsewhere names for each target, and their log-probabilities"
     )
+
+
+class JobCritic(Critic):
+    """The critic of a job, with what it trains and how fast. `alone`: the policy stays as it is."""
+
+    trainable: Lora
+    learning_rate: float = Field(gt=0)
+    alone: bool = False
 
 
 class Evaluation(Frozen):
@@ -114,6 +124,11 @@ class WorkerPlan(Frozen):
         return CrossEntropy()
 
     @property
+    def step_critic(self) -> JobCritic | None:
+        """The critic that the plan's own steps have beside the policy."""
+        return None
+
+    @property
     def packed(self) -> tuple[PackedData, ...]:
         """The data of the plan's own steps, and the held-out data."""
         return ()
@@ -169,6 +184,9 @@ class JobPlan(WorkerPlan):
     data: PackedData
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
+    critic: JobCritic | None = Field(
+        default=None, description="what makes advantages of the data's rewards, which stand in their place"
+    )
     temperature: float = Field(
         default=1.0,
         gt=0,
@@ -196,6 +214,10 @@ class JobPlan(WorkerPlan):
     @property
     def step_loss(self) -> Loss:
         return self.loss
+
+    @property
+    def step_critic(self) -> JobCritic | None:
+        return self.critic
 
     @property
     def packed(self) -> tuple[PackedData, ...]:
@@ -235,6 +257,12 @@ class JobPlan(WorkerPlan):
         check_head(self.loss, self.trainable.head)
         if self.trainable.head is not None and (self.evaluation.num_samples or self.probe):
             raise ValueError(f"evaluation.num_samples and probe: this trains {self.trainable.head}, and no tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _critic_has_a_policy(self) -> Self:
+        if self.critic is not None and not (is_policy_loss(self.loss) and isinstance(self.trainable, Lora)):
+            raise ValueError("critic: it belongs to a policy loss, and to a lora, beside which it has the base")
         return self
 
     @model_validator(mode="after")
@@ -278,7 +306,7 @@ class Job(Frozen):
     @property
     def needs_its_beginning(self) -> bool:
         """True if the weights before the job's first step are needed: at its first attempt, or to score data."""
-        return self.start is None or scores_old(self.plan.step_loss)
+        return self.start is None or scores_old(self.plan.step_loss) or self.plan.step_critic is not None
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "Job":

@@ -22,8 +22,9 @@ from longshore.losses import (
     SquaredError,
     looked_up,
 )
-from longshore.training import MAX_SCALARS, Full, Lora, ScalarHead
+from longshore.training import LINEARS, MAX_SCALARS, Full, Lora, ScalarHead
 
+_VALUE = ScalarHead(names=("value",))
 PairObjective = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 Objective = Literal[PairObjective, "kto"]
 _WITHOUT_REFERENCE = ("simpo", "orpo")
@@ -236,6 +237,42 @@ def scores_old(loss: Loss) -> bool:
     return is_policy_loss(loss) and loss.old == "trainer"
 
 
+class Critic(Frozen):
+    """A critic, which estimates the rewards to come, and how advantages are made of it: by generalized advantage
+    estimation (Schulman et al. 2016, arXiv:1506.02438). Formulas: docs/losses.md."""
+
+    trainable: Lora | None = Field(
+        default=None, description="the adapter below its head, beside the policy's base; absent: as the policy's"
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="what a reward one move later is worth")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="1: rewards that came; 0: the next state's value")
+    per: Literal["token", "turn"] = Field(default="token", description="a move: a sampled token, or a whole answer")
+    whiten: bool = Field(default=True, description="scale a step's advantages to mean 0 and variance 1")
+    learning_rate: float | None = Field(default=None, gt=0, le=10, description="of the critic; absent: the policy's")
+    clip: float | None = Field(
+        default=0.2, gt=0, description="how far values may move in a step before they are clipped; null: any"
+    )
+    value_scale: Literal["none", "running"] = Field(
+        default="none", description="running: the head gives values in units of the returns' running mean and spread"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="train steps that update the critic alone")
+
+    @model_validator(mode="after")
+    def _has_a_head_of_its_own(self) -> Self:
+        if self.trainable is not None and self.trainable.head not in (None, _VALUE):
+            raise ValueError("critic.trainable.head: a critic has one scalar a token; drop it")
+        if self.trainable is not None and "lm_head" in self.trainable.targets:
+            raise ValueError("critic.trainable.targets: a critic has no lm_head; drop it")
+        return self
+
+    def trained_beside(self, policy: Lora) -> Lora:
+        """Return what is trained: its own adapter, or one as the policy's but for the output layer; and the head."""
+        if self.trainable is not None:
+            return self.trainable.model_copy(update={"head": _VALUE})
+        targets = tuple(target for target in policy.targets if target != "lm_head")
+        return policy.model_copy(update={"head": _VALUE, "targets": targets or LINEARS})
+
+
 AdvantageKind = Literal[
     "group_mean",
     "group_normalized",
@@ -243,13 +280,14 @@ AdvantageKind = Literal[
     "batch_scaled",
     "group_mean_normalized",
     "batch_normalized",
+    "gae",
     "given",
     "none",
 ]
 EqualRewards = Literal["drop", "keep"]
 Preset = Literal[
     "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo", "distill", "gkd",
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo", "ppo", "distill", "gkd",
 ]  # fmt: skip
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -297,6 +335,8 @@ def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
             return Algorithm(GSPO(), "group_normalized", "keep")
         case "cispo":  # MiniMax-M1 samples until groups differ, as DAPO does
             return Algorithm(CISPO(), "group_normalized", "drop")
+        case "ppo":  # Schulman et al. 2017, arXiv:1707.06347, with a critic
+            return Algorithm(PPO(), "gae", "drop")
         case "distill":  # the policy gradient of KL(student, teacher) by token: Gu et al. 2024, arXiv:2306.08543, eq. 2
             kl = Kl(coefficient=1, estimator="k1", placement="reward")
             return Algorithm(Reinforce(kl=kl), "none", "drop")
@@ -329,6 +369,8 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
     if name == "distill" and isinstance(loss.get("kl"), dict):  # so that a teacher is named without the rest
         whole["kl"] = paper.loss.model_dump()["kl"] | loss["kl"]
     chosen = fields | {"loss": whole, "advantages": advantages}
-    if advantages in ("batch_normalized", "given", "none"):  # these do not compare the rewards of a group
+    if advantages == "gae":
+        chosen |= {"critic": fields.get("critic") or {}}
+    if advantages in ("batch_normalized", "gae", "given", "none"):  # these do not compare the rewards of a group
         return chosen
     return chosen | {"equal_rewards": fields.get("equal_rewards") or paper.equal_rewards}

@@ -15,6 +15,7 @@ from shared.grading.graders import UNGRADED
 from shared.jobs.losses import (
     PRESETS,
     AdvantageKind,
+    Critic,
     Distillation,
     Preset,
     RLLoss,
@@ -72,9 +73,13 @@ class RLRun(TrainedRun):
         description="groups whose rewards are all the same: they say nothing, but count in means; an algorithm's own",
     )
     overlong: Overlong | None = Field(default=None, description="what long answers lose of their reward")
-    truncated: Literal["train", "mask"] = Field(
+    truncated: Literal["train", "mask", "bootstrap"] = Field(
         default="train",
-        description="answers that the sampler's limit cut: mask counts their rewards, and trains none of their tokens",
+        description="answers that the sampler's limit cut: mask counts their rewards, and trains none of their tokens; "
+        "bootstrap: the critic's value of their last state stands for what would have come",
+    )
+    critic: Critic | None = Field(
+        default=None, description="makes gae advantages: one that is trained beside the policy (algorithm ppo)"
     )
     broken: Literal["refuse", "drop"] = Field(
         default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"
@@ -135,9 +140,21 @@ class RLRun(TrainedRun):
                 raise ValueError("a distillation loss reads no advantages: they are none")
         elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
             raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
-        if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
+        self._critic_fits()
+        if self.advantages in ("batch_normalized", "gae", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
+
+    def _critic_fits(self) -> None:
+        if (self.advantages == "gae") != (self.critic is not None):
+            raise ValueError("gae advantages are a critic's, and a critic's are gae: give both, or algorithm ppo")
+        if self.critic is None:
+            if self.truncated == "bootstrap":
+                raise ValueError("truncated: bootstrap needs the values of a critic: give one, or train, or mask")
+        elif self.trainable.kind == "full":
+            raise ValueError("critic: it has the base beside the policy, which full training changes: train a lora")
+        elif self.rollouts is not None and (steps := self.rollouts.steps) and self.critic.warmup_steps >= steps:
+            raise ValueError(f"critic.warmup_steps: fewer than rollouts.steps, {steps}, or the policy is never trained")
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> "RLRun":
@@ -161,13 +178,13 @@ class RLRun(TrainedRun):
                 "rollouts.top_p and top_k: samples have the log-probabilities of the tokens that were left, and the "
                 "trainer those of all: set loss.old to trainer, whose ratios are of its own alone"
             )
-        if rollouts.redraws and self.advantages == "batch_normalized":
-            raise ValueError("rollouts.redraws: batch_normalized does not compare the grades of a group: drop it")
+        if rollouts.redraws and self.advantages in ("batch_normalized", "gae"):
+            raise ValueError(f"rollouts.redraws: {self.advantages} does not compare the grades of a group: drop it")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
         if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
             raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
-        if rollouts.group_size == 1 and self.advantages not in ("batch_normalized", "none"):
+        if rollouts.group_size == 1 and self.advantages not in ("batch_normalized", "gae", "none"):
             raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
         return self
 

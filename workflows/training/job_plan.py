@@ -4,7 +4,8 @@ import math
 
 from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Reference, SquaredError
-from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
+from longshore.training import Lora
+from shared.jobs.job import Checkpointing, Evaluation, JobCritic, JobPlan, PackedData, Schedule
 from shared.jobs.losses import BradleyTerry, Distillation, DistillationSettings, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
@@ -87,6 +88,18 @@ def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
     return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
 
 
+def _critic_of(run: RLRun, policy_version: int) -> JobCritic | None:
+    """Return the critic of a step that begins from a version of the policy."""
+    if run.critic is None or not isinstance(run.trainable, Lora):
+        return None
+    settled = {
+        "trainable": run.critic.trained_beside(run.trainable),
+        "learning_rate": run.critic.learning_rate or run.learning_rate,
+        "alone": policy_version < run.critic.warmup_steps,
+    }
+    return JobCritic.model_validate(run.critic.model_dump() | settled)
+
+
 def rl_job(
     start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int, sync: SyncTarget | None = None
 ) -> JobPlan:
@@ -115,6 +128,7 @@ def rl_job(
         data=data,
         num_steps=num_steps,
         loss=with_reference(run.loss, state.reference),
+        critic=_critic_of(run, state.policy_version),
         temperature=run.temperature,
         optimizer=run.settings_of_optimizer,
         memory_budget_bytes=run.memory_budget_bytes,
