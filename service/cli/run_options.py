@@ -32,7 +32,8 @@ NAMES = {
     "rollouts.held_out.samples_per_prompt": "eval-samples",
     "rollouts.held_out.target": "target",
 }
-_PREFIXES = {"held_out": "eval-", "weight_sync": "sync-"}
+_PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-"}
+_WHOLE = ("critic.trainable",)  # objects that one option gives
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
@@ -239,7 +240,7 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
     if type_ is DatasetSource:
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
         yield replace(option, form="source", help=words)
-    elif field.discriminator == "type":  # a grader
+    elif field.discriminator == "type" or ".".join(path) in _WHOLE:  # a grader, or such an object
         yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
     elif field.discriminator and all(
         each.model_fields.keys() - _REFUSED == {"kind"} for each in _others(variants, field.default)

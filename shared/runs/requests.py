@@ -109,6 +109,8 @@ class RLRun(TrainedRun):
     @model_validator(mode="before")
     @classmethod
     def _as_the_algorithm_says(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("critic") is not None and not given.get("algorithm"):
+            return {"advantages": "gae"} | given
         if not isinstance(given, dict) or given.get("algorithm") not in PRESETS:
             return given
         return with_algorithm(given, _completion_tokens(given))

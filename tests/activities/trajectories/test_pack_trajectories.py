@@ -248,3 +248,45 @@ def test_cut_answers_can_count_in_their_group_without_being_trained(settings: Se
         weights.append((int(units.columns["weight"].sum()), advantage))
     kept = sum(one["trajectories"][0]["sampled"])
     assert weights == [(sampled, {-0.5, 0.5}), (kept, {-0.5})], "the mean of the group is that of both"
+
+
+def test_a_critics_tokens_have_rewards(settings: Settings, tmp_path: Path) -> None:
+    """A trajectory's at its last sampled token; those of other tokens at the sampled one before; none at the first."""
+    dense = {
+        "token_ids": [5, 6, 7, 8, 9, 10, 11],
+        "sampled": [False, False, True, True, False, True, True],
+        "logprobs": [None, None, -1.0, -1.0, None, -1.0, -1.0],
+        "token_rewards": [0.5, 0.0, 0.25, 0.0, 2.0, 0.0, 4.0],
+        "reward": 8.0,
+    }
+    cut = {name: values for name, values in dense.items() if name != "token_rewards"} | {"finish_reason": "length"}
+    short = {"token_ids": [5, 6, 12], "sampled": [False, False, True], "logprobs": [None, None, -1.0]}
+    short |= {"reward": 3.0, "finish_reason": "length"}
+    sent = [{"trajectories": [dense]}, {"trajectories": [cut]}, {"trajectories": [short]}]
+    uri = write_groups(tmp_path / "g.jsonl", *sent)
+    run = {"advantages": "gae", "critic": {}, "epochs": 1}
+    whole, _ = opened(settings, pack(settings, uri, **run))
+    ahead, _ = opened(settings, pack(settings, uri, **run, truncated="bootstrap"))
+    for units, ends in ((whole, [[0, 0, 0, 8], [3]]), (ahead, [[0, 0, 8, 0], [3]])):
+        rewards = units.columns["advantage"].tolist()
+        assert rewards == [0.75, 2.0, 0.0, 12.0, *ends[0], *ends[1]]
+    assert whole.columns["weight"].tolist() == [1.0] * 9
+    assert ahead.columns["weight"].tolist() == [1, 1, 1, 1, 1, 1, 1, 0, 1], "what was cut first is no end of it"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "critic", "rule"),
+    [
+        ([0.0, 0.0, 1.0], None, "they are a critic's to read"),
+        ([0.0, 1.0], {}, "it has 2 entries for 3 token_ids"),
+        ([0.0, 0.0, float("inf")], {}, "rewards are finite numbers"),
+    ],
+)
+def test_rewards_of_tokens_that_nobody_can_read_are_refused(
+    settings: Settings, tmp_path: Path, rewards: list[float], critic: dict[str, Any] | None, rule: str
+) -> None:
+    one = {"token_ids": [5, 6, 12], "sampled": [False, False, True], "logprobs": [None, None, -1.0], "reward": 1.0}
+    uri = write_groups(tmp_path / "g.jsonl", {"trajectories": [one | {"token_rewards": rewards}]})
+    run = {} if critic is None else {"advantages": "gae", "critic": critic}
+    with pytest.raises(InvalidInput, match=rule):
+        pack(settings, uri, **run)

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from activities.trajectories.advantages import advantages_of
 from longshore.fields import Artifact
 from longshore.losses import PPO, Kl
-from shared.jobs.losses import PRESETS, Distillation, preset, reference_of, reference_uri, with_reference
+from longshore.training import Lora, ScalarHead
+from shared.jobs.losses import PRESETS, Critic, Distillation, preset, reference_of, reference_uri, with_reference
 from shared.runs.requests import RLRun
 
 # As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
@@ -24,6 +25,7 @@ PAPERS = {
     "dapo": NORMALIZED,
     "gspo": NORMALIZED,
     "cispo": NORMALIZED,
+    "ppo": [0.0, 0.0, 0.0],  # until its critic has made them
     "distill": [0.0, 0.0, 0.0],
     "gkd": [0.0, 0.0, 0.0],
 }
@@ -68,7 +70,7 @@ def test_what_a_run_says_itself_goes_before_the_paper() -> None:
         ({"algorithm": "grpo", "loss": {"kind": "gspo"}}, "algorithm grpo has the loss ppo: a loss gspo"),
         ({"algorithm": "grpo", "loss": {"beta": 0.1}}, "beta"),
         ({"algorithm": "dr_grpo", "loss": {"aggregation": "token_mean"}}, "constant belongs to"),
-        ({"algorithm": "ppo"}, "algorithm"),
+        ({"algorithm": "vtrace"}, "algorithm"),
     ],
 )
 def test_what_contradicts_the_algorithm_is_refused(fields: dict[str, object], rule: str) -> None:
@@ -142,4 +144,47 @@ def test_a_teacher_is_named_without_the_rest_and_needs_no_grader() -> None:
 )
 def test_what_distillation_would_ignore_or_lacks_is_refused(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
+        run_of(**fields)
+
+
+GRADED = {
+    "prompts": {"uri": "file:///p"},
+    "grader": {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"},
+    "steps": 3,
+}
+
+
+def test_ppo_has_a_critic_beside_its_policy() -> None:
+    run = run_of(algorithm="ppo", trainable=Lora(rank=8, targets=("q_proj", "lm_head")))
+    assert run.critic == Critic() and run == run_of(critic={}, trainable=run.trainable).model_copy(
+        update={"algorithm": "ppo"}
+    )
+    assert isinstance(run.trainable, Lora)
+    beside = run.critic.trained_beside(run.trainable)
+    assert (beside.rank, beside.targets, beside.head) == (8, ("q_proj",), ScalarHead())
+    own = Critic(trainable=Lora(rank=2)).trained_beside(run.trainable)
+    assert (own.rank, own.head) == (2, ScalarHead())
+    assert run_of(algorithm="ppo", rollouts=GRADED | {"group_size": 1}).rollouts
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"advantages": "gae"}, "gae advantages are a critic's"),
+        ({"algorithm": "grpo", "critic": {}}, "gae advantages are a critic's"),
+        ({"critic": {}, "trainable": {"kind": "full"}}, "critic: it has the base beside the policy"),
+        ({"critic": {}, "equal_rewards": "keep"}, "equal_rewards has no meaning with gae"),
+        ({"critic": {}, "rollouts": GRADED | {"redraws": 1}}, "redraws: gae does not compare"),
+        ({"critic": {"warmup_steps": 3}, "rollouts": GRADED}, "critic.warmup_steps: fewer than rollouts.steps, 3"),
+        ({"truncated": "bootstrap"}, "truncated: bootstrap needs the values of a critic"),
+        ({"critic": {}, "loss": Distillation()}, "a distillation loss reads no advantages"),
+        ({"critic": {"trainable": Lora(head=ScalarHead(per="sequence"))}}, "a critic has one scalar a token"),
+        ({"critic": {"trainable": {"targets": ["lm_head"]}}}, "a critic has no lm_head"),
+        ({"critic": {"gamma": 0}}, "gamma"),
+        ({"critic": {"gae_lambda": 1.5}}, "gae_lambda"),
+        ({"critic": {"clip": float("nan")}}, "clip"),
+    ],
+)
+def test_a_critic_that_means_nothing_is_refused(fields: dict[str, object], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
         run_of(**fields)
