@@ -1,11 +1,12 @@
 """Whether a server-driven RL run learns: exact sums of held-out pairs before and after, for several seeds.
 
-    python -m benchmarks.rl_learning [--seeds 0 1 2] [--full] [--sampler vllm]
+    python -m benchmarks.rl_learning [--seeds 0 1 2] [--full] [--sampler vllm] [--algorithm ppo]
 
 Starts `longshore dev` in a temporary folder and trains the demonstration's model and adapter for sums, once
 (examples/arithmetic.py). Then every seed has two RL runs from that adapter: one as it should be, and one whose rewards
 change places within their groups, which must not learn. With `--full` every weight is trained instead of adapters: the
-habit, too, and the samplers get whole weights. `--sampler vllm` needs LONGSHORE_SAMPLING__VLLM_COMMAND. Seconds are
+habit, too, and the samplers get whole weights. `--algorithm ppo` trains a critic beside the policy, whose explained
+variance is shown by step. `--sampler vllm` needs LONGSHORE_SAMPLING__VLLM_COMMAND. Seconds are
 from submission to the run's end. Prints JSON.
 """
 
@@ -15,6 +16,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ from benchmarks.machine import provenance
 from examples import arithmetic
 from examples.tiny_model import make_tiny_model
 
+_OWN: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "ppo": ("--algorithm", "ppo", "--critic-learning-rate", "2e-3", "--critic-gae-lambda", "1"),
+}
 TALLY_RATE, EXACT_RATE = "1e-4", "4e-5"  # of full training
 
 
@@ -31,21 +37,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--full", action="store_true", help="train every weight")
     parser.add_argument("--sampler", choices=["own", "vllm"], default="own", help="the program that samples")
+    parser.add_argument("--algorithm", help="instead of the run's own loss and advantages")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stack = _Stack(Path(folder) / "stack")
         stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
-            runs = _measure(stack, Path(folder), options.seeds, options.full, options.sampler)
+            own = ["--sampler", options.sampler, *_OWN.get(options.algorithm, ("--algorithm", options.algorithm))]
+            runs = _measure(stack, Path(folder), options.seeds, options.full, own)
         finally:
             stack.cli("dev", "--stop", "--root", str(stack.root))
     what = "share of exact answers to held-out sums"
     trained = "full" if options.full else "lora"
-    result = {"what": what, "trained": trained, "sampler": options.sampler, "runs": runs, **provenance()}
-    print(json.dumps(result, indent=1))
+    of_what = {"trained": trained, "sampler": options.sampler, "algorithm": options.algorithm}
+    print(json.dumps({"what": what, **of_what, "runs": runs, **provenance()}, indent=1))
 
 
-def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool, sampler: str) -> list[dict[str, Any]]:
+def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool, own: Sequence[str]) -> list[dict[str, Any]]:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
@@ -58,9 +66,8 @@ def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool, sample
     start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"]]
     if full:
         start = ["--model", tally["adapter"]]
-    start += ["--sampler", sampler]
     return [
-        stack.learn(*start, *arithmetic.rollout_options(data), *exact_run, seed=seed, shuffled=shuffled)
+        stack.learn(*start, *arithmetic.rollout_options(data), *exact_run, *own, seed=seed, shuffled=shuffled)
         for seed in seeds
         for shuffled in (False, True)
     ]
@@ -101,7 +108,9 @@ class _Stack:
         metrics = [json.loads(path.read_text())["metrics"] for path in sorted(steps.iterdir())]
         exact = [round(each["eval_reward_mean"], 3) for each in metrics if "eval_reward_mean" in each]
         proofs = [each["probe_difference_max"] for each in metrics if "probe_difference_max" in each]
-        return {"seed": seed, "shuffled": shuffled, "exact": exact, "probe": max(proofs), "seconds": round(seconds, 1)}
+        found = {"seed": seed, "shuffled": shuffled, "exact": exact, "probe": max(proofs), "seconds": round(seconds, 1)}
+        explained = [round(each["explained_variance"], 3) for each in metrics if "explained_variance" in each]
+        return found | ({"explained_variance": explained} if explained else {})
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ class GroupSamplesRequest(Drawn):
     """What was drawn first, and what was drawn again of some groups, which counts in the place of it.
 
     `tells_equal`: which groups have equal grades is answered. `shuffle_seed`: rewards change places within each group,
-    so that they say nothing
-    of the truth: a control experiment.
+    or with `shuffles_steps` among all samples, so that they say nothing of the truth: a control experiment.
     """
 
     redrawn: tuple[Drawn, ...] = ()
     tells_equal: bool = False
     shuffle_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    shuffles_steps: bool = False
     max_ungraded_fraction: float = Field(default=0.1, ge=0, le=1)
 
     @property
@@ -54,6 +54,7 @@ class GroupSamplesRequest(Drawn):
     def key(self) -> str:
         """The store key, by content: where the bytes came from does not matter."""
         own = self.model_dump_json(include={"shuffle_seed", "max_ungraded_fraction"})
+        own += "shuffled as a whole" if self.shuffles_steps else ""
         again = (file.sha256 for one in self.redrawn for file in (one.completions, one.grades))
         return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own, *again)
 
@@ -130,6 +131,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
         group.group: (group, graded, starts[number]) for number, one in enumerate(later, 1) for group, graded in one
     }
     shown = 0.0  # of the truth by shuffled rewards
+    whole = _shuffled_step(rounds[0], request.shuffle_seed) if request.shuffles_steps else None
     with (folder / GROUPS).open("wb") as file:
         for each in first:
             drawn, graded, start = latest.get(each[0].group, (*each, 0))
@@ -138,7 +140,9 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
                 num_groups += 1
                 num_trajectories += len(graded)
                 equal_groups += [drawn.group] if len({reward for *_, reward in graded}) == 1 else []
-                if request.shuffle_seed is not None:
+                if whole is not None:
+                    graded = [(*each[:2], next(whole)) for each in graded]
+                elif request.shuffle_seed is not None:
                     graded, shown = _shuffled(graded, request.shuffle_seed, drawn.group, shown)
                 group = _trajectories(drawn, graded, start)
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
@@ -159,6 +163,13 @@ def _read_round(completions: Path, grades: Path) -> Iterator[tuple[SampledGroup,
 
 
 _Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, in order, and their rewards
+
+
+def _shuffled_step(drawn: tuple[Path, Path], seed: int | None) -> Iterator[float]:
+    """Yield a step's rewards in another order: where advantages compare no group, its mean alone tells of the truth."""
+    true = [(sample, grade, reward) for _, graded in _read_round(*drawn) for sample, grade, reward in graded]
+    shuffled, _ = _shuffled(true, seed or 0, 0, 0.0)
+    return (reward for *_, reward in shuffled)
 
 
 def _shuffled(graded: _Graded, seed: int, group: int, shown: float) -> tuple[_Graded, float]:

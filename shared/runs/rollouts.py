@@ -93,7 +93,9 @@ class Rollouts(Frozen):
         description="share of a step's samples without a grade: they are left out, and the run fails beyond it",
     )
     shuffle_rewards: bool = Field(
-        default=False, description="a control experiment: rewards change places within their group, and say nothing"
+        default=False,
+        description="a control experiment: rewards change places within their group (with batch_normalized and gae "
+        "within the step), and say nothing",
     )
     held_out: HeldOut | None = None
 

@@ -73,8 +73,13 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(stack: Stack, rollout_options: list[str]) -> Answer:
-    return stack.cli(*rollout_options, "--wait")
+def with_critic(rollout_options: list[str]) -> list[str]:
+    return [*rollout_options, "--algorithm", "ppo", "--critic-value-scale", "running"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack, with_critic: list[str]) -> Answer:
+    return stack.cli(*with_critic, "--wait")
 
 
 # Where in the run, seen from outside: by what stands in the store, and what does not yet.
@@ -138,11 +143,9 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
 
 
 @one_of(LOST, "samples wait")
-def test_kills_in_every_phase_change_nothing(
-    fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
-) -> None:
+def test_kills_in_every_phase_change_nothing(fresh_stack: Stack, undisturbed: Answer, with_critic: list[str]) -> None:
     shutil.rmtree(fresh_stack.root / "store" / "packed", ignore_errors=True)  # others, which `training` would count
-    run_id = fresh_stack.cli(*rollout_options).json["run_id"]
+    run_id = fresh_stack.cli(*with_critic).json["run_id"]
     _kill_in_turn(fresh_stack, run_id, KILLS)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
 
@@ -181,12 +184,12 @@ def test_a_run_whose_samples_go_on_under_new_weights_is_what_its_stored_samples_
 
 @one_of(LOST, "samplers come late")
 def test_samplers_come_late_and_are_lost_and_change_nothing(
-    fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
+    fresh_stack: Stack, undisturbed: Answer, with_critic: list[str]
 ) -> None:
     """Two samplers: the second one comes in the middle of the run, and later one is killed while both draw."""
     for folder in ("sampled", "graded"):  # so that this run draws its own
         shutil.rmtree(fresh_stack.root / "store" / folder, ignore_errors=True)
-    run_id = fresh_stack.cli(*rollout_options, "--samplers", "2").json["run_id"]
+    run_id = fresh_stack.cli(*with_critic, "--samplers", "2").json["run_id"]
     wait_until(lambda: _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= 1, "a step with one sampler")
     held = control_host(fresh_stack)  # nothing goes on without it
     signal_all(held, signal.SIGSTOP)

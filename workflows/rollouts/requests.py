@@ -235,6 +235,7 @@ def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSample
         redrawn=tuple(drawn[1:]),
         tells_equal=len(drawn) <= rollouts.redraws,
         shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
+        shuffles_steps=rollouts.shuffle_rewards and run.advantages in ("batch_normalized", "gae"),
         max_ungraded_fraction=rollouts.max_ungraded_fraction,
     )
 

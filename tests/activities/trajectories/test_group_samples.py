@@ -157,6 +157,17 @@ def test_shuffled_rewards_say_nothing_of_the_true_ones(tmp_path: Path) -> None:
     assert max(map(abs, shown)) < 0.2, shown
 
 
+def test_rewards_that_are_shuffled_in_the_step_say_nothing_of_groups_either(tmp_path: Path) -> None:
+    """Where a critic, or the batch's mean, is what they are compared with, a group's mean alone tells a good prompt."""
+    _, true = grouped(tmp_path, grades(3))
+    _, shuffled = grouped(tmp_path, grades(3), shuffle_seed=5, shuffles_steps=True)
+    truth, rewards = ([one.reward for group in read.groups for one in group] for read in (true, shuffled))
+    assert rewards != truth and sorted(rewards) == sorted(truth)
+    assert abs(np.corrcoef(rewards, truth)[0, 1]) < 0.1
+    means = [[np.mean([one.reward for one in group]) for group in read.groups] for read in (true, shuffled)]
+    assert max(means[1]) - min(means[1]) < 0.5 * (max(means[0]) - min(means[0]))
+
+
 def test_samples_without_a_grade_are_left_out_and_counted(tmp_path: Path) -> None:
     result, read = grouped(tmp_path, grades(2, *range(8, 16)), max_ungraded_fraction=0.5)
     assert (result.num_groups, result.num_trajectories, result.num_ungraded) == (2, 15, 9)
