@@ -185,11 +185,12 @@ class SamplerActivities:
             StoreUnavailable: the store is away.
         """
         store = self._host.store
+        parts = Parts(store, partial(sampled_part, request.key))
         if done := _result(store, request.key):
+            parts.forget(parts.known())  # an attempt that was killed as it forgot them has left some
             return done
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
-                parts = Parts(store, partial(sampled_part, request.key))
                 numbers = request.rows_of_groups(len(prompts))
                 self._draw_missing(request, prompts, numbers, parts)
                 groups = (read_record(store, parts.key_of(n), SampledGroup) for n in numbers)
