@@ -27,7 +27,10 @@ from examples.tiny_model import make_tiny_model
 
 _OWN: dict[str | None, tuple[str, ...]] = {
     None: (),
-    "ppo": ("--algorithm", "ppo", "--critic-learning-rate", "2e-3", "--critic-gae-lambda", "1"),
+    "ppo": (
+        *("--algorithm", "ppo", "--critic-learning-rate", "4e-3", "--critic-gae-lambda", "1"),
+        *("--critic-warmup-steps", "3"),
+    ),
 }
 TALLY_RATE, EXACT_RATE = "1e-4", "4e-5"  # of full training
 
