@@ -144,8 +144,7 @@ class WarmEngine:
 
         WarmState slots that no job uses are offloaded for that, those first that were used least recently.
 
-        Raises:
-            JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
+        Raises JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
         """
         assert self.dispatcher is not None
         if self.room.limit is None:
@@ -237,8 +236,7 @@ def take_engine(
 ) -> Dispatcher:
     """Return the engine for a plan, with room for its slots.
 
-    Raises:
-        JobFailed: some rank cannot build it, the number of ranks is wrong, or the slots do not fit.
+    Raises JobFailed: some rank cannot build it, the number of ranks is wrong, or the slots do not fit.
     """
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"

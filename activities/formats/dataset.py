@@ -91,8 +91,7 @@ def open_dataset(
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     """Find a folder's data files, and detect by their first rows how prompts are read from them.
 
-    Raises:
-        InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.
+    Raises InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.
     """
     files = _data_files(folder, source)
     spec = _spec_of(source)

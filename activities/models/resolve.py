@@ -250,8 +250,7 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
     If every host can read the files where they are, the artifact refers to them: files in S3, and files of this machine
     if the store is on it, too. Files of this machine are uploaded if the store is elsewhere, and count as the tenant's.
 
-    Raises:
-        InvalidInput: a file changed while it was being hashed, or there is no room for them.
+    Raises InvalidInput: a file changed while it was being hashed, or there is no room for them.
     """
     if location.artifact is not None:
         return location.artifact

@@ -200,8 +200,7 @@ class FindCheckpoint:
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
         """Return the run's newest intact checkpoint, and its number of leases so far; None and 0 for a new run.
 
-        Raises:
-            CorruptArtifact: there are checkpoints, and every one of them is damaged.
+        Raises CorruptArtifact: there are checkpoints, and every one of them is damaged.
         """
         store = self._host.store
         with beating():

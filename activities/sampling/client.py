@@ -339,8 +339,7 @@ class Sampler:
     ) -> tuple[int, bytes]:
         """Make one request. Returns its status and answer as sent: nothing is unpacked, nor more read than asked for.
 
-        Raises:
-            InvalidInput: it is compressed, or longer than what was asked for can be.
+        Raises InvalidInput: it is compressed, or longer than what was asked for can be.
         """
         extensions = {"trace": self._note}
         with self._client.stream(method, path, json=body, extensions=extensions) as response:

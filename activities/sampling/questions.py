@@ -177,8 +177,7 @@ def _max_model_len(opened: OpenSampler) -> int:
 def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
     """Check that a server behind a URL serves the adapter's base model: its operator may have chosen another one.
 
-    Raises:
-        InvalidInput: neither its id nor its root has the base model's name.
+    Raises InvalidInput: neither its id nor its root has the base model's name.
     """
     card = opened.client.models()[opened.model]
     if _last_name(request.base) not in [_last_name(name) for name in (card.id, card.root) if name]:

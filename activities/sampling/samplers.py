@@ -172,8 +172,7 @@ class Samplers:
     def end(self, place: SamplerPlace) -> None:
         """End the process of a leased sampler, which ends its lease, so that it is not kept warm for another one.
 
-        Raises:
-            WorkerLost: it serves this lease no longer.
+        Raises WorkerLost: it serves this lease no longer.
         """
         if isinstance(place, LeasedSampler):
             with self._leased(place) as worker:

@@ -124,8 +124,7 @@ def write_prompts_with(dataset: Path, tokenizer: TokenizerFiles, request: Prompt
 def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
     """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
 
-    Raises:
-        InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
+    Raises InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
     """
     opened = open_prompts(dataset, request.source)
     tally = PromptTally(opened, request.max_prompt_tokens)

@@ -266,8 +266,7 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
 def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slices: Sequence[TensorSlice]) -> None:
     """Read every tensor into the one of its Hugging Face name, which may be of another dtype.
 
-    Raises:
-        InvalidInput: the folder cannot be used, or is of another architecture.
+    Raises InvalidInput: the folder cannot be used, or is of another architecture.
     """
     if read_architecture(folder) != a:
         raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))

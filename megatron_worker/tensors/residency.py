@@ -33,8 +33,7 @@ class Resident:
     def move(self, where: Where) -> None:
         """Move the part. A dropped part that is to be on the host stays dropped.
 
-        Raises:
-            ValueError: it is to be dropped, and has no `refill`.
+        Raises ValueError: it is to be dropped, and has no `refill`.
         """
         match self.where, where:
             case "device", "host":

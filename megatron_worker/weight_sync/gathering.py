@@ -92,8 +92,7 @@ class Gathering:
     def fill(self, buffer: Tensor, number: int, pieces: Sequence[Piece], only_changes: bool) -> Bucket:
         """Fill a buffer of bytes, uint8, with a bucket's parts: with their changes where those are shorter.
 
-        Raises:
-            OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
+        Raises OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
         """
         self._order(_CHANGES if only_changes else _ROWS)
         parts, sums, end = list[BucketPart](), list[int](), 0

@@ -38,8 +38,7 @@ class HostClients:
     async def to(self, at: HostAddress) -> httpx.AsyncClient:
         """Return a client of a host: by its socket where that is on this machine, else by its address.
 
-        Raises:
-            Unreachable: it is on another machine, and names no address.
+        Raises Unreachable: it is on another machine, and names no address.
         """
         if (known := self._clients.get(at.socket) or self._clients.get(at.address or "")) is not None:
             return known

@@ -182,8 +182,7 @@ class ArtModels:
 
         If it is still being downloaded then, or no host answers, the model is accepted, and the first job may fail.
 
-        Raises:
-            InvalidInput: the model cannot be used.
+        Raises InvalidInput: the model cannot be used.
         """
         try:
             async with asyncio.timeout(_CHECK_BASE_S):
@@ -276,8 +275,7 @@ class ArtModels:
     def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
         """Delete checkpoints. Returns how many, and those that there are not. Blocking.
 
-        Raises:
-            InvalidInput: one of them is the newest, which the next job goes on from.
+        Raises InvalidInput: one of them is the newest, which the next job goes on from.
         """
         wanted, there = sorted(set(steps)), self.steps(model)
         if there and there[-1] in wanted:

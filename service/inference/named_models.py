@@ -46,9 +46,8 @@ class NamedModels:
     ) -> StartingPoint:
         """Return what a run on this model starts from; paths, URIs and hub ids as they are.
 
-        Raises:
-            InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
-                may have such a head.
+        Raises InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
+        may have such a head.
         """
         if not is_name(model):
             return StartingPoint(one_form(model))

@@ -87,8 +87,7 @@ class Estimates:
     async def of(self, tenant: str, run: Run) -> Estimate:
         """Estimate a run, whose names were looked up.
 
-        Raises:
-            InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
+        Raises InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
         """
         match run:
             case RLRun():

@@ -227,8 +227,7 @@ class Units:
     def of_arrays(cls, columns: dict[str, NDArray], token_offsets: Ints, target_offsets: Ints) -> Self:
         """Make units of whole columns in memory, and of where each unit's tokens and targets begin and end.
 
-        Raises:
-            CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
+        Raises CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
         """
         made, num_units = cls.__new__(cls), len(token_offsets) - 1
         made.columns, made.token_offsets, made.target_offsets = columns, token_offsets, target_offsets

@@ -80,8 +80,7 @@ def layer_of(module: str) -> int | None:
 def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
     """Return an adapter's settings with the targets that a model has, as PEFT takes them.
 
-    Raises:
-        InvalidInput: it has none of them.
+    Raises InvalidInput: it has none of them.
     """
     if lora.target_pattern is not None:
         return lora

@@ -45,8 +45,7 @@ class Following:
     def allowed(self) -> Tensor:
         """Return the tokens that may come next, [V] booleans; at least one.
 
-        Raises:
-            InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
+        Raises InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size]).bool()

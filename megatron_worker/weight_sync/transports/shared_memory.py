@@ -27,8 +27,7 @@ class Buffers:
     def __init__(self, num_bytes: int, descriptors: list[int] | None = None) -> None:
         """Make them, or map those that were received.
 
-        Raises:
-            OSError: there is not so much memory, or the files are shorter.
+        Raises OSError: there is not so much memory, or the files are shorter.
         """
         self.descriptors = descriptors if descriptors is not None else []
         self.tensors: list[Tensor] = []

@@ -62,8 +62,7 @@ async def _unless_gone(
 ) -> Reply[T]:
     """Wait for a task, and cancel it when the client hangs up.
 
-    Raises:
-        TimeoutError: it is not there yet, and goes on: it took too long, or has `begun`.
+    Raises TimeoutError: it is not there yet, and goes on: it took too long, or has `begun`.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
