@@ -78,12 +78,7 @@ def _round(session: Session, door: httpx.Client, root: Path) -> dict[str, float]
     assert from_trainer - before, "the newer version came from the store, too"
     stored_s = _seconds(lambda: _ask(door, older))
     assert not _sent(root) - from_trainer, "the older version came from the trainer, too"
-    return {
-        "sent_s": sent_s,
-        "stored_s": stored_s,
-        "served_s": _seconds(lambda: _ask(door, newer)),
-        "save_s": save_s,
-    }
+    return {"sent_s": sent_s, "stored_s": stored_s, "served_s": _seconds(lambda: _ask(door, newer)), "save_s": save_s}
 
 
 def _version(session: Session) -> tuple[str, float]:

@@ -139,11 +139,7 @@ def _timed(call: Callable[[bool], object], rounds: int) -> dict[str, float]:
         call(tells)
         spent[tells].append(time.process_time() - began)
     with_routes, without = (statistics.median(spent[tells][1:]) for tells in (True, False))
-    return {
-        "with": round(with_routes, 3),
-        "without": round(without, 3),
-        "more": round(with_routes / without - 1, 3),
-    }
+    return {"with": round(with_routes, 3), "without": round(without, 3), "more": round(with_routes / without - 1, 3)}
 
 
 def local_loss(**rollouts: object) -> RLRun:

@@ -48,11 +48,7 @@ class Dataset(Generic[ItemT]):
 
 
 def open_dataset(
-    folder: Path,
-    source: DatasetSource,
-    pairs: bool | None = None,
-    labels: bool = False,
-    fields: tuple[str, ...] = (),
+    folder: Path, source: DatasetSource, pairs: bool | None = None, labels: bool = False, fields: tuple[str, ...] = ()
 ) -> Dataset[Example]:
     """Find a folder's data files and their format.
 
