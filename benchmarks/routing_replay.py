@@ -30,7 +30,7 @@ import torch
 from activities.sampling.routes import ROUTES, RoutesFile
 from activities.trajectories.group_samples import GROUPS
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from examples import local_rl
 from longshore.layout import Layout
 from longshore.training import Full
@@ -74,10 +74,7 @@ def main() -> None:
             "refused": refused(root / "with", shape),
             **about,
         }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+    tell(result, arguments.out)
 
 
 def prompts() -> list[list[int]]:
