@@ -100,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite."""
     for item in items:
-        if isinstance(item, pytest.Function) and getattr(item.module, "drawn", None) is drawn:
+        if isinstance(item, pytest.Function) and any(value is drawn for value in vars(item.module).values()):
             item.add_marker("drawn")  # `make test-deep` runs it, where its file draws all
     costs = ranks(recorded())
     if asked := os.environ.get("LONGSHORE_TEST_PART"):

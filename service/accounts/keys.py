@@ -96,7 +96,7 @@ class Keys:
     async def find(self, authorization: str | None) -> Principal | None:
         """Find the principal of an Authorization header; None for a key that is not known, or no longer.
 
-        Raises DatabaseUnavailable:
+        Raises DatabaseUnavailable.
         """
         key = sent_key(authorization)
         return await self.holder(hash_key(key), _MADE_HERE.match(key) is not None) if key else None
@@ -254,7 +254,7 @@ class SignIns:
     async def begin(self, key: str) -> tuple[str, Principal] | None:
         """Begin a session. Returns its token and principal; None for a key that is not known, or no longer.
 
-        Raises DatabaseUnavailable:
+        Raises DatabaseUnavailable.
         """
         return await self.begin_for(hash_key(key))
 

@@ -324,7 +324,7 @@ class WriteReservation:
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
         """Reserve `num_bytes` in all. For a body that grows, a quarter more is reserved if the quota allows it.
 
-        Raises QuotaExceeded:
+        Raises QuotaExceeded.
         """
         if self._most is None or self.reservation.covers(num_bytes):
             return

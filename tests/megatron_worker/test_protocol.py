@@ -68,7 +68,7 @@ class Host:
         while not condition():
             assert self.process.poll() is None, self.paths.output.read_text()
             assert time.monotonic() < deadline, self.paths.output.read_text()
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def wait_for_end(self, job: Job) -> None:
         log = Path(job.log_path)
@@ -84,9 +84,9 @@ class Host:
 
     def wait_until_no_rank_is_left(self, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.ranks():
+        while left := self.ranks():
             assert time.monotonic() < deadline, self.paths.output.read_text()
-            time.sleep(0.05)
+            psutil.wait_procs(left, timeout=1)
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
