@@ -44,8 +44,7 @@ def make_tiny_model(
 ) -> Path:
     """Write config, fp32 weights, tokenizer and chat template into a folder. Equal arguments give equal bytes.
 
-    Args:
-        single_digits: no token holds more than one, as in Qwen's vocabularies: what a model that adds wants.
+    `single_digits`: no token holds more than one, as in Qwen's vocabularies: what a model that adds wants.
     """
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -110,8 +110,7 @@ class WarmEngine:
     def take(self, plan: WorkerPlan, model: Path, kept: WarmState | None) -> Dispatcher:
         """Return the engine for a plan, with its weights on the device; build a new one if the plan needs another.
 
-        Args:
-            kept: the state that the plan starts from. Any other state that was kept for its run is dropped.
+        `kept`: the state that the plan starts from. Any other state that was kept for its run is dropped.
         """
         key = WorkerKey.of(plan)
         if self.dispatcher is None or self._key != key:

@@ -51,8 +51,7 @@ class Found:
 def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
     """Find the newest checkpoint whose files have the sizes in its manifest. (Hashes are checked when it is read.)
 
-    Args:
-        passed_over: URIs of checkpoints in which a worker found damage.
+    `passed_over`: URIs of checkpoints in which a worker found damage.
     """
     damaged: list[str] = []
     for found in newest_first(store, run_id):

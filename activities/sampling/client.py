@@ -140,8 +140,7 @@ class Sampler:
     ) -> tuple[Completion, ...]:
         """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again.
 
-        Args:
-            route_bytes: of a token's experts in an answer, where they are asked for; else 0.
+        `route_bytes`: of a token's experts in an answer, where they are asked for; else 0.
         """
         body = {
             "model": model,

@@ -30,8 +30,7 @@ _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 class OpenQuestion:
     """One question under way. Its client may hang up from another thread at any time.
 
-    Args:
-        tell: is given the text of each choice as it grows; None where nobody wants it.
+    `tell`: is given the text of each choice as it grows; None where nobody wants it.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:

@@ -338,8 +338,7 @@ def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> In
 class ServingAdapters:
     """Loads adapters that answer users into samplers when they are needed. Safe to use from several threads.
 
-    Args:
-        max_adapters: the most such adapters on one sampler; the one that was used longest ago makes room.
+    `max_adapters`: the most such adapters on one sampler; the one that was used longest ago makes room.
     """
 
     def __init__(self, host: HostContext, max_adapters: int = MAX_ADAPTERS) -> None:

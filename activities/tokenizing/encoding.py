@@ -87,8 +87,7 @@ def batches_of(
 ) -> Iterator[list[RowT]]:
     """Cut a stream of rows into batches of a bounded number of rows and characters.
 
-    Args:
-        first_rows: at most so many rows are in the first batch.
+    `first_rows`: at most so many rows are in the first batch.
     """
     batch, limit, characters = list[RowT](), first_rows, 0
     for row in rows:

@@ -249,9 +249,8 @@ def sequence_of(
 def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple[int, ...]]:
     """Return the groups of every optimizer step: each epoch shuffles all groups and cuts them into even parts.
 
-    Args:
-        policy_version: the one that the steps begin from. The shuffles depend only on it and on the run's seed, so they
-            are the same after failed steps or when the run is resumed.
+    `policy_version`: the one that the steps begin from. The shuffles depend only on it and on the run's seed, so they
+    are the same after failed steps or when the run is resumed.
     """
     steps: list[tuple[int, ...]] = []
     for epoch in range(run.epochs if num_groups else 0):

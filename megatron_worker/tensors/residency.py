@@ -69,11 +69,7 @@ class Resident:
 
 
 class Residency:
-    """See the module's docstring.
-
-    Args:
-        base: the weights as they were published, on the device.
-    """
+    """See the module's docstring. `base`: the weights as they were published, on the device."""
 
     def __init__(self, base: Resident, device: torch.device) -> None:
         self._published = base

@@ -104,8 +104,7 @@ class Keys:
     async def holder(self, given: str, may_be_ours: bool = True) -> Principal | None:
         """Find the principal of a key's hash; None for a key that is not known, or no longer.
 
-        Args:
-            may_be_ours: False if the key has not the form of keys made here, so that the database is not asked.
+        `may_be_ours`: False if the key has not the form of keys made here, so that the database is not asked.
         """
         if any(hmac.compare_digest(given, known) for known in self._bootstrap):
             return Principal(tenant=FIRST_TENANT, key_id=BOOTSTRAP, scopes=frozenset(ALL_SCOPES))

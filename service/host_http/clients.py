@@ -21,8 +21,7 @@ class HostUnreachable(Exception):
 class HostClients:
     """Connections to hosts, kept for the next requests.
 
-    Args:
-        silence_s: a host that sends nothing for so long is taken for lost.
+    `silence_s`: a host that sends nothing for so long is taken for lost.
     """
 
     def __init__(self, settings: Settings, silence_s: float) -> None:

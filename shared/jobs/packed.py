@@ -211,8 +211,7 @@ class PlanWriter:
 class Units:
     """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps.
 
-    Attributes:
-        columns: whole columns as stored, by name, of those that the units have.
+    `columns`: whole columns as stored, by name, of those that the units have.
     """
 
     def __init__(self, folder: Path) -> None:

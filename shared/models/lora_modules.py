@@ -131,8 +131,7 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
 def _check_mixture(lora: Lora, sizes: Mapping[str, LoraSize | None]) -> None:
     """Refuse an adapter beside MLPs of a mixture that PEFT would not load as it is. It stacks a layer's experts.
 
-    Args:
-        sizes: by the names of all linears of MLPs, what is beside them.
+    `sizes`: by the names of all linears of MLPs, what is beside them.
     """
     place = "targets" if lora.target_pattern is None else "target_pattern"
     adapted = {name: size for name, size in sizes.items() if size is not None}
