@@ -70,8 +70,7 @@ class OwnBlocks:
     def changes(self, piece: Piece, rows: Tensor, out: Tensor | None) -> int | None:
         """Write the changes from the copy to a part's rows into `out`, uint8, and have the copy follow.
 
-        Returns:
-            Their number. None: they are longer than the rows, or there is no `out`.
+        Returns their number. None: they are longer than the rows, or there is no `out`.
         """
         if self._sent is None:
             return None

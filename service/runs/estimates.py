@@ -165,8 +165,7 @@ class Estimates:
 
         Runs that go on count too, from their first steps on.
 
-        Returns:
-            The pace, or the reason why there is none.
+        Returns the pace, or the reason why there is none.
         """
         found = await self._rows.page(tenant, _LOOKED_AT, kind=run.kind, words=run.model[-128:])
         of_model = [each for each in found if each.record.run.model == run.model and each.status.state != "failed"]
