@@ -147,11 +147,9 @@ class WorkerProcess:
     def end(self, polite: bool = False) -> None:
         """End every process of the group, and reap it. Safe to repeat.
 
-        Args:
-            polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
+        `polite`: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
 
-        Raises:
-            OSError: some live on, killed or not.
+        Raises OSError: some live on, killed or not.
         """
         if polite and isinstance(self.key, WorkerKey) and self.is_alive():
             with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked

@@ -180,11 +180,9 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
 def check_contents(location: Location, config: DenseConfig, read_all: bool = False) -> Weights:
     """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
 
-    Args:
-        read_all: the numbers of all tensors.
+    `read_all`: the numbers of all tensors.
 
-    Raises:
-        InvalidInput: names the file, the tensor and the rule.
+    Raises InvalidInput: names the file, the tensor and the rule.
     """
     weights = check_weights(location, config)
     if not isinstance(config, GenericConfig):

@@ -44,11 +44,9 @@ def begin_gguf(
 ) -> "GGUFWriter":
     """Return a writer whose file has everything but the tensors' data, which is to follow in this order.
 
-    Args:
-        folder: the model's, with its tokenizer.
+    `folder`: the model's, with its tokenizer.
 
-    Raises:
-        InvalidInput: names the file and the key that llama.cpp has no name for.
+    Raises InvalidInput: names the file and the key that llama.cpp has no name for.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
 

@@ -152,12 +152,10 @@ def rendered(
     A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
     begins texts.
 
-    Args:
-        refused: called with the place of each row at which the template raises an error, and that error. By default it
-            raises InvalidInput.
+    `refused`: called with the place of each row at which the template raises an error, and that error. By default it
+    raises InvalidInput.
 
-    Raises:
-        InvalidInput: the template leaves a part of a conversation out, or there is none for it.
+    Raises InvalidInput: the template leaves a part of a conversation out, or there is none for it.
     """
     with ExitStack() as stack:
         process = None

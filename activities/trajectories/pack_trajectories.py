@@ -160,11 +160,9 @@ def pack_groups(
 
     Called in a confined process, it asks its caller for records of answers.
 
-    Args:
-        drawn: the folders of the samples that they were made of, where those have routes.
+    `drawn`: the folders of the samples that they were made of, where those have routes.
 
-    Raises:
-        InvalidInput: as `parse_groups` and `read_groups` do.
+    Raises InvalidInput: as `parse_groups` and `read_groups` do.
     """
     answers = RememberedAnswers(lambda wanted: _RECORDS.validate_json(ask(wanted.model_dump_json().encode())))
     policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)

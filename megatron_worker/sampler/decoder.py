@@ -123,10 +123,7 @@ def _has(mlp: architecture.Mlp | Mixture | None) -> bool:
 
 
 class Decoder:
-    """A decoder of one of our families, whole on one device.
-
-    Raises InvalidInput when the folder cannot be used.
-    """
+    """A decoder of one of our families, whole on one device. Raises InvalidInput when the folder cannot be used."""
 
     computes_slots_alone = False
 

@@ -119,11 +119,9 @@ class UntrainedModels:
     async def resolve(self, tenant: str, uri: str, engine: EngineName | None = None) -> Artifact:
         """The files of a hub id, folder or URI that this tenant may read.
 
-        Args:
-            engine: what is to train it; None: it is only asked, and of any family that samplers take.
+        `engine`: what is to train it; None: it is only asked, and of any family that samplers take.
 
-        Raises:
-            InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
+        Raises InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
         any_family = engine in (None, "fsdp")
         request = ModelRequest(uri=one_form(uri), tenant=tenant, any_family=any_family)

@@ -64,11 +64,9 @@ class NamedModels:
 
         A run on the name of an adapter goes on from that adapter, in its shape unless the run has one of its own.
 
-        Args:
-            below: where the request's fields stand in what the client sent, such as `run.`.
+        `below`: where the request's fields stand in what the client sent, such as `run.`.
 
-        Raises:
-            InvalidInput: nothing is published under a name, or it is not what is wanted there.
+        Raises InvalidInput: nothing is published under a name, or it is not what is wanted there.
         """
         match request:
             case PreviewRequest():

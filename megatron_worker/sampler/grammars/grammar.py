@@ -92,11 +92,9 @@ class Grammars:
     def compiled(self, wanted: StructuredOutputs, asking: str = "") -> Grammar:
         """Compile what an answer has to be.
 
-        Args:
-            asking: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
+        `asking`: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
 
-        Raises:
-            InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
+        Raises InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
         """
         grammar = grammar_of(wanted)
         if problem := self._verdict(grammar, asking):
