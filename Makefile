@@ -11,7 +11,7 @@ help:
 	@echo "make demo-stop  stop that stack"
 	@echo "make check      for the inner loop: linters, types, the pure maths, one run end to end (minutes)"
 	@echo "make test       the whole test suite"
-	@echo "make test-deep  every point of the kill matrices, of which make test draws some; before a release"
+	@echo "make test-deep  every point of the matrices of which make test draws some; before a release"
 	@echo "make test-transports  the experimental transports of weight sync"
 	@echo "make test-vllm  a leased vLLM, in an environment of its own (.venv-vllm, 3.5 GB)"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"

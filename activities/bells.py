@@ -75,11 +75,7 @@ class Bells:
 
     @contextmanager
     def attended(self, run_id: str, next: int) -> Iterator[Attended]:
-        """Attend to a session for a `with` block.
-
-        Args:
-            next: the number of the next command without a result.
-        """
+        """Attend to a session for a `with` block. `next`: the number of the next command without a result."""
         session = Attended(next)
         with self._lock:
             self._sessions[run_id] = session

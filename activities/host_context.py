@@ -68,8 +68,7 @@ class HostContext:
     def scratch(self, purpose: str) -> Iterator[Path]:
         """A new folder on this host, removed afterwards. The current activity beats until then.
 
-        Raises:
-            DiskFull: the block ran out of disk.
+        Raises DiskFull: the block ran out of disk.
         """
         with beating(), scratch_folder(self.paths.scratch, purpose) as folder, disk_errors(folder):
             yield folder
@@ -145,8 +144,7 @@ def remove_abandoned(parent: Path, pattern: str, after_s: float = _NEW_S) -> Non
 def locked(folder: Path) -> Iterator[int]:
     """Lock a folder; yields the descriptor that holds the lock, until no process has it open any more.
 
-    Raises:
-        BlockingIOError: another process holds it.
+    Raises BlockingIOError: another process holds it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -10,7 +10,6 @@ the store, then the newer one again, which is served by then. The first answers 
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ import httpx
 
 from activities.sampling.client import Sampler
 from benchmarks.control_plane import stack
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.one_device import samplers
 from benchmarks.sampler import make_model
 from longshore.client import Client, Session
@@ -63,10 +62,7 @@ def main() -> None:
         "save_not_sent_s": round(statistics.median(seconds for _, seconds in alone), 3),
         **about,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+    tell(result, arguments.out)
 
 
 def _round(session: Session, door: httpx.Client, root: Path) -> dict[str, float]:
@@ -78,12 +74,7 @@ def _round(session: Session, door: httpx.Client, root: Path) -> dict[str, float]
     assert from_trainer - before, "the newer version came from the store, too"
     stored_s = _seconds(lambda: _ask(door, older))
     assert not _sent(root) - from_trainer, "the older version came from the trainer, too"
-    return {
-        "sent_s": sent_s,
-        "stored_s": stored_s,
-        "served_s": _seconds(lambda: _ask(door, newer)),
-        "save_s": save_s,
-    }
+    return {"sent_s": sent_s, "stored_s": stored_s, "served_s": _seconds(lambda: _ask(door, newer)), "save_s": save_s}
 
 
 def _version(session: Session) -> tuple[str, float]:

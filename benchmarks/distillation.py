@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.rl_learning import _Stack
 from examples import arithmetic
 from examples.tiny_model import make_tiny_model
@@ -54,9 +54,7 @@ def main() -> None:
         finally:
             stack.cli("dev", "--stop", "--root", str(stack.root))
     result = {"what": "share of exact answers to held-out sums", **found, **provenance()}
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    tell(result, options.out)
 
 
 def _measure(stack: _Stack, folder: Path, ways: list[str], steps: int, seed: str) -> dict[str, Any]:

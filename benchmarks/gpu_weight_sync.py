@@ -17,20 +17,18 @@ With `--device cpu --tiny` all this runs without a device, and its figures mean 
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.machine import accelerator, provenance
+from benchmarks.machine import accelerator, attempt, provenance, tell
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
@@ -144,15 +142,6 @@ def sync(engine: Changing, receiver: Receiver, way: Transport, version: int) -> 
     return {"gb": gigabytes, **asdict(seconds), "gb_per_s": gigabytes / seconds.serving_s}
 
 
-def attempt(part: Callable[[], Figures]) -> Figures:
-    """A device is lent seldom: what can be measured on it is, whatever becomes of the rest."""
-    try:
-        return part()
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -169,10 +158,7 @@ def main() -> None:
         figures = measure(sizes, Path(name), Device(device), options.rounds)
     page = {"benchmark": "gpu_weight_sync", **provenance(), "accelerator": found, "torch": torch.__version__}
     page |= {"model": described(sizes), "rounds": options.rounds, "bucket_bytes": BUCKET_BYTES}
-    text = json.dumps(page | figures, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+    tell(page | figures, options.out)
     # NCCL is expected to refuse.
     if any(isinstance(part, dict) and "failed" in part for name, part in figures.items() if name != "nccl"):
         sys.exit(1)

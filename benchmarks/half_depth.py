@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane import LONGSHORE, stack
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from examples.real_model import make_real_model
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
@@ -70,9 +70,7 @@ def main() -> None:
             "of_run": {name: value for name, value in run["metrics"].items() if "loss" in name},
             **provenance(),
         }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    tell(result, options.out)
 
 
 def half_depth(model: Path, folder: Path) -> Path:

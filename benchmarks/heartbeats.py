@@ -10,7 +10,6 @@ false alarm.
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from temporalio.client import Client
 
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.recovery import Stack, started, submit_rl, submit_sft
 from service.dev.connection import Connection
 
@@ -45,10 +44,7 @@ def main() -> None:
         with _busy(options.busy):
             measured = asyncio.run(_watch(stack, run_ids, options.seconds))
             result = {"what": "silence of living hosts, as Temporal saw it", "busy": options.busy, **measured}
-            text = json.dumps(result | provenance(), indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+            tell(result | provenance(), options.out)
 
 
 @contextmanager

@@ -1,9 +1,30 @@
-"""What every figure is told with: the commit, the machine, and how busy it was."""
+"""What every figure is told with: the commit, the machine, and how busy it was; and where it is told."""
 
+import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+def tell(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result as JSON, and write it to a file that was asked for."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n")
+
+
+def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure a part of a result. A device is lent seldom: what can be measured is, whatever becomes of the rest."""
+    try:
+        return part()
+    except Exception as error:  # out of memory, a kernel that does not compile, a transport that is refused
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def provenance() -> dict[str, object]:

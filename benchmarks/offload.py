@@ -12,7 +12,6 @@ pages decide it: where `transparent_hugepage` is `never`, a reload faults at eac
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.random_model import RandomFsdp, RandomMegatron, Sizes, described, write_config
 from longshore.layout import Layout
 from longshore.training import Full
@@ -124,10 +123,7 @@ def main() -> None:
     ]
     result = {"benchmark": "offload", **provenance(), "torch": torch.__version__, "threads": arguments.threads}
     result |= {"device": str(arguments.device), "transparent_hugepage": huge_pages(), "wanted_ratio": 1.3}
-    text = json.dumps(result | {"figures": figures}, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    tell(result | {"figures": figures}, arguments.out)
 
 
 def huge_pages() -> str:

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.machine import accelerator, provenance
+from benchmarks.machine import accelerator, attempt, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, flops, write_config
 from longshore.layout import Layout
@@ -192,16 +192,7 @@ def measure(sizes: Sizes, work: Work, repeats: int, device: torch.device, peak_t
         return train(engine, sizes, make(work, sizes.vocab, device), repeats, peak_tflops)
 
     parts = {"sft": partial(trained, sft_step), "rl": partial(trained, rl_step)}
-    return {name: _attempt(part) for name, part in (parts | {"offload": partial(offloading, engine, repeats)}).items()}
-
-
-def _attempt(part: Callable[[], Figures]) -> Figures:
-    """A device is lent seldom: what can be measured on it is, whatever becomes of the rest."""
-    try:
-        return part()
-    except (RuntimeError, AssertionError) as error:  # out of memory, or a kernel that does not compile
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+    return {name: attempt(part) for name, part in (parts | {"offload": partial(offloading, engine, repeats)}).items()}
 
 
 def peak_of(device_name: str) -> float | None:

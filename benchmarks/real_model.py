@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane import LONGSHORE, stack
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from examples.real_model import Unreachable, make_real_model
 from longshore.training import DELTA_NET, LINEARS, Adam
 from shared.grading.graders import StringCheckGrader
@@ -92,10 +92,7 @@ def main() -> None:
         if "rl" in options.parts:
             reinforce(model, options.folder.resolve(), options.seeds, runs, parts)
     result = {"benchmark": "real_model", "threads": options.threads, **parts.done, **provenance()}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    tell(result, options.out)
 
 
 class Parts:

@@ -29,7 +29,7 @@ import httpx
 import psutil
 
 from benchmarks.control_plane import LONGSHORE, tiny_run
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from service.dev.connection import Connection
 from shared.child_environment import STACK_MARK
 from shared.jobs.events import Step
@@ -152,10 +152,7 @@ def main() -> None:
         "seconds": {kind: [round(s, 1) for s in seconds] for kind, seconds in told.items()},
         **provenance(),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+    tell(result, options.out)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.control_plane import stack
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
 from longshore.losses import PPO
@@ -92,9 +92,7 @@ def main() -> None:
             figures = _measure(root, Path(folder), options.steps, options.megabytes)
     sizes = {"steps": options.steps, "megabytes": options.megabytes}
     result = {"benchmark": "rollout_step", **started, **sizes, "figures": figures}
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, options.out)
 
 
 def _measure(root: Path, folder: Path, num_steps: int, megabytes: int) -> dict[str, dict[str, float]]:

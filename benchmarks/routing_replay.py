@@ -30,7 +30,7 @@ import torch
 from activities.sampling.routes import ROUTES, RoutesFile
 from activities.trajectories.group_samples import GROUPS
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from examples import local_rl
 from longshore.layout import Layout
 from longshore.training import Full
@@ -74,10 +74,7 @@ def main() -> None:
             "refused": refused(root / "with", shape),
             **about,
         }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+    tell(result, arguments.out)
 
 
 def prompts() -> list[list[int]]:
@@ -139,11 +136,7 @@ def _timed(call: Callable[[bool], object], rounds: int) -> dict[str, float]:
         call(tells)
         spent[tells].append(time.process_time() - began)
     with_routes, without = (statistics.median(spent[tells][1:]) for tells in (True, False))
-    return {
-        "with": round(with_routes, 3),
-        "without": round(without, 3),
-        "more": round(with_routes / without - 1, 3),
-    }
+    return {"with": round(with_routes, 3), "without": round(without, 3), "more": round(with_routes / without - 1, 3)}
 
 
 def local_loss(**rollouts: object) -> RLRun:

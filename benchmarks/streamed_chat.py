@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from benchmarks.control_plane import stack
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from benchmarks.sampler import make_model
 from shared.chat.sampler_control import SamplerReady
 from shared.storage.files import reachable
@@ -62,10 +62,7 @@ def main() -> None:
         "whole_over_first_text": round(medians["not_streamed"] / medians["first_text"], 1),
         **about,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+    tell(result, arguments.out)
 
 
 def _round(client: httpx.Client, root: Path, seed: int, tokens: int) -> dict[str, float]:

@@ -12,7 +12,6 @@ the machine disturb less, instead of the clock's.
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.machine import provenance
+from benchmarks.machine import provenance, tell
 from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
@@ -185,10 +184,7 @@ def main() -> None:
                 figures.append({"hidden": hidden, "dtype": dtype, "tokens_per_s": speed, "ratios": ratios})
     result = {"benchmark": "throughput", **provenance(), "torch": torch.__version__, "threads": arguments.threads}
     result |= {"num_rows": len(rows), "num_tokens": sum(map(len, rows)), "figures": figures}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    tell(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ On CUDA the model is Qwen3-8B's shape in bfloat16, on the CPU 4 layers of hidden
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.machine import accelerator, provenance
+from benchmarks.machine import accelerator, provenance, tell
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
 from longshore.layout import Layout
@@ -235,10 +234,7 @@ def main() -> None:
     results = [measure(rank, case, amount, options.bin_tokens, options.rounds) for case in CASES]
     page = {"benchmark": "trainer_rank_step", **provenance(), "accelerator": accelerator(), "torch": torch.__version__}
     page |= {"model": described(sizes), "dtype": dtype, "amount": vars(amount), "bin_tokens": options.bin_tokens}
-    text = json.dumps({**page, "threads": options.threads, "rounds": options.rounds, "results": results}, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+    tell({**page, "threads": options.threads, "rounds": options.rounds, "results": results}, options.out)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from typing import get_args
 
 import torch
 
-from benchmarks.machine import PeakMemory, provenance
+from benchmarks.machine import PeakMemory, provenance, tell
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
@@ -258,9 +258,7 @@ def main() -> None:
         figures = {f"{one:g} GB": {name: layout_with(one, name, options.rounds) for name in layouts} for one in sizes}
     settings = {"bucket_bytes": BUCKET_BYTES, "samplers": NUM_SAMPLERS, "rounds": options.rounds}
     result = {"benchmark": "weight_sync", **started, "torch": torch.__version__, **settings, "figures": figures}
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, options.out)
 
 
 if __name__ == "__main__":

@@ -121,10 +121,7 @@ RADIO_TIDES = (
     ],
     "Roger: {kind} water, day {day}, time {time}. Over.",
 )
-SUMS = (
-    ["What is {a} plus {b}?", "{a} crates and {b} crates: how many?", "Add {a} and {b}."],
-    "{a} plus {b} is {sum}.",
-)
+SUMS = (["What is {a} plus {b}?", "{a} crates and {b} crates: how many?", "Add {a} and {b}."], "{a} plus {b} is {sum}.")
 
 
 def fleet(rng: random.Random) -> list[Ship]:

@@ -30,8 +30,7 @@ class Unreachable(Exception):
 def make_real_model(folder: Path = FOLDER) -> Path:
     """Write config, bfloat16 weights, tokenizer and chat template into a folder, unless they are there.
 
-    Raises:
-        Unreachable: pip reaches no index, or the index does not have the packages.
+    Raises Unreachable: pip reaches no index, or the index does not have the packages.
     """
     if (folder / "config.json").exists():
         return folder

@@ -44,8 +44,7 @@ def make_tiny_model(
 ) -> Path:
     """Write config, fp32 weights, tokenizer and chat template into a folder. Equal arguments give equal bytes.
 
-    Args:
-        single_digits: no token holds more than one, as in Qwen's vocabularies: what a model that adds wants.
+    `single_digits`: no token holds more than one, as in Qwen's vocabularies: what a model that adds wants.
     """
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -96,121 +95,93 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
     return tokenizer
 
 
-def _config(family: "Family", **sizes: Any) -> "PretrainedConfig":
-    from transformers import (
-        DeepseekV3Config,
-        Gemma3TextConfig,
-        Gemma4TextConfig,
-        Glm4MoeLiteConfig,
-        GptOssConfig,
-        GraniteConfig,
-        LlamaConfig,
-        MinistralConfig,
-        MistralConfig,
-        NemotronHConfig,
-        Olmo3Config,
-        Qwen2Config,
-        Qwen3_5MoeTextConfig,
-        Qwen3_5TextConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-        SmolLM3Config,
-    )
+_HAVE_TOWERS = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")  # their language models have a type of their own
+_ABSENT: Any = object()
 
-    size = sizes["head_dim"]
+
+def _config(family: "Family", **sizes: Any) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    settings = sizes | _settings(family, sizes)
+    given = {name: value for name, value in settings.items() if value is not _ABSENT}
+    return AutoConfig.for_model(f"{family}_text" if family in _HAVE_TOWERS else family, **given)
+
+
+def _settings(family: "Family", sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a family's configuration has beside the sizes, or instead of them."""
+    size, hidden_size, num_layers = sizes["head_dim"], sizes["hidden_size"], sizes["num_hidden_layers"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    mixers = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    windows = {"layer_types": mixers, "sliding_window": 24, "final_logit_softcapping": 20.0}
     delta_net = {
-        "layer_types": [
-            "full_attention" if layer % 2 else "linear_attention" for layer in range(sizes["num_hidden_layers"])
-        ],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": size,
-        "linear_value_head_dim": size,
+        "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": size, "linear_value_head_dim": size},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     }
     latents = {
         **{"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": size, "qk_rope_head_dim": size // 2},
-        **{"num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": sizes["hidden_size"]},
+        **{"num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": hidden_size},
+        "head_dim": _ABSENT,
     }
-    mixers = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes["num_hidden_layers"])]
-    windows = {"layer_types": mixers, "sliding_window": 24, "final_logit_softcapping": 20.0}
     match family:
         case "gemma3":
-            return Gemma3TextConfig(**sizes, **windows, query_pre_attn_scalar=2 * size)
+            return windows | {"query_pre_attn_scalar": 2 * size}
         case "gemma4":  # with four layers the last two take the keys and values of those before
-            return Gemma4TextConfig(
-                **{**sizes, **windows, "num_key_value_heads": sizes["num_attention_heads"]},
-                global_head_dim=2 * size,
-                num_global_key_value_heads=sizes["num_key_value_heads"],
-                attention_k_eq_v=True,
-                num_kv_shared_layers=max(0, sizes["num_hidden_layers"] - 2),
-                use_double_wide_mlp=True,
-                hidden_size_per_layer_input=size // 2,
-                vocab_size_per_layer_input=sizes["vocab_size"],
-            )
-        case "deepseek_v3" | "glm4_moe_lite":
-            latents = {**sizes, **latents}
-            latents.pop("head_dim")
-            if family == "glm4_moe_lite":
-                experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
-                return Glm4MoeLiteConfig(**latents, **experts, v_head_dim=size + size // 2)
-            experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
-            return DeepseekV3Config(**latents, **experts, v_head_dim=size, first_k_dense_replace=1)
-        case "qwen3_5":
-            return Qwen3_5TextConfig(**sizes, **delta_net)
-        case "qwen3_5_moe":
-            sizes.pop("intermediate_size")
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
-            experts["shared_expert_intermediate_size"] = sizes["hidden_size"] // 2
-            return Qwen3_5MoeTextConfig(**sizes, **delta_net, **experts)
-        case "gpt_oss":
-            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": sizes["hidden_size"]}
-            return GptOssConfig(**sizes, sliding_window=16)
-        case "nemotron_h":  # a layer is one block, and its embeddings are never tied
-            sizes["tie_word_embeddings"] = False
-            kinds, num_layers = ("linear_attention", "full_attention", "moe", "mlp"), sizes.pop("num_hidden_layers")
-            mamba = {"mamba_num_heads": 4, "mamba_head_dim": size, "ssm_state_size": size, "n_groups": 2}
-            routed: dict[str, Any] = {
-                "n_routed_experts": 8,
-                "n_group": 2,
-                "routed_scaling_factor": 1.5,
-                "moe_latent_size": 2 * size,
+            return windows | {
+                "num_key_value_heads": sizes["num_attention_heads"],
+                "global_head_dim": 2 * size,
+                "num_global_key_value_heads": sizes["num_key_value_heads"],
+                "attention_k_eq_v": True,
+                "num_kv_shared_layers": max(0, num_layers - 2),
+                "use_double_wide_mlp": True,
+                "hidden_size_per_layer_input": size // 2,
+                "vocab_size_per_layer_input": sizes["vocab_size"],
             }
-            ffn = {"moe_intermediate_size": 2 * size, "moe_shared_expert_intermediate_size": 3 * size}
-            blocks = [kinds[layer % 4] for layer in range(num_layers)]
-            return NemotronHConfig(**sizes, **mamba, **routed, **ffn, layers_block_type=blocks)
+        case "glm4_moe_lite":
+            return latents | {"n_routed_experts": 4, "num_experts_per_tok": 2, "v_head_dim": size + size // 2}
+        case "deepseek_v3":
+            groups = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+            return latents | groups | {"v_head_dim": size, "first_k_dense_replace": 1}
+        case "qwen3_5":
+            return delta_net
+        case "qwen3_5_moe":
+            shared = {"shared_expert_intermediate_size": hidden_size // 2, "intermediate_size": _ABSENT}
+            return delta_net | experts | shared
+        case "gpt_oss":
+            chosen = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": hidden_size}
+            return chosen | {"sliding_window": 16}
+        case "nemotron_h":  # a layer is one block, and its embeddings are never tied
+            kinds = ("linear_attention", "full_attention", "moe", "mlp")
+            return {
+                **{"tie_word_embeddings": False, "num_hidden_layers": _ABSENT},
+                **{"mamba_num_heads": 4, "mamba_head_dim": size, "ssm_state_size": size, "n_groups": 2},
+                **{"n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5, "moe_latent_size": 2 * size},
+                **{"moe_intermediate_size": 2 * size, "moe_shared_expert_intermediate_size": 3 * size},
+                "layers_block_type": [kinds[layer % 4] for layer in range(num_layers)],
+            }
         case "qwen3":
-            return Qwen3Config(**sizes)
+            return {}
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
-            return Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
+            return experts | {"norm_topk_prob": True}
         case "qwen2":
-            sizes.pop("head_dim")
-            return Qwen2Config(**sizes)
+            return {"head_dim": _ABSENT}
         case "mistral":
-            return MistralConfig(**sizes, sliding_window=None)
+            return {"sliding_window": None}
         case "ministral":
-            return MinistralConfig(**sizes, sliding_window=16, layer_types=mixers)
+            return {"sliding_window": 16, "layer_types": mixers}
         case "smollm3":
-            sizes.pop("head_dim")
-            return SmolLM3Config(**sizes, no_rope_layer_interval=2)
+            return {"head_dim": _ABSENT, "no_rope_layer_interval": 2}
         case "granite":
             multipliers = {"embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
-            return GraniteConfig(**sizes, **multipliers, logits_scaling=1.6)
+            return multipliers | {"logits_scaling": 1.6}
         case "olmo3":
             yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
             ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": yarn}
-            return Olmo3Config(**sizes, layer_types=mixers, sliding_window=24, rope_parameters=ropes)
+            return {"layer_types": mixers, "sliding_window": 24, "rope_parameters": ropes}
         case "llama":
-            rope = {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 512,
-            }
-            return LlamaConfig(**sizes, rope_parameters=rope)
+            bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+            return {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, **bands}}
         case unknown:
             raise ValueError(f"there is no tiny model of the family {unknown}")
 

@@ -33,8 +33,7 @@ def main() -> None:
 def importable(*packages: str) -> Iterator[None]:
     """Put the server's packages first on the import path for a while, for a program that is not the server's.
 
-    Raises:
-        ImportError: one of `packages` is another one's already.
+    Raises ImportError: one of `packages` is another one's already.
     """
     for name in set(packages) & sys.modules.keys():
         found = next(iter(sys.modules[name].__path__), "")

@@ -63,8 +63,7 @@ Doing = Generator[Awaited | None, None, CommandResult]
 class SessionProgram(Program):
     """See the module's docstring.
 
-    Attributes:
-        last: the last command that was done. The slot's `at` is the last one that left no gradients behind.
+    `last`: the last command that was done. The slot's `at` is the last one that left no gradients behind.
     """
 
     plan: SessionPlan

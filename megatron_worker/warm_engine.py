@@ -115,8 +115,7 @@ class WarmEngine:
     def take(self, plan: WorkerPlan, model: Path, kept: WarmState | None) -> Dispatcher:
         """Return the engine for a plan, with its weights on the device; build a new one if the plan needs another.
 
-        Args:
-            kept: the state that the plan starts from. Any other state that was kept for its run is dropped.
+        `kept`: the state that the plan starts from. Any other state that was kept for its run is dropped.
         """
         key = WorkerKey.of(plan)
         if self.dispatcher is None or self._key != key:
@@ -149,8 +148,7 @@ class WarmEngine:
 
         WarmState slots that no job uses are offloaded for that, those first that were used least recently.
 
-        Raises:
-            JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
+        Raises JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
         """
         assert self.dispatcher is not None
         if self.room.limit is None:
@@ -245,8 +243,7 @@ def take_engine(
 ) -> Dispatcher:
     """Return the engine for a plan, with room for its slots.
 
-    Raises:
-        JobFailed: some rank cannot build it, the number of ranks is wrong, or the slots do not fit.
+    Raises JobFailed: some rank cannot build it, the number of ranks is wrong, or the slots do not fit.
     """
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"

@@ -97,8 +97,7 @@ class Decoding:
     async def received(self, request: Request, max_bytes: int) -> AsyncIterator["Received"]:
         """Receive a body into a file, which lasts as long as the block.
 
-        Raises:
-            HTTPException: it is larger (413), or does not come.
+        Raises HTTPException: it is larger (413), or does not come.
         """
         async with self.scratch() as path:
             size = 0

@@ -18,9 +18,8 @@ _EXAMINE_AGAIN_S = 60.0  # a host that lacks something
 class LeasePolling:
     """Checks this host, and polls for leases whenever its standing allows that. Used like a Worker.
 
-    Args:
-        make: makes a worker of the lease queue, which is shut down when a worker process was lost. Another one is made
-            once the host was checked again.
+    `make`: makes a worker of the lease queue, which is shut down when a worker process was lost. Another one is made
+    once the host was checked again.
     """
 
     def __init__(self, standing: Standing, make: Callable[[], Worker]) -> None:

@@ -178,11 +178,7 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
 async def connect_temporal(
     settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
 ) -> Client:
-    """Connect to the Temporal server, as soon as it answers.
-
-    Raises:
-        SystemExit: it does not, within the patience.
-    """
+    """Connect to the Temporal server, as soon as it answers. Raises SystemExit: it does not, within the patience."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
@@ -233,9 +229,8 @@ def _tls(settings: Settings) -> TLSConfig | bool:
 async def query(handle: WorkflowHandle[Any, Any], name: str, *arguments: Any, result_type: type[T] | None = None) -> T:
     """Query a workflow.
 
-    Raises:
-        TemporalUnavailable: no host answers, or its workflow task fails: hosts are being replaced, or its code is newer
-            than the workflow's history.
+    Raises TemporalUnavailable: no host answers, or its workflow task fails: hosts are being replaced, or its code is
+    newer than the workflow's history.
     """
     try:
         found: T = await handle.query(name, args=arguments, result_type=result_type, rpc_timeout=QUERY_PATIENCE)

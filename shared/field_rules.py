@@ -29,8 +29,7 @@ def only(*allowed: object, words: str) -> BeforeValidator:
 def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[str, str]:
     """The field (`a.0.b`; empty: the value as a whole) and the rule, in words, of pydantic's first error.
 
-    Args:
-        tags: parts of a location that name a member of a union and no field; they are left out.
+    `tags`: parts of a location that name a member of a union and no field; they are left out.
     """
     first = error.errors(include_url=False)[0]
     return ".".join(str(part) for part in first["loc"] if part not in tags), rule_in_words(first)

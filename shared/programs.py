@@ -28,8 +28,7 @@ def become(
     `ps` and psutil show it with its own command line and environment, by which others find it. Where that cannot be
     done, or the parent has done what does not survive a fork, this process executes the program anew.
 
-    Args:
-        is_ready: called as soon as the process can be found.
+    `is_ready`: called as soon as the process can be found.
     """
     code: object = 1
     try:

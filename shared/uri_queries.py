@@ -26,8 +26,7 @@ def without_queries(request: F) -> tuple[F, Mapping[str, bytes]]:
 
     The records are to be put at `query_record`.
 
-    Raises:
-        InvalidInput: a URI would be too long.
+    Raises InvalidInput: a URI would be too long.
     """
     records: dict[str, bytes] = {}
     changed: F = _cut(records, request, "")
@@ -76,8 +75,7 @@ def _named(records: dict[str, bytes], uri: str, place: str) -> str:
 def with_query(store: ObjectStore, uri: str) -> str:
     """The URI that a user sent. A query is only ever sent to the address that it came with.
 
-    Raises:
-        InvalidInput: it is not on record.
+    Raises InvalidInput: it is not on record.
     """
     address, _, query = uri.partition("?")
     if not query.startswith(_NAME):

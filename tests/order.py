@@ -15,6 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 from tests.costs import recorded
+from tests.depth import drawn
 
 # Folders whose tests share a stack or a service. Rollouts and what a client drives are a quarter of the first one: by
 # themselves, on a stack of their own, so that the others do not end long after everything else.
@@ -98,6 +99,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite."""
+    for item in items:
+        if isinstance(item, pytest.Function) and any(value is drawn for value in vars(item.module).values()):
+            item.add_marker("drawn")  # `make test-deep` runs it, where its file draws all
     costs = ranks(recorded())
     if asked := os.environ.get("LONGSHORE_TEST_PART"):
         part, num = map(int, asked.split("/"))

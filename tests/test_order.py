@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import costs, order
 from tests.test_run import XDIST_ALONE
 
@@ -77,6 +79,29 @@ def test_parts_of_the_suite_are_all_of_it_once_and_take_about_as_long(tmp_path: 
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
         subprocess.run(command, env=environment, cwd=ROOT, capture_output=True)
     assert sorted(line.split()[0] for line in (tmp_path / "order").read_text().splitlines()) == sorted(names)
+
+
+DRAWS = """
+import pytest
+from tests.depth import drawn
+
+
+@pytest.mark.parametrize("point", drawn(range(5), 2))
+def test_some(point):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("deep", "num"), [("", 2), ("1", 5)])
+def test_what_draws_is_run_whole_by_a_deep_run(tmp_path: Path, deep: str, num: int) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = drawn\n")
+    (tmp_path / "test_a.py").write_text(DRAWS)
+    (tmp_path / "test_b.py").write_text(TESTS.format(name="test_b", depth=0))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "drawn", "--rootdir", tmp_path, tmp_path]
+    environment = os.environ | XDIST_ALONE | {"LONGSHORE_TEST_DEEP": deep}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert f"{num} passed, 3 deselected" in done.stdout, done.stdout + done.stderr
 
 
 ORPHAN = """

@@ -141,8 +141,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _hold_worker(self, state: SessionState) -> None:
         """Lease a worker and have commands done on it, until none come for a while; then have the state saved.
 
-        Raises:
-            RunFailed: the session cannot go on.
+        Raises RunFailed: the session cannot go on.
         """
         self._run.show(phase="waiting_for_worker")
         self._is_giving_back = False
@@ -189,8 +188,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _feed(self) -> None:
         """Have the worker, or after a loss the next one, do commands as they come. Returns when none come any more.
 
-        Raises:
-            RunFailed: a command cannot be had.
+        Raises RunFailed: a command cannot be had.
         """
         lost_epoch, run, idle_since, self._is_idle = 0, self._start.run, workflow.time(), False
         while not self._is_long():

@@ -70,8 +70,7 @@ def start(
 ) -> RunningProgram:
     """Start a program in a session of its own, without input. Raises OSError.
 
-    Args:
-        dies_by: what a program that is no fork is sent when this thread ends (Linux alone).
+    `dies_by`: what a program that is no fork is sent when this thread ends (Linux alone).
     """
     if (imports := _imports_of(command)) is not None:
         try:

@@ -81,8 +81,7 @@ def with_context(row: Row, messages: list[Message], weights: list[float]) -> tup
 
     The answers of the history are learned as those of the messages are.
 
-    Raises:
-        InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
+    Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
     """
     told = _system(row)
     has_system = messages[0]["role"] in ("system", "developer")

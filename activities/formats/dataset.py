@@ -48,11 +48,7 @@ class Dataset(Generic[ItemT]):
 
 
 def open_dataset(
-    folder: Path,
-    source: DatasetSource,
-    pairs: bool | None = None,
-    labels: bool = False,
-    fields: tuple[str, ...] = (),
+    folder: Path, source: DatasetSource, pairs: bool | None = None, labels: bool = False, fields: tuple[str, ...] = ()
 ) -> Dataset[Example]:
     """Find a folder's data files and their format.
 
@@ -91,8 +87,7 @@ def open_dataset(
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     """Find a folder's data files, and detect by their first rows how prompts are read from them.
 
-    Raises:
-        InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.
+    Raises InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.
     """
     files = _data_files(folder, source)
     spec = _spec_of(source)

@@ -14,8 +14,7 @@ def with_label(example: Example, row: Row) -> Example:
 
     Of a pair, the chosen answer is good and the rejected one bad.
 
-    Raises:
-        InvalidInput: there is no label, or no answer behind the last question; or the row or a message has a weight.
+    Raises InvalidInput: there is no label, or no answer behind the last question; or the row or a message has a weight.
     """
     match example:
         case PreferencePair():

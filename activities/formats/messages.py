@@ -53,8 +53,7 @@ def messages_of(row: Row, field: str) -> list[Message]:
 def tools_of(row: Row, field: str = "tools") -> Tools | None:
     """The row's tools, which may be JSON text; None where it has none. `functions` is their older name.
 
-    Raises:
-        InvalidInput: what is no list of tools, or both names.
+    Raises InvalidInput: what is no list of tools, or both names.
     """
     older = field.removesuffix("tools") + "functions"
     if row.fields.get(field) and row.fields.get(older):

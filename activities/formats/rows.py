@@ -42,8 +42,7 @@ class Row:
 def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> Iterator[Row]:
     """A file's rows. `columns`: those of a Parquet file to read; all if None.
 
-    Raises:
-        InvalidInput: not UTF-8, not JSON, not an object a line, too long a line, too deeply nested, damaged Parquet.
+    Raises InvalidInput: not UTF-8, not JSON, not an object a line, too long a line, too deeply nested, damaged Parquet.
     """
     with path.open("rb") as file:
         head = file.read(4)

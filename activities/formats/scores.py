@@ -20,8 +20,7 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
 
     Of the field `labels` they are a list: one for each of the assistant's turns, but for those of a prompt.
 
-    Raises:
-        InvalidInput: a field is missing, or no finite number; or the row has a weight, or no answer that ends it.
+    Raises InvalidInput: a field is missing, or no finite number; or the row has a weight, or no answer that ends it.
     """
     match example:
         case PreferencePair():

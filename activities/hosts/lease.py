@@ -141,8 +141,7 @@ class ProcessLease:
     ) -> bool:
         """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does.
 
-        Args:
-            reached: of a sampler's lease, the grant's fields that say where it is asked, and where it takes weights.
+        `reached`: of a sampler's lease, the grant's fields that say where it is asked, and where it takes weights.
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(

@@ -142,8 +142,7 @@ class ProgressReport(Frozen):
 class Progress:
     """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
 
-    Args:
-        steps_before: metrics of the optimizer steps that this attempt goes on from.
+    `steps_before`: metrics of the optimizer steps that this attempt goes on from.
     """
 
     def __init__(

@@ -122,8 +122,7 @@ class RunJob:
     def _judge(self, attempt: "_Attempt", result: JobResult) -> None:
         """Tell this host's standing how the job went.
 
-        Raises:
-            WorkerLost: this host's disk is full, and there are other hosts.
+        Raises WorkerLost: this host's disk is full, and there are other hosts.
         """
         problem, standing = result.problem, self._standing
         if standing is None:

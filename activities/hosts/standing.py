@@ -107,9 +107,8 @@ class Standing:
     def offered(self, run_id: str, avoid: tuple[str, ...]) -> Iterator[None]:
         """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
 
-        Raises:
-            ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
-                detail, by which the run avoids this host.
+        Raises ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
+        detail, by which the run avoids this host.
         """
         self._refuse(avoid)
         try:

@@ -45,8 +45,7 @@ class LogReader:
     def read(self) -> list[LogLine]:
         """The whole lines that were appended since the last call.
 
-        Raises:
-            ValueError: a line is no event, or `seq` has a gap.
+        Raises ValueError: a line is no event, or `seq` has a gap.
         """
         try:
             with self.path.open("rb") as file:
@@ -122,8 +121,7 @@ class Uploader:
     def tick(self) -> None:
         """Upload a piece of the log if it is time, every second at first and every 30 s in a long job.
 
-        Raises:
-            StoreUnavailable: something could not be uploaded, and waiting did not help.
+        Raises StoreUnavailable: something could not be uploaded, and waiting did not help.
         """
         for future in [future for future in self._pending if future.done()]:
             self._pending.remove(future)

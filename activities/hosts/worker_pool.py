@@ -86,8 +86,7 @@ class WorkerPool:
     def acquire(self, key: ProcessKey, lease: LeaseMark) -> WorkerProcess:
         """Return a worker for a lease. Idle ones are ended first, unless they are off the device and within the budget.
 
-        Raises:
-            InvalidInput: the key has more ranks than this host takes.
+        Raises InvalidInput: the key has more ranks than this host takes.
         """
         with self._lock:
             fit = self._take_idle(key)
@@ -177,8 +176,7 @@ class WorkerPool:
     def using(self, worker_id: str, lease: LeaseMark) -> Iterator[WorkerProcess]:
         """Yield the worker of a lease. `release` waits until the block ends.
 
-        Raises:
-            LeaseLost: this host has no such worker any more, or it serves another lease.
+        Raises LeaseLost: this host has no such worker any more, or it serves another lease.
         """
         with self._lock:
             worker = self._leased.get(worker_id)

@@ -147,11 +147,9 @@ class WorkerProcess:
     def end(self, polite: bool = False) -> None:
         """End every process of the group, and reap it. Safe to repeat.
 
-        Args:
-            polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
+        `polite`: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
 
-        Raises:
-            OSError: some live on, killed or not.
+        Raises OSError: some live on, killed or not.
         """
         if polite and isinstance(self.key, WorkerKey) and self.is_alive():
             with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked
@@ -188,8 +186,7 @@ def launch(
     Its folder and record, still without a pid, are written before it is started. If this host is killed in between,
     the next host finds the process by the mark in its environment.
 
-    Raises:
-        InvalidInput: the layout has more ranks than `max_ranks`.
+    Raises InvalidInput: the layout has more ranks than `max_ranks`.
     """
     if isinstance(key, WorkerKey):
         check_ranks(key.layout, max_ranks)
@@ -262,8 +259,7 @@ def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]
 def end_processes(worker_id: str, pid: int | None = None, grace_s: float = _TERM_GRACE_S) -> None:
     """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more.
 
-    Raises:
-        OSError: some live on, killed or not.
+    Raises OSError: some live on, killed or not.
     """
     asked = processes_of(worker_id, pid)
     for process in asked:

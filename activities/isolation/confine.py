@@ -73,8 +73,7 @@ def confine(folder: str, memory_bytes: int) -> None:
     If the system refuses those, as in many containers, it still gives up its rights: by the filter of system calls it
     can open no file, start no process, and only communicate through the pipes that it has.
 
-    Args:
-        folder: an empty folder for the sandbox alone.
+    `folder`: an empty folder for the sandbox alone.
     """
     os.umask(0o022)
     with suppress(IsolationRefused):

@@ -45,8 +45,7 @@ def libc_result(result: int, what: str) -> int:
 def die_with_parent(expected_pid: int | None = None, number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent is gone (Linux alone).
 
-    Args:
-        expected_pid: the parent's; this process ends if it has ended already.
+    `expected_pid`: the parent's; this process ends if it has ended already.
     """
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -61,8 +61,7 @@ def _of_layer(name: str, shape: ModelShape, config: DenseConfig) -> tuple[int, .
 def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> None:
     """Read all tensors, a few megabytes at a time, or those of a mixture's routers alone.
 
-    Raises:
-        InvalidInput: one holds a number that is not finite; names it.
+    Raises InvalidInput: one holds a number that is not finite; names it.
     """
     for name, tensor in weights.tensors.items():
         if tensor.dtype not in FLOATS or not (all_of_them or _ROUTER.search(name)):

@@ -87,8 +87,7 @@ class _Index(BaseModel):
 def read_config(location: Location, any_family: bool = False) -> DenseConfig:
     """Read `config.json`. `any_family`: see `read_model_config`.
 
-    Raises:
-        InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
+    Raises InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
     """
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
@@ -136,8 +135,7 @@ def check_chat_template(location: Location) -> None:
 def weight_files(location: Location) -> list[str]:
     """The safetensors files that make up the weights, and their index. Others beside them are left alone.
 
-    Raises:
-        InvalidInput: there are none, there are two sets, or the index names one that is missing.
+    Raises InvalidInput: there are none, there are two sets, or the index names one that is missing.
     """
     if INDEX in location.files:
         shards = sorted(set(_weight_map(location).values()))
@@ -178,8 +176,7 @@ def _weight_map(location: Location) -> dict[str, str]:
 def check_weights(location: Location, config: DenseConfig) -> Weights:
     """Read the headers of the weights. Which tensors a model of no family of ours has is not known here.
 
-    Raises:
-        InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
+    Raises InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
     """
     files = weight_files(location)
     tensors: dict[str, Entry] = {}

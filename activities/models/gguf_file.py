@@ -43,8 +43,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 def convert_gguf(path: str, place: str, target: str) -> None:
     """Write a model's files into the folder `target`.
 
-    Raises:
-        InvalidInput: names the file, and the key or tensor that is missing, cut, or cannot be used.
+    Raises InvalidInput: names the file, and the key or tensor that is missing, cut, or cannot be used.
     """
     folder = Path(target)
     with _as_damaged(place):

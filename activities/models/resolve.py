@@ -180,11 +180,9 @@ def _check_small_files(request: ModelRequest, host: HostContext, location: Locat
 def check_contents(location: Location, config: DenseConfig, read_all: bool = False) -> Weights:
     """Check a model's weights against its configuration: their names, sizes, and routers' numbers.
 
-    Args:
-        read_all: the numbers of all tensors.
+    `read_all`: the numbers of all tensors.
 
-    Raises:
-        InvalidInput: names the file, the tensor and the rule.
+    Raises InvalidInput: names the file, the tensor and the rule.
     """
     weights = check_weights(location, config)
     if not isinstance(config, GenericConfig):
@@ -250,8 +248,7 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
     If every host can read the files where they are, the artifact refers to them: files in S3, and files of this machine
     if the store is on it, too. Files of this machine are uploaded if the store is elsewhere, and count as the tenant's.
 
-    Raises:
-        InvalidInput: a file changed while it was being hashed, or there is no room for them.
+    Raises InvalidInput: a file changed while it was being hashed, or there is no room for them.
     """
     if location.artifact is not None:
         return location.artifact

@@ -38,8 +38,7 @@ def model_card(
 ) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings.
 
-    Args:
-        adapter: the content of its `adapter_config.json`, if it has one.
+    `adapter`: the content of its `adapter_config.json`, if it has one.
     """
     data = _SENT[run.kind] if isinstance(run, RLRun | SessionRun) else f"`{shown_uri(run.dataset.uri)}`"
     method = _METHODS[run.kind]

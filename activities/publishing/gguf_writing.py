@@ -25,8 +25,7 @@ def ggml_of(entry: Entry, config: DenseConfig, stored_as: str, place: str) -> Gg
 
     Norms and biases stay float32, as llama.cpp wants them; a weight that Q8_0 cannot hold is F16.
 
-    Raises:
-        InvalidInput: GGUF has no name for it, or it is of no type that can be written.
+    Raises InvalidInput: GGUF has no name for it, or it is of no type that can be written.
     """
     if config.tie_word_embeddings and entry.name == "lm_head.weight":
         return None
@@ -45,11 +44,9 @@ def begin_gguf(
 ) -> "GGUFWriter":
     """Return a writer whose file has everything but the tensors' data, which is to follow in this order.
 
-    Args:
-        folder: the model's, with its tokenizer.
+    `folder`: the model's, with its tokenizer.
 
-    Raises:
-        InvalidInput: names the file and the key that llama.cpp has no name for.
+    Raises InvalidInput: names the file and the key that llama.cpp has no name for.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
 

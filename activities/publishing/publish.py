@@ -72,8 +72,7 @@ class Publish:
     def publish(self, request: PublishRequest) -> Published:
         """Publish as the next free version of the name; a run has one version, however often this is tried.
 
-        Raises:
-            CorruptArtifact: the checkpoint, or the published version, is not what its manifest says.
+        Raises CorruptArtifact: the checkpoint, or the published version, is not what its manifest says.
         """
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id

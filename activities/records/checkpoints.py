@@ -51,8 +51,7 @@ class Found:
 def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
     """Find the newest checkpoint whose files have the sizes in its manifest. (Hashes are checked when it is read.)
 
-    Args:
-        passed_over: URIs of checkpoints in which a worker found damage.
+    `passed_over`: URIs of checkpoints in which a worker found damage.
     """
     damaged: list[str] = []
     for found in newest_first(store, run_id):
@@ -200,8 +199,7 @@ class FindCheckpoint:
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
         """Return the run's newest intact checkpoint, and its number of leases so far; None and 0 for a new run.
 
-        Raises:
-            CorruptArtifact: there are checkpoints, and every one of them is damaged.
+        Raises CorruptArtifact: there are checkpoints, and every one of them is damaged.
         """
         store = self._host.store
         with beating():

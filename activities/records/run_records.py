@@ -181,11 +181,7 @@ def _made_a_policy(step: StepStatus) -> bool:
 
 
 def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:
-    """The step that had this step's key before, if there is one.
-
-    Raises:
-        InvalidInput: it had other groups.
-    """
+    """The step that had this step's key before, if there is one. Raises InvalidInput: it had other groups."""
     try:
         before = read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
     except NotFound:

@@ -110,8 +110,7 @@ class ChatPrompts:
 def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
     """Translate a chat request into a completion request in tokens.
 
-    Raises:
-        InvalidInput: prompt and answer are longer than `max_model_len` together.
+    Raises InvalidInput: prompt and answer are longer than `max_model_len` together.
     """
     room = max_model_len - len(prompt_ids)
     max_tokens = asked.most_tokens or room

@@ -140,8 +140,7 @@ class Sampler:
     ) -> tuple[Completion, ...]:
         """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again.
 
-        Args:
-            route_bytes: of a token's experts in an answer, where they are asked for; else 0.
+        `route_bytes`: of a token's experts in an answer, where they are asked for; else 0.
         """
         body = {
             "model": model,
@@ -339,8 +338,7 @@ class Sampler:
     ) -> tuple[int, bytes]:
         """Make one request. Returns its status and answer as sent: nothing is unpacked, nor more read than asked for.
 
-        Raises:
-            InvalidInput: it is compressed, or longer than what was asked for can be.
+        Raises InvalidInput: it is compressed, or longer than what was asked for can be.
         """
         extensions = {"trace": self._note}
         with self._client.stream(method, path, json=body, extensions=extensions) as response:

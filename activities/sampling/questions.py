@@ -30,8 +30,7 @@ _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 class OpenQuestion:
     """One question under way. Its client may hang up from another thread at any time.
 
-    Args:
-        tell: is given the text of each choice as it grows; None where nobody wants it.
+    `tell`: is given the text of each choice as it grows; None where nobody wants it.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:
@@ -177,8 +176,7 @@ def _max_model_len(opened: OpenSampler) -> int:
 def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
     """Check that a server behind a URL serves the adapter's base model: its operator may have chosen another one.
 
-    Raises:
-        InvalidInput: neither its id nor its root has the base model's name.
+    Raises InvalidInput: neither its id nor its root has the base model's name.
     """
     card = opened.client.models()[opened.model]
     if _last_name(request.base) not in [_last_name(name) for name in (card.id, card.root) if name]:

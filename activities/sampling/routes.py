@@ -38,11 +38,9 @@ def sent_bytes(shape: RouteShape) -> int:
 def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str) -> bytes:
     """Return the routes of a sample as they are stored: [T, L, K] in the bytes of `shape.dtype`.
 
-    Args:
-        text: a base64-encoded `.npy` file, as vLLM writes `routed_experts`.
+    `text`: a base64-encoded `.npy` file, as vLLM writes `routed_experts`.
 
-    Raises:
-        InvalidInput: there are none, or not of so many tokens, or experts that no token can have.
+    Raises InvalidInput: there are none, or not of so many tokens, or experts that no token can have.
     """
     if text is None:
         raise InvalidInput(f"the sampler sends no routed_experts, which the trainer is to take ({_ASK})", place)
@@ -134,11 +132,9 @@ class RoutesFile:
     def of_sequence(self, token_ids: Sequence[int], num_prompt: int, blocks: tuple[int, int]) -> NDArray[np.integer]:
         """Return the routes of a sequence, [T, L, K]. Its last token gets those of the token before it.
 
-        Args:
-            blocks: the places of the prompt's block, and of that of the other tokens.
+        `blocks`: the places of the prompt's block, and of that of the other tokens.
 
-        Raises:
-            InvalidInput: a block is of another sequence.
+        Raises InvalidInput: a block is of another sequence.
         """
         prompt_TLK = self._block(token_ids[:num_prompt], num_prompt, blocks[0])
         drawn_TLK = self._block(token_ids[:-1], len(token_ids) - 1 - num_prompt, blocks[1])

@@ -172,8 +172,7 @@ class Samplers:
     def end(self, place: SamplerPlace) -> None:
         """End the process of a leased sampler, which ends its lease, so that it is not kept warm for another one.
 
-        Raises:
-            WorkerLost: it serves this lease no longer.
+        Raises WorkerLost: it serves this lease no longer.
         """
         if isinstance(place, LeasedSampler):
             with self._leased(place) as worker:
@@ -339,8 +338,7 @@ def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> In
 class ServingAdapters:
     """Loads adapters that answer users into samplers when they are needed. Safe to use from several threads.
 
-    Args:
-        max_adapters: the most such adapters on one sampler; the one that was used longest ago makes room.
+    `max_adapters`: the most such adapters on one sampler; the one that was used longest ago makes room.
     """
 
     def __init__(self, host: HostContext, max_adapters: int = MAX_ADAPTERS) -> None:

@@ -123,8 +123,7 @@ Source = LocalSource | StoreSource | HttpSource
 def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     """The files behind a URI, each under the name that it will have in the dataset.
 
-    Raises:
-        InvalidInput: a scheme we do not read, a place that is not this tenant's to read, or nothing there.
+    Raises InvalidInput: a scheme we do not read, a place that is not this tenant's to read, or nothing there.
     """
     match urlsplit(uri).scheme:
         case "http" | "https":

@@ -223,11 +223,7 @@ class _CheckedConnection(HTTPConnection):
 
 
 def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_BY) -> list[tuple]:
-    """Resolve a host name to socket addresses.
-
-    Raises:
-        InvalidInput: one of them is not on the public internet.
-    """
+    """Resolve a host name to socket addresses. Raises InvalidInput: one of them is not on the public internet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:

@@ -64,9 +64,8 @@ class HubId:
 def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFolder:
     """Return the folder of a revision's files of these patterns. Files that are not in the cache are downloaded.
 
-    Raises:
-        InvalidInput: there is no such revision, it may not be read, it is larger than `max_bytes`; or the hub cannot be
-            reached and the cache does not have it.
+    Raises InvalidInput: there is no such revision, it may not be read, it is larger than `max_bytes`; or the hub cannot
+    be reached and the cache does not have it.
     """
     from httpx import TransportError
     from huggingface_hub.constants import HF_HUB_CACHE

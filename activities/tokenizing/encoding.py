@@ -64,8 +64,7 @@ def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator
     text, of which the completion and the end-of-text token are trained. A text is trained with its end-of-text token.
     A pair is two rows of a block, the chosen answer's and the rejected one's, and has one prompt.
 
-    Raises:
-        InvalidInput: an example cannot be rendered or encoded.
+    Raises InvalidInput: an example cannot be rendered or encoded.
     """
     batches = (_rows_of(batch) for batch in batches_of(examples, _checked_size, NUM_PROMPTS))
     first = next(batches, None)
@@ -88,8 +87,7 @@ def batches_of(
 ) -> Iterator[list[RowT]]:
     """Cut a stream of rows into batches of a bounded number of rows and characters.
 
-    Args:
-        first_rows: at most so many rows are in the first batch.
+    `first_rows`: at most so many rows are in the first batch.
     """
     batch, limit, characters = list[RowT](), first_rows, 0
     for row in rows:
@@ -211,8 +209,7 @@ def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[t
 def sign_longest(texts: list[str], places: list[str]) -> None:
     """Report the longest of the rows that are encoded now, as the one at fault if encoding them fails (see `sign`).
 
-    Raises:
-        InvalidInput: a text, as rendered by the template, is too long.
+    Raises InvalidInput: a text, as rendered by the template, is too long.
     """
     for text, place in zip(texts, places, strict=True):
         check_characters(text, place)

@@ -124,8 +124,7 @@ def write_prompts_with(dataset: Path, tokenizer: TokenizerFiles, request: Prompt
 def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
     """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
 
-    Raises:
-        InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
+    Raises InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
     """
     opened = open_prompts(dataset, request.source)
     tally = PromptTally(opened, request.max_prompt_tokens)
@@ -153,12 +152,10 @@ def rendered(
     A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
     begins texts.
 
-    Args:
-        refused: called with the place of each row at which the template raises an error, and that error. By default it
-            raises InvalidInput.
+    `refused`: called with the place of each row at which the template raises an error, and that error. By default it
+    raises InvalidInput.
 
-    Raises:
-        InvalidInput: the template leaves a part of a conversation out, or there is none for it.
+    Raises InvalidInput: the template leaves a part of a conversation out, or there is none for it.
     """
     with ExitStack() as stack:
         process = None

@@ -116,11 +116,9 @@ class HiddenThoughts:
 def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
     """Count the messages of a rendered text whose thoughts are cut, as those of earlier turns may be.
 
-    Args:
-        ends: by message, the position where its content ends, for those of which it is known (-1: nowhere).
+    `ends`: by message, the position where its content ends, for those of which it is known (-1: nowhere).
 
-    Raises:
-        Unrendered: the text lacks another part of what the messages and tools say.
+    Raises Unrendered: the text lacks another part of what the messages and tools say.
     """
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     hidden = 0

@@ -97,11 +97,9 @@ class TemplateProcess:
     def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False, tells_refusals: bool = False) -> list[Rendered]:
         """The text and trained spans of each conversation; with `prompts` also the text that asks for the last answer.
 
-        Args:
-            tells_refusals: of a row at which the template raises an error that error is returned, and not raised.
+        `tells_refusals`: of a row at which the template raises an error that error is returned, and not raised.
 
-        Raises:
-            InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
+        Raises InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
         places = [chat.place for chat in chats]

@@ -88,8 +88,7 @@ class Track:
         has. If the server cannot be reached, the run is written offline instead; if that fails, too, all is tried again
         later. A cancelled activity still writes what there is before it ends.
 
-        Raises:
-            ApplicationError: nothing could be written, or this host leaves.
+        Raises ApplicationError: nothing could be written, or this host leaves.
         """
         if self._host.settings.wandb_mode == "disabled":
             return Tracked()

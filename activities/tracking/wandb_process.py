@@ -75,8 +75,7 @@ class OpenRun:
 class Writer:
     """Runs that are written to W&B, a bounded number at a time, by one process.
 
-    Args:
-        folder: where offline runs are to lie.
+    `folder`: where offline runs are to lie.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -61,8 +61,7 @@ class Conversation:
 def conversation_of(history: ChatHistory) -> Conversation:
     """Separate the messages of a conversation from the records of how they were sampled.
 
-    Raises:
-        BrokenTrajectory: it is no conversation.
+    Raises BrokenTrajectory: it is no conversation.
     """
     turns = Conversation([], {})
     for i, given in enumerate(history.messages):

@@ -117,11 +117,9 @@ class GroupSamples:
 def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesRequest, folder: Path) -> GroupsMade:
     """Stream completions and grades into a folder with `groups.jsonl`. Not sealed.
 
-    Args:
-        rounds: folders of completions and of their grades; what a later one has counts.
+    `rounds`: folders of completions and of their grades; what a later one has counts.
 
-    Raises:
-        InvalidInput: more samples have no grade than the run allows, or none has one.
+    Raises InvalidInput: more samples have no grade than the run allows, or none has one.
     """
     num_groups = num_trajectories = num_ungraded = 0
     equal_groups: list[int] = []

@@ -161,11 +161,9 @@ def pack_groups(
 
     Called in a confined process, it asks its caller for records of answers.
 
-    Args:
-        drawn: the folders of the samples that they were made of, where those have routes.
+    `drawn`: the folders of the samples that they were made of, where those have routes.
 
-    Raises:
-        InvalidInput: as `parse_groups` and `read_groups` do.
+    Raises InvalidInput: as `parse_groups` and `read_groups` do.
     """
     answers = RememberedAnswers(lambda wanted: _RECORDS.validate_json(ask(wanted.model_dump_json().encode())))
     policy = PublishedPolicy(request.policy_version, request.name, request.version, request.run.publish_every)
@@ -268,9 +266,8 @@ def sequence_of(
 def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple[int, ...]]:
     """Return the groups of every optimizer step: each epoch shuffles all groups and cuts them into even parts.
 
-    Args:
-        policy_version: the one that the steps begin from. The shuffles depend only on it and on the run's seed, so they
-            are the same after failed steps or when the run is resumed.
+    `policy_version`: the one that the steps begin from. The shuffles depend only on it and on the run's seed, so they
+    are the same after failed steps or when the run is resumed.
     """
     steps: list[tuple[int, ...]] = []
     for epoch in range(run.epochs if num_groups else 0):

@@ -92,8 +92,7 @@ class GroupsRead:
 def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
     """Parse a file's groups. Yields each line's place and group.
 
-    Raises:
-        InvalidInput: a line is no group; says where in it.
+    Raises InvalidInput: a line is no group; says where in it.
     """
     for place, line in lines_of(path, name):
         try:
@@ -105,8 +104,7 @@ def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
 def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> GroupsRead:
     """Check every trajectory, and keep what can be learnt from.
 
-    Raises:
-        InvalidInput: there is no group; or one is broken and the run does not drop those.
+    Raises InvalidInput: there is no group; or one is broken and the run does not drop those.
     """
     read, counts, reasons = GroupsRead(), dict.fromkeys(GroupsReport.model_fields, 0), dict[str, int]()
     del counts["dropped_for"], counts["turns"]

@@ -29,8 +29,7 @@ def choose(score_TE: Tensor, mixture: Mixture, correction_E: Tensor | None = Non
     With groups, of those groups alone whose two best experts have the highest sums (DeepSeek-AI 2024, arXiv:2412.19437,
     section 2.1.2).
 
-    Args:
-        correction_E: added to scores for the choice alone, so that experts are chosen equally often.
+    `correction_E`: added to scores for the choice alone, so that experts are chosen equally often.
     """
     wanted_TE = score_TE.detach() if correction_E is None else score_TE.detach() + correction_E
     if mixture.chosen_groups < mixture.num_groups:

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
-from megatron_worker.engine import (
-    Batch,
-    Facts,
-    LossFunction,
-    Outputs,
-    Scores,
-)
+from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
 from megatron_worker.families import is_generic, read_architecture
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter

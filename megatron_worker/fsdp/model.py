@@ -212,11 +212,7 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            experts_implementation="eager",
-            trust_remote_code=False,
+            config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager", trust_remote_code=False
         )
     # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
     model.get_input_embeddings().padding_idx = None

@@ -25,8 +25,7 @@ from megatron_worker.tensors.state_files import State
 class FsdpOptimizer:
     """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
 
-    Args:
-        working: by name, what this rank holds of each parameter; the model computes with it.
+    `working`: by name, what this rank holds of each parameter; the model computes with it.
     """
 
     def __init__(

@@ -105,10 +105,9 @@ def score_targets(
         hidden_NH, weight_VH = torch.cat([hidden_NH, beside.low_NR], dim=1), weight_VH.detach()
     outputs = replace(outputs, temperature=outputs.temperature * shard.logit_divisor)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
-    tile = tile or tile_size(hidden_NH.device)
     last_VR = None if beside is None else beside.b_VR
-    scored = _Head.apply(hidden_NH, weight_VH, last_VR, label_N, outputs, shard, tile, keep_rows)
-    logprob_N, entropy_N, top_logprob_NK, top_id_NK = scored
+    task = _Task(label_N, outputs, shard, tile or tile_size(hidden_NH.device), keep_rows)
+    logprob_N, entropy_N, top_logprob_NK, top_id_NK = _Head.apply(hidden_NH, weight_VH, last_VR, task)
     return Scores(
         logprob_N=logprob_N if outputs.logprob else None,
         entropy_N=entropy_N if outputs.entropy else None,
@@ -117,30 +116,32 @@ def score_targets(
     )
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What is computed, beside the tensors that have gradients. `keep_rows`: for the hidden states' gradient."""
+
+    label_N: Tensor
+    outputs: Outputs
+    shard: VocabShard
+    tile: TileSize
+    keep_rows: bool
+
+
 class _Head(torch.autograd.Function):
     """`last_VR`: the last columns of the weight, behind those of `weight_VH`, where they alone have a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        last_VR: Tensor | None,
-        label_N: Tensor,
-        outputs: Outputs,
-        shard: VocabShard,
-        tile: TileSize,
-        keep_rows: bool,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _Task
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        local = _scan(hidden_NH, weight_VH, last_VR, label_N, outputs, shard, tile, keep_rows)
-        lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
+        local, group = _scan(hidden_NH, weight_VH, last_VR, task), task.shard.group
+        lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, group)
         entropy_N = lse_N - mean_logit_N
-        ctx.by_entropy, ctx.temperature = outputs.entropy_gradient, outputs.temperature
-        if not ctx.by_entropy:
+        if not task.outputs.entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, last_VR, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
-        ctx.shard, ctx.tile = shard, tile
-        top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, shard.group))
+        ctx.save_for_backward(hidden_NH, weight_VH, last_VR, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
+        ctx.task = task
+        top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
         return target_N - lse_N, entropy_N, top_logprob_NK, top_id_NK
@@ -148,22 +149,21 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, last_VR, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
+        hidden_NH, weight_VH, last_VR, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
         by_hidden, by_weight, by_last = ctx.needs_input_grad[:3]
-        if ctx.temperature != 1:
-            grad_N, by_entropy_N = grad_N / ctx.temperature, by_entropy_N / ctx.temperature
+        outputs = ctx.task.outputs
+        if outputs.temperature != 1:
+            grad_N, by_entropy_N = grad_N / outputs.temperature, by_entropy_N / outputs.temperature
         grad_NH = grad_VH = None
         if by_hidden:
             exact_NH = rows_NH * grad_N[:, None]
-            if ctx.by_entropy:
+            if outputs.entropy_gradient:
                 exact_NH.addcmul_(entropy_rows_NH, by_entropy_N[:, None])
             grad_NH = exact_NH.to(hidden_NH.dtype)
         if by_weight or by_last:
-            entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
-            grad_VH = _weight_gradient(
-                hidden_NH, weight_VH, last_VR, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
-            )
-        return grad_NH, *((None, grad_VH) if by_last else (grad_VH, None)), None, None, None, None, None
+            entropy = (mean_logit_N, by_entropy_N) if outputs.entropy_gradient else None
+            grad_VH = _weight_gradient(hidden_NH, weight_VH, last_VR, ctx.task, lse_N, grad_N, entropy)
+        return grad_NH, *((None, grad_VH) if by_last else (grad_VH, None)), None
 
 
 def _parts(
@@ -179,16 +179,8 @@ def _parts(
         yield replace(shard, first=shard.first + start, size=size), joined_PX
 
 
-def _scan(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    last_VR: Tensor | None,
-    label_N: Tensor,
-    outputs: Outputs,
-    shard: VocabShard,
-    tile: TileSize,
-    keep_rows: bool,
-) -> LocalSums:
+def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _Task) -> LocalSums:
+    label_N, outputs, shard, keep_rows = task.label_N, task.outputs, task.shard, task.keep_rows
     dtype, num_targets = torch.promote_types(torch.float32, hidden_NH.dtype), len(label_N)
     zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
 
@@ -203,9 +195,9 @@ def _scan(
     if keep_rows:
         local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, dtype)
     if num_targets and shard.num_real:
-        for part, real_VH in _parts(weight_VH, last_VR, shard, tile.joined):
+        for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
             if not kernels_do(hidden_NH, shard.logit_cap):
-                torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, part.first, tile, shard.logit_cap)
+                torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, part.first, task.tile, shard.logit_cap)
             elif part is shard:
                 _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, part)
             else:
@@ -267,21 +259,19 @@ def _weight_gradient(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     last_VR: Tensor | None,
-    label_N: Tensor,
+    task: _Task,
     lse_N: Tensor,
     grad_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
-    temperature: float,
-    shard: VocabShard,
-    tile: TileSize,
 ) -> Tensor:
     """Return d loss / d weight of this shard, or of its last columns, summed over chunks in the softmax's dtype.
 
     `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
     are divided by the temperature already.
     """
+    label_N, shard, temperature = task.label_N, task.shard, task.outputs.temperature
     grad_VH = lse_N.new_zeros((weight_VH if last_VR is None else last_VR).shape)
-    for part, real_VH in _parts(weight_VH, last_VR, shard, tile.joined):
+    for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
         grad_PH = grad_VH[part.first - shard.first :][: part.num_real]
         if len(hidden_NH) and part.num_real and kernels_do(hidden_NH, shard.logit_cap):
             from megatron_worker.head import kernels as kernels
@@ -297,7 +287,7 @@ def _weight_gradient(
                 temperature,
             )
         else:
-            arguments = label_N, lse_N, grad_N, entropy, temperature, part.first, tile, shard.logit_cap
+            arguments = label_N, lse_N, grad_N, entropy, temperature, part.first, task.tile, shard.logit_cap
             torch_tiles.add_weight_gradient(grad_PH, hidden_NH, real_VH, *arguments)
     return grad_VH
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from longshore.layout import Layout
 from longshore.training import Dtype, Lora, OptimizerStates, Quantization
-from megatron_worker.engine import (
-    Batch,
-    Facts,
-    LossFunction,
-    Outputs,
-    Scores,
-)
+from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
 from megatron_worker.families import architecture_of, read_config
 from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
 from megatron_worker.families.tensor_slices import TensorSlice, linears_of

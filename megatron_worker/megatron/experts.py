@@ -44,8 +44,7 @@ class Router(torch.nn.Module):
     def forward(self, hidden_sH: Tensor, route_sK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights in the hidden states' dtype, and expert numbers: both [s, K].
 
-        Args:
-            route_sK: the experts to take in place of those that the scores choose, as any kind of integers.
+        `route_sK`: the experts to take in place of those that the scores choose, as any kind of integers.
         """
         score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
         expert_sK = routing.choose(score_sE, self._mixture, self.correction) if route_sK is None else route_sK.long()

@@ -32,7 +32,6 @@ class LocalBin:
     plan: BinPlan
     rows: int
     hidden_index_M: Tensor
-    label_M: Tensor
     target_M: Tensor | None  # which of the bin's targets; None: all
     num_targets: int
     context: Context | None
@@ -59,7 +58,7 @@ def localised(
     check_lengths(batch.position_T, a.max_positions)
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
-    hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None
+    hidden_index_M, target_M = batch.hidden_index_N, None
     if mesh.cp.size > 1:
         context = _context(len(token_id_T), mesh)
         rows_t = context.rows(len(token_id_T), token_id_T.device)
@@ -67,14 +66,13 @@ def localised(
         local_T = torch.full_like(token_id_T, -1)
         local_T[rows_t] = torch.arange(len(rows_t), device=rows_t.device)
         target_M = (local_T[hidden_index_M] >= 0).nonzero()[:, 0]
-        hidden_index_M, label_M = local_T[hidden_index_M[target_M]], label_M[target_M]
+        hidden_index_M = local_T[hidden_index_M[target_M]]
     rows = len(token_id_t) // (mesh.tp.size if mesh.layout.sp else 1)
     return LocalBin(
         token_id_t=token_id_t,
         plan=plan_bin(position_t, parent_T, a, frequencies, dtype, context),
         rows=rows,
         hidden_index_M=hidden_index_M,
-        label_M=label_M,
         target_M=target_M,
         num_targets=len(batch.label_N),
         context=context,

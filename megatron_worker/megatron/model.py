@@ -240,8 +240,7 @@ class MegatronModel:
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
         """Run a bin through this stage. Returns hidden states, [s, 1, H]; of the last, after the final norm, [t, H].
 
-        Args:
-            received_s1H: what the stage before gave; None for the first.
+        `received_s1H`: what the stage before gave; None for the first.
         """
         per_layer_sLP = None
         if received_s1H is None:

@@ -36,10 +36,7 @@ class Region:
 
 
 def arrange(
-    shapes: Mapping[str, tuple[int, ...]],
-    placements: Mapping[str, Placement],
-    mesh: Mesh,
-    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]], placements: Mapping[str, Placement], mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Flat, list[Region]]:
     """Make a flat buffer of zeros for these tensors, and the regions that cover it."""
     sections: dict[tuple[Group, bool], list[str]] = {}

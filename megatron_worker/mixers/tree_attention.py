@@ -81,12 +81,7 @@ def attend_forest(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
-        sink_H: Tensor | None,
-        calls: tuple[Call, ...],
+        ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sink_H: Tensor | None, calls: tuple[Call, ...]
     ) -> Tensor:
         key_THD, value_THD = (_repeat(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
         exact = torch.promote_types(torch.float32, query_THD.dtype)

@@ -29,8 +29,7 @@ class EventLog:
     def emit(self, kind: Callable[..., Event], /, **fields: object) -> None:
         """Append one event; `seq` and `time` are filled in here. A terminal event is fsynced and closes the log.
 
-        Raises:
-            OSError: the line does not fit on the disk; nothing of it is left, and `seq` is not used up.
+        Raises OSError: the line does not fit on the disk; nothing of it is left, and `seq` is not used up.
         """
         if self._file is None:
             return

@@ -35,8 +35,7 @@ class JobQueue:
     def claim(self, accepts: Callable[[WorkerPlan], bool] = lambda plan: True) -> ClaimedJob | None:
         """Take the oldest job, by rename. Files that are still being written have other names.
 
-        Args:
-            accepts: whether the job may begin now; else it waits, and those behind it wait with it.
+        `accepts`: whether the job may begin now; else it waits, and those behind it wait with it.
         """
         for path in sorted(self.paths.jobs.glob("[!.]*.json"), key=_age):
             try:

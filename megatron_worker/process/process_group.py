@@ -27,8 +27,7 @@ def backend() -> str:
 def start_group(backend: str) -> Store:
     """Join the other ranks of our launcher, or of torchrun; without either, be a group of one.
 
-    Returns:
-        The ranks' common store.
+    Returns the ranks' common store.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # Other launchers, of several machines, may say nothing of their ranks on this one.

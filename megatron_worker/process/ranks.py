@@ -63,8 +63,7 @@ class WorkerRanks:
     def exchange(self, text: str, patience: timedelta) -> list[str]:
         """Return every rank's text. It is sent through the store, so that a missing rank is noticed by a timeout.
 
-        Raises:
-            AbsentRank: a rank did not come in time.
+        Raises AbsentRank: a rank did not come in time.
         """
         if self.world_size == 1:
             return [text]
@@ -83,8 +82,7 @@ class WorkerRanks:
     def agree(self, action: Callable[[], T]) -> T:
         """Call `action` on every rank; a fault of one rank is raised on all.
 
-        Raises:
-            JobFailed: the fault of the lowest rank that has one.
+        Raises JobFailed: the fault of the lowest rank that has one.
         """
         try:
             result, fault = action(), None

@@ -83,12 +83,7 @@ def serve(options: argparse.Namespace) -> None:
         address = accept_remotely(options.weights_address, key, models.receive)
     with nullcontext() if options.socket is None else reachable(options.socket) as path:
         ready = SamplerReady(
-            url=server.url,
-            socket=path,
-            api_key=server.api_key,
-            pid=os.getpid(),
-            model=name,
-            weights_address=address,
+            url=server.url, socket=path, api_key=server.api_key, pid=os.getpid(), model=name, weights_address=address
         )
         write_atomically(options.ready_file, ready.model_dump_json().encode())
         generator.run()

@@ -123,10 +123,7 @@ def _has(mlp: architecture.Mlp | Mixture | None) -> bool:
 
 
 class Decoder:
-    """A decoder of one of our families, whole on one device.
-
-    Raises InvalidInput when the folder cannot be used.
-    """
+    """A decoder of one of our families, whole on one device. Raises InvalidInput when the folder cannot be used."""
 
     computes_slots_alone = False
 
@@ -266,8 +263,7 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
 def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slices: Sequence[TensorSlice]) -> None:
     """Read every tensor into the one of its Hugging Face name, which may be of another dtype.
 
-    Raises:
-        InvalidInput: the folder cannot be used, or is of another architecture.
+    Raises InvalidInput: the folder cannot be used, or is of another architecture.
     """
     if read_architecture(folder) != a:
         raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))

@@ -47,8 +47,7 @@ class Sleep:
     def wake(self) -> SamplerMemory:
         """Take memory again and serve what was served, but for what was dropped and came from no folder.
 
-        Raises:
-            RequestRefused: a folder cannot be read; the sampler sleeps on.
+        Raises RequestRefused: a folder cannot be read; the sampler sleeps on.
         """
         self._generator.change(self._wake)
         return self.memory()

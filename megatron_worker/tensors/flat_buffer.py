@@ -15,8 +15,7 @@ class Flat:
 
     `host` stands for them while they are offloaded: then views stay valid, but empty.
 
-    Args:
-        multiples: by the name that a section begins with, what the section's length is to be a multiple of.
+    `multiples`: by the name that a section begins with, what the section's length is to be a multiple of.
     """
 
     def __init__(

@@ -44,8 +44,7 @@ class HostCopy:
     def offload(self, frozen: bool = False) -> None:
         """Copy to the host and give the device's storages back, unless that was done.
 
-        Args:
-            frozen: the tensors never change, so that one copy is for good.
+        `frozen`: the tensors never change, so that one copy is for good.
         """
         if self.device_bytes:
             if not (frozen and self._host):

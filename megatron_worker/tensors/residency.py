@@ -33,8 +33,7 @@ class Resident:
     def move(self, where: Where) -> None:
         """Move the part. A dropped part that is to be on the host stays dropped.
 
-        Raises:
-            ValueError: it is to be dropped, and has no `refill`.
+        Raises ValueError: it is to be dropped, and has no `refill`.
         """
         match self.where, where:
             case "device", "host":
@@ -70,11 +69,7 @@ class Resident:
 
 
 class Residency:
-    """See the module's docstring.
-
-    Args:
-        base: the weights as they were published, on the device.
-    """
+    """See the module's docstring. `base`: the weights as they were published, on the device."""
 
     def __init__(self, base: Resident, device: torch.device) -> None:
         self._published = base

@@ -58,9 +58,8 @@ class TensorFiles:
     def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int, *, is_weight: bool = True) -> Tensor:
         """Read a rank's slice of a tensor.
 
-        Raises:
-            InvalidInput: it is missing, of another shape, or no floats; or a weight in it is not finite, as
-                activities/models/resolve.py says it of a run's adapter.
+        Raises InvalidInput: it is missing, of another shape, or no floats; or a weight in it is not finite, as
+        activities/models/resolve.py says it of a run's adapter.
         """
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())

@@ -111,9 +111,8 @@ class TrainerRank:
     def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
         """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
 
-        Raises:
-            InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
-                graph is alive; or it is to be trained, and the base is. What stood under the name still does.
+        Raises InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
+        graph is alive; or it is to be trained, and the base is. What stood under the name still does.
         """
         with self.agreement():
             if trainable:
@@ -232,8 +231,7 @@ class TrainerRank:
         Every rank gives the same items, and gets equally many micro-batches: its share of each may be empty. An item
         is never split. Do the backward of a micro-batch before the next is asked for.
 
-        Raises:
-            InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
+        Raises InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
         return micro_batches(self, items, self.memory_budget_bytes)
 

@@ -93,8 +93,7 @@ class Receiving:
     def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield buckets until the commit. A buffer is the trainer's again when the next one is asked for.
 
-        Raises:
-            SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
+        Raises SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
         """
         while True:
             match self._read.get():

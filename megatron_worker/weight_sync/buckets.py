@@ -225,8 +225,7 @@ class Assembly:
     def rows(self, part: BucketPart) -> Tensor:
         """Return the rows that a part is written to, which is the next one then.
 
-        Raises:
-            InvalidInput: the tensor is unknown or has another shape, or other rows or columns are due.
+        Raises InvalidInput: the tensor is unknown or has another shape, or other rows or columns are due.
         """
         target = self._targets.get(part.name)
         if target is None:
@@ -252,8 +251,7 @@ class Assembly:
     def put(self, bucket: Bucket, buffer: Tensor) -> None:
         """Write a bucket's rows, or make its changes.
 
-        Raises:
-            InvalidInput: see `rows`; or the rows are not those that were sent.
+        Raises InvalidInput: see `rows`; or the rows are not those that were sent.
         """
         pairs = [(part, self.rows(part)) for part in bucket.parts]
         for part, rows in pairs:

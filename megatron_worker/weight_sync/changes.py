@@ -61,8 +61,7 @@ def _move(source: Tensor, target: Tensor) -> None:
 def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
     """Make changes, uint8 as `find_changes` wrote them, to a contiguous tensor in place.
 
-    Raises:
-        ValueError: a change lies behind the tensor's end. Nothing has been changed then.
+    Raises ValueError: a change lies behind the tensor's end. Nothing has been changed then.
     """
     if not num_changes:
         return

@@ -169,11 +169,9 @@ def accept_locally(path: Path, serve: Serve) -> None:
 def accept_remotely(host: str, key: bytes, serve: Serve) -> str:
     """Serve trainers that know their run's secret, at a free port of one address; returns `host:port`.
 
-    Args:
-        key: the samplers', from which each run's secret follows.
+    `key`: the samplers', from which each run's secret follows.
 
-    Raises:
-        InvalidInput: the address is not this machine's.
+    Raises InvalidInput: the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

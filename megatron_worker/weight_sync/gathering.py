@@ -70,8 +70,7 @@ class OwnBlocks:
     def changes(self, piece: Piece, rows: Tensor, out: Tensor | None) -> int | None:
         """Write the changes from the copy to a part's rows into `out`, uint8, and have the copy follow.
 
-        Returns:
-            Their number. None: they are longer than the rows, or there is no `out`.
+        Returns their number. None: they are longer than the rows, or there is no `out`.
         """
         if self._sent is None:
             return None
@@ -92,8 +91,7 @@ class Gathering:
     def fill(self, buffer: Tensor, number: int, pieces: Sequence[Piece], only_changes: bool) -> Bucket:
         """Fill a buffer of bytes, uint8, with a bucket's parts: with their changes where those are shorter.
 
-        Raises:
-            OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
+        Raises OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
         """
         self._order(_CHANGES if only_changes else _ROWS)
         parts, sums, end = list[BucketPart](), list[int](), 0

@@ -47,8 +47,7 @@ class Receivers:
     def announce(self, places: tuple[SyncPlace, ...], announcement: Announcement, secret: bytes | None) -> bool:
         """Connect to all samplers and announce a version. Returns True if one of them needs all elements.
 
-        Args:
-            secret: the run's, for samplers that are reached over TCP.
+        `secret`: the run's, for samplers that are reached over TCP.
         """
         needs_all = announcement.base_digest is None
         for place in places:

@@ -67,8 +67,7 @@ def send(
 class Sending:
     """One version on its way, in a thread. The weights must not change before `wait` has returned.
 
-    Args:
-        sent: what changes are found against, and what is left of this version afterwards; None: whole rows travel.
+    `sent`: what changes are found against, and what is left of this version afterwards; None: whole rows travel.
     """
 
     def __init__(

@@ -21,9 +21,8 @@ class Access:
     def check(self, tenant: str, request: BaseModel) -> None:
         """Check every string of a request. Blocking: paths are resolved.
 
-        Raises:
-            InvalidInput: a URI or a path leads to files of the installation or of another tenant, whether they exist
-                or not, or has a scheme that is not supported.
+        Raises InvalidInput: a URI or a path leads to files of the installation or of another tenant, whether they exist
+        or not, or has a scheme that is not supported.
         """
         for place, text in _strings(request.model_dump(mode="json")):
             _check_scheme(text, place)

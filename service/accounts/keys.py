@@ -96,8 +96,7 @@ class Keys:
     async def find(self, authorization: str | None) -> Principal | None:
         """Find the principal of an Authorization header; None for a key that is not known, or no longer.
 
-        Raises:
-            DatabaseUnavailable
+        Raises DatabaseUnavailable.
         """
         key = sent_key(authorization)
         return await self.holder(hash_key(key), _MADE_HERE.match(key) is not None) if key else None
@@ -105,8 +104,7 @@ class Keys:
     async def holder(self, given: str, may_be_ours: bool = True) -> Principal | None:
         """Find the principal of a key's hash; None for a key that is not known, or no longer.
 
-        Args:
-            may_be_ours: False if the key has not the form of keys made here, so that the database is not asked.
+        `may_be_ours`: False if the key has not the form of keys made here, so that the database is not asked.
         """
         if any(hmac.compare_digest(given, known) for known in self._bootstrap):
             return Principal(tenant=FIRST_TENANT, key_id=BOOTSTRAP, scopes=frozenset(ALL_SCOPES))
@@ -255,8 +253,7 @@ class SignIns:
     async def begin(self, key: str) -> tuple[str, Principal] | None:
         """Begin a session. Returns its token and principal; None for a key that is not known, or no longer.
 
-        Raises:
-            DatabaseUnavailable
+        Raises DatabaseUnavailable.
         """
         return await self.begin_for(hash_key(key))
 

@@ -94,8 +94,7 @@ class FairShare:
     async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
         """Hold a place for something of so many bytes.
 
-        Raises:
-            Busy: none came free in time, or too many wait for one already, or what they hold is too large.
+        Raises Busy: none came free in time, or too many wait for one already, or what they hold is too large.
         """
         free, users, held = self._tenants.get(tenant, (asyncio.Semaphore(self._places), 0, 0))
         if users >= self._places + self._waiting or (users and held + num_bytes > self._max_bytes):

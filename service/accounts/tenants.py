@@ -69,8 +69,7 @@ class Tenants:
     async def complete(self, tenant: str) -> TenantRecord:
         """Add the row of a tenant that has a record only, since its creation was interrupted.
 
-        Raises:
-            NotFound: it is not on record.
+        Raises NotFound: it is not on record.
         """
         data = await asyncio.to_thread(self._store.get_bytes, paths.tenant_record(tenant))
         record = TenantRecord.model_validate_json(data)
@@ -165,8 +164,7 @@ class Quotas:
     def admit_run(self, session: Session, tenant: str) -> None:
         """Check the quotas for one more run. To be called in the transaction that adds it, so that none is exceeded.
 
-        Raises:
-            QuotaExceeded: one more would break a quota.
+        Raises QuotaExceeded: one more would break a quota.
         """
         # PostgreSQL has concurrent writers; those of one tenant wait here for each other. SQLite has one writer.
         session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
@@ -286,8 +284,7 @@ class Quotas:
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
         """Reserve bytes for a write. Within this process, a tenant's writers do this one after another.
 
-        Raises:
-            QuotaExceeded: together with the bytes that others are writing they are too many.
+        Raises QuotaExceeded: together with the bytes that others are writing they are too many.
         """
         async with self._locks.of(tenant):
             counted = await self._count_of(tenant)
@@ -327,8 +324,7 @@ class WriteReservation:
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
         """Reserve `num_bytes` in all. For a body that grows, a quarter more is reserved if the quota allows it.
 
-        Raises:
-            QuotaExceeded
+        Raises QuotaExceeded.
         """
         if self._most is None or self.reservation.covers(num_bytes):
             return

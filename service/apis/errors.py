@@ -150,8 +150,7 @@ def install(app: FastAPI) -> None:
 def validation_problem(errors: Sequence[Any]) -> ApiProblem:
     """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
 
-    Args:
-        errors: `error.errors()` of a ValidationError.
+    `errors`: `error.errors()` of a ValidationError.
     """
     found = [(_place(e["loc"]), rule_in_words(e)) for e in errors[:_MOST_RULES]]
     if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):

@@ -42,8 +42,7 @@ class ScheduledRuns:
     async def serve(self) -> None:
         """Answer the workflows of schedules, until cancelled.
 
-        Raises:
-            TemporalUnavailable: before the first question. Later ones wait for the server.
+        Raises TemporalUnavailable: before the first question. Later ones wait for the server.
         """
         async with self._temporal.client() as client:
             queue = service_queue(self._settings.control_queue)

@@ -144,8 +144,7 @@ class Webhooks:
     async def change(self, tenant: str, webhook_id: str, change: WebhookChange) -> WebhookView:
         """Change a webhook. Messages under way go to the new url; a webhook that is not enabled gets none.
 
-        Raises:
-            InvalidInput: as for a new one.
+        Raises InvalidInput: as for a new one.
         """
         if change.url is not None:
             self._check(change.url)

@@ -89,8 +89,7 @@ class RunOption:
 def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunOption, ...]:
     """Return the options of a run model, in the order of its fields.
 
-    Args:
-        only: the model's own fields that are wanted; all if empty.
+    `only`: the model's own fields that are wanted; all if empty.
     """
     found = list(_walk(model, (), "", is_required=True))
     found = [option for option in found if not only or option.path[0] in only]
@@ -103,8 +102,7 @@ class RunCommand(TyperCommand):
     """A command with the options of a run model. They are made when they are needed, since importing the model is slow:
     the help of a group does without them.
 
-    Args:
-        make: the command with its options.
+    `make`: the command with its options.
     """
 
     def __init__(self, make: Callable[[], Any], **attributes: Any) -> None:
@@ -123,8 +121,7 @@ def run_command(
 ) -> Callable[[Callable[..., None]], None]:
     """Add a function to an app as a command that also has the options of a kind of run: `given` reads them.
 
-    Args:
-        only: as for `options_of`.
+    `only`: as for `options_of`.
     """
 
     def add(function: Callable[..., None]) -> None:

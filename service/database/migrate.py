@@ -16,8 +16,7 @@ _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 def upgrade(database: Database) -> bool:
     """Run the migrations that are missing. Returns whether the database was empty before.
 
-    Raises:
-        DatabaseUnavailable: it cannot be reached.
+    Raises DatabaseUnavailable: it cannot be reached.
     """
     with database.connection() as connection:
         if not database.is_sqlite:

@@ -43,8 +43,7 @@ class Ports:
     def take(self, wanted: int) -> int:
         """Lock and return a port of 127.0.0.1: the wanted one, or else the next free one; any free one for 0.
 
-        Raises:
-            DevError: every port that was tried is taken.
+        Raises DevError: every port that was tried is taken.
         """
         nearby = range(wanted, min(wanted + _NEXT, 65536)) if wanted else ()
         for port in (*nearby, *[0] * _NEXT):

@@ -294,8 +294,7 @@ def detach(
 ) -> Connection:
     """Start a supervisor that outlives this terminal, and wait until the service listens.
 
-    Raises:
-        DevError: it ended, or was not ready in time.
+    Raises DevError: it ended, or was not ready in time.
     """
     if supervisor(root) is not None:
         raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")

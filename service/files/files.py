@@ -170,8 +170,7 @@ class Files:
     ) -> FilePage:
         """Files, newest first by default: those behind `after`, another page's `next` or a file's id.
 
-        Raises:
-            NotFound: `after` is neither.
+        Raises NotFound: `after` is neither.
         """
 
         def work(session: Session) -> list[FileRow]:

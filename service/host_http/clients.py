@@ -21,8 +21,7 @@ class HostUnreachable(Exception):
 class HostClients:
     """Connections to hosts, kept for the next requests.
 
-    Args:
-        silence_s: a host that sends nothing for so long is taken for lost.
+    `silence_s`: a host that sends nothing for so long is taken for lost.
     """
 
     def __init__(self, settings: Settings, silence_s: float) -> None:
@@ -38,8 +37,7 @@ class HostClients:
     async def to(self, at: HostAddress) -> httpx.AsyncClient:
         """Return a client of a host: by its socket where that is on this machine, else by its address.
 
-        Raises:
-            Unreachable: it is on another machine, and names no address.
+        Raises Unreachable: it is on another machine, and names no address.
         """
         if (known := self._clients.get(at.socket) or self._clients.get(at.address or "")) is not None:
             return known

@@ -28,11 +28,9 @@ _GRACE_S = 10
 def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator[HostAddress]:
     """Serve for a `with` block; yields where.
 
-    Args:
-        queue: names the host among those of its root.
+    `queue`: names the host among those of its root.
 
-    Raises:
-        OSError: the operator's address is not one of this machine.
+    Raises OSError: the operator's address is not one of this machine.
     """
     path, address, app = HostPaths(settings.root_path).socket(queue), settings.host_address, Starlette(routes=routes)
     private_folder(path.parent)

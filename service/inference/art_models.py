@@ -119,11 +119,9 @@ class UntrainedModels:
     async def resolve(self, tenant: str, uri: str, engine: EngineName | None = None) -> Artifact:
         """The files of a hub id, folder or URI that this tenant may read.
 
-        Args:
-            engine: what is to train it; None: it is only asked, and of any family that samplers take.
+        `engine`: what is to train it; None: it is only asked, and of any family that samplers take.
 
-        Raises:
-            InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
+        Raises InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
         any_family = engine in (None, "fsdp")
         request = ModelRequest(uri=one_form(uri), tenant=tenant, any_family=any_family)
@@ -182,8 +180,7 @@ class ArtModels:
 
         If it is still being downloaded then, or no host answers, the model is accepted, and the first job may fail.
 
-        Raises:
-            InvalidInput: the model cannot be used.
+        Raises InvalidInput: the model cannot be used.
         """
         try:
             async with asyncio.timeout(_CHECK_BASE_S):
@@ -276,8 +273,7 @@ class ArtModels:
     def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
         """Delete checkpoints. Returns how many, and those that there are not. Blocking.
 
-        Raises:
-            InvalidInput: one of them is the newest, which the next job goes on from.
+        Raises InvalidInput: one of them is the newest, which the next job goes on from.
         """
         wanted, there = sorted(set(steps)), self.steps(model)
         if there and there[-1] in wanted:

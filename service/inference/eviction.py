@@ -65,8 +65,7 @@ class IdleEviction:
     async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
         """Ask idle runs for their workers, as many as are missing, the longest idle ones first; each once a lease.
 
-        Args:
-            waiting: runs in the phase of waiting for a worker. Only those whose lease no host has taken count.
+        `waiting`: runs in the phase of waiting for a worker. Only those whose lease no host has taken count.
         """
         async with self._temporal.client() as client:
             listed = client.list_workflows(self._driven_by_clients, rpc_timeout=LIST_PATIENCE)

@@ -46,9 +46,8 @@ class NamedModels:
     ) -> StartingPoint:
         """Return what a run on this model starts from; paths, URIs and hub ids as they are.
 
-        Raises:
-            InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
-                may have such a head.
+        Raises InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
+        may have such a head.
         """
         if not is_name(model):
             return StartingPoint(one_form(model))
@@ -65,11 +64,9 @@ class NamedModels:
 
         A run on the name of an adapter goes on from that adapter, in its shape unless the run has one of its own.
 
-        Args:
-            below: where the request's fields stand in what the client sent, such as `run.`.
+        `below`: where the request's fields stand in what the client sent, such as `run.`.
 
-        Raises:
-            InvalidInput: nothing is published under a name, or it is not what is wanted there.
+        Raises InvalidInput: nothing is published under a name, or it is not what is wanted there.
         """
         match request:
             case PreviewRequest():

@@ -93,8 +93,7 @@ class Target:
 def adapter_of_step(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
     """Return the adapter in the newest checkpoint of a step. A manifest of its own refers to the checkpoint's files.
 
-    Raises:
-        NotFound: there is no such checkpoint, or none any more; or the run trains no adapter.
+    Raises NotFound: there is no such checkpoint, or none any more; or the run trains no adapter.
     """
     name = CheckpointName(record.run_id, step)
     missing = NotFound(f"there is no published model {name}")
@@ -237,8 +236,7 @@ class PublishedModels:
     def target_of(self, tenant: str, model_id: str) -> Target:
         """Return the weights of an id; of `name:base` those that the training of `name` began with.
 
-        Raises:
-            NotFound: they were deleted, or their job has no record.
+        Raises NotFound: they were deleted, or their job has no record.
         """
         if model_id.endswith(BASE):
             record = self.record(tenant, self.find(tenant, model_id.removesuffix(BASE)))

@@ -32,8 +32,7 @@ class Checks:
     async def preview(self, tenant: str, request: PreviewRequest, cut: Cut | None = None) -> Preview:
         """Tokenize a dataset's first rows; with a cut, tell how long a run on them is.
 
-        Raises:
-            InvalidInput: the data cannot be read.
+        Raises InvalidInput: the data cannot be read.
         """
         await self._runs.check_access(tenant, request)
         start = PreviewStart(tenant=tenant, request=await self._runs.sealed(tenant, request), cut=cut)
@@ -46,8 +45,7 @@ class Checks:
     async def grade(self, tenant: str, grader: Grader, sample: SampledItem | None) -> OneGrade:
         """Grade a sample; without one, only load the grader.
 
-        Raises:
-            InvalidInput: the grader cannot be used here, with the reason; or the sample is nested too deep.
+        Raises InvalidInput: the grader cannot be used here, with the reason; or the sample is nested too deep.
         """
         if sample is not None and any(_depth(part) > _DEEPEST for part in (sample.sample, sample.item)):
             raise InvalidInput(f"what is graded is nested more than {_DEEPEST} deep", "sample")

@@ -87,8 +87,7 @@ class Estimates:
     async def of(self, tenant: str, run: Run) -> Estimate:
         """Estimate a run, whose names were looked up.
 
-        Raises:
-            InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
+        Raises InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
         """
         match run:
             case RLRun():
@@ -166,8 +165,7 @@ class Estimates:
 
         Runs that go on count too, from their first steps on.
 
-        Returns:
-            The pace, or the reason why there is none.
+        Returns the pace, or the reason why there is none.
         """
         found = await self._rows.page(tenant, _LOOKED_AT, kind=run.kind, words=run.model[-128:])
         of_model = [each for each in found if each.record.run.model == run.model and each.status.state != "failed"]

@@ -287,8 +287,7 @@ def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
 def notice_of(record: RunRecord, status: RunStatus, before: State | None) -> Notice | None:
     """The notice of a change of state; None where nothing changed.
 
-    Args:
-        before: the state that the run had; None for a run that was not known.
+    `before`: the state that the run had; None for a run that was not known.
     """
     if status.state == before:
         return None

@@ -136,8 +136,7 @@ class Runs:
 
         The row is added first, since quotas are counted in rows: of two requests for the last place one succeeds.
 
-        Raises:
-            QuotaExceeded
+        Raises QuotaExceeded.
         """
         with suppress(NotFound):
             return await self._states.record(run_id), False

@@ -18,13 +18,7 @@ from service.runs.updates import update_run
 from service.runs.views.run_view import RunView
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import (
-    CommandHead,
-    LoadStored,
-    Skip,
-    packed_form,
-    stored_form,
-)
+from shared.jobs.commands import CommandHead, LoadStored, Skip, packed_form, stored_form
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults

@@ -138,8 +138,7 @@ class RunStates:
     async def adopt(self, run_id: str) -> IndexedRun:
         """Add the row of a run that has a record but no row, such as after the loss of the database.
 
-        Raises:
-            NotFound: it has no record.
+        Raises NotFound: it has no record.
         """
         record = await self.record(run_id)
         await self._rows.add(record, await self.result(run_id) or queued(record))

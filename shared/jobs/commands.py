@@ -124,8 +124,7 @@ def _filled(unit: Mapping[str, NDArray]) -> dict[str, NDArray]:
 def units_of(arrays: Mapping[str, NDArray]) -> Units:
     """Make units of what `joined` returns. Without a `label`, targets are the tokens but the first. A weight is 1.
 
-    Raises:
-        CorruptArtifact: the arrays do not fit each other.
+    Raises CorruptArtifact: the arrays do not fit each other.
     """
     columns = {name: each for name, each in arrays.items() if name not in _OFFSETS}
     token_offsets, target_offsets = (arrays[name] for name in _OFFSETS)

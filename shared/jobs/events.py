@@ -160,9 +160,5 @@ _event: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 def parse_event(line: str | bytes) -> Event:
-    """Read one line of a log.
-
-    Raises:
-        pydantic.ValidationError: the line is no event of this schema.
-    """
+    """Read one line of a log. Raises pydantic.ValidationError: the line is no event of this schema."""
     return _event.validate_json(line)

@@ -29,8 +29,7 @@ def layout_of(label: str) -> Layout:
 def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
     """Refuse a layout of more ranks than a host has room for, whatever the model.
 
-    Raises:
-        InvalidInput: names the dimension, where one alone asks for too much.
+    Raises InvalidInput: names the dimension, where one alone asks for too much.
     """
     if layout.world_size > max_ranks:
         split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]

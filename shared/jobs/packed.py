@@ -211,8 +211,7 @@ class PlanWriter:
 class Units:
     """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps.
 
-    Attributes:
-        columns: whole columns as stored, by name, of those that the units have.
+    `columns`: whole columns as stored, by name, of those that the units have.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -227,8 +226,7 @@ class Units:
     def of_arrays(cls, columns: dict[str, NDArray], token_offsets: Ints, target_offsets: Ints) -> Self:
         """Make units of whole columns in memory, and of where each unit's tokens and targets begin and end.
 
-        Raises:
-            CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
+        Raises CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
         """
         made, num_units = cls.__new__(cls), len(token_offsets) - 1
         made.columns, made.token_offsets, made.target_offsets = columns, token_offsets, target_offsets

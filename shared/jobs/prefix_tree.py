@@ -55,8 +55,7 @@ class TreeUnit(PackedBin):
 def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
     """Make one unit of all sequences, in their order: a tree for each first token.
 
-    Raises:
-        InvalidInput: there is none, one is empty, its arrays differ in length, or its first token is a target.
+    Raises InvalidInput: there is none, one is empty, its arrays differ in length, or its first token is a target.
     """
     _check(sequences)
     return _unit(sequences, range(len(sequences)))
@@ -69,8 +68,7 @@ def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUn
     not fit are grouped by best fit, largest first. Trees of different roots are separate units, which may share a bin.
     Units are ordered by their first sequences.
 
-    Raises:
-        InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
+    Raises InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
     """
     _check(sequences)
     for number, row in enumerate(sequences):

@@ -100,9 +100,8 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
     That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
     `any_family`: of another family, which the engine fsdp may train, the sizes alone.
 
-    Raises:
-        InvalidInput: the model is of no family that we know (no other field has been read then), or it does not say of
-            which kinds its layers are.
+    Raises InvalidInput: the model is of no family that we know (no other field has been read then), or it does not say
+    of which kinds its layers are.
     """
     named = values.get("model_type")
     family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
@@ -156,8 +155,7 @@ def read_model_config(values: dict[str, Any], place: str, any_family: bool = Fal
 
     `any_family`: also of a family that only the engine fsdp may train, a GenericConfig.
 
-    Raises:
-        InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
+    Raises InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
     """
     decoder = decoder_settings(values, place, any_family)
     try:

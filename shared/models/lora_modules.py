@@ -80,8 +80,7 @@ def layer_of(module: str) -> int | None:
 def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
     """Return an adapter's settings with the targets that a model has, as PEFT takes them.
 
-    Raises:
-        InvalidInput: it has none of them.
+    Raises InvalidInput: it has none of them.
     """
     if lora.target_pattern is not None:
         return lora
@@ -132,8 +131,7 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
 def _check_mixture(lora: Lora, sizes: Mapping[str, LoraSize | None]) -> None:
     """Refuse an adapter beside MLPs of a mixture that PEFT would not load as it is. It stacks a layer's experts.
 
-    Args:
-        sizes: by the names of all linears of MLPs, what is beside them.
+    `sizes`: by the names of all linears of MLPs, what is beside them.
     """
     place = "targets" if lora.target_pattern is None else "target_pattern"
     adapted = {name: size for name, size in sizes.items() if size is not None}

@@ -86,8 +86,7 @@ class Merger:
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
         """Copy one safetensors file, and change the weights that the adapter has factors for.
 
-        Raises:
-            InvalidInput: the file is damaged, or a weight has another shape or type than the adapter needs.
+        Raises InvalidInput: the file is damaged, or a weight has another shape or type than the adapter needs.
         """
         header, entries = read_header(source, place)
         target.write(header)

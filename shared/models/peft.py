@@ -156,11 +156,9 @@ def config_of(lora: Lora) -> dict[str, object]:
 def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None = None) -> Lora:
     """The adapter that an `adapter_config.json` describes.
 
-    Args:
-        scalars: the names of its head's, if it has one; None: none may be there.
+    `scalars`: the names of its head's, if it has one; None: none may be there.
 
-    Raises:
-        InvalidInput: it asks for something else than plain LoRA on our linears, or has a head where none may be.
+    Raises InvalidInput: it asks for something else than plain LoRA on our linears, or has a head where none may be.
     """
     try:
         read = _Config.model_validate(config)
@@ -274,12 +272,10 @@ def _scalars(weights: Path) -> tuple[str, ...]:
 def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool = False) -> Lora:
     """Return the LoRA configuration of a folder's adapter.
 
-    Args:
-        may_have_head: of scalars; so it may where one is expected.
+    `may_have_head`: of scalars; so it may where one is expected.
 
-    Raises:
-        InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not
-            as `expected`.
+    Raises InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not as
+    `expected`.
     """
     path = folder / CONFIG
     try:

@@ -216,8 +216,7 @@ def _latent_linears(config: LatentConfig) -> dict[Linear, Sizes]:
 def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatron") -> None:
     """Refuse a layout, or an engine, that cannot hold the model.
 
-    Raises:
-        InvalidInput: names the dimension and the rule that it breaks.
+    Raises InvalidInput: names the dimension and the rule that it breaks.
     """
     if rule := broken_rule(engine, layout):
         raise InvalidInput(rule, "layout")

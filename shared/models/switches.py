@@ -30,11 +30,9 @@ _SCALES = re.compile(
 def refuse_unknown_switches(settings: Mapping[str, Any], known: Container[str], family: str, place: str) -> None:
     """Check the settings of a model's decoder.
 
-    Args:
-        known: the settings that are read, for this family.
+    `known`: the settings that are read, for this family.
 
-    Raises:
-        InvalidInput: another one is switched on; names it.
+    Raises InvalidInput: another one is switched on; names it.
     """
     for name, value in settings.items():
         if name in known or name in _WITHOUT_EFFECT:

@@ -108,8 +108,7 @@ def seal(folder: Path) -> str:
 def upload_artifact(store: ObjectStore, key: str, folder: Path) -> Artifact:
     """Copy a sealed folder into the store. Repeating it is harmless.
 
-    Raises:
-        CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
+    Raises CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
     """
     return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
 

@@ -46,8 +46,7 @@ class OpenPlaces:
     def check_named(self, tenant: str, text: str, place: str) -> None:
         """Check a path or URI of a request, before any host opens it.
 
-        Raises:
-            InvalidInput: it leads to files of the installation or of another tenant, whether they exist or not.
+        Raises InvalidInput: it leads to files of the installation or of another tenant, whether they exist or not.
         """
         if text[:5].lower() == "s3://":
             with suppress(ValueError):  # its field says what is wrong with it
@@ -60,8 +59,7 @@ class OpenPlaces:
     def check_file(self, tenant: str, path: Path, place: str) -> Path:
         """Check a path and return it with all links resolved.
 
-        Raises:
-            InvalidInput: the tenant may not read there, whether it exists or not.
+        Raises InvalidInput: the tenant may not read there, whether it exists or not.
         """
         real = Path(os.path.realpath(path))
         key = self._file_key(real, with_parents=False)

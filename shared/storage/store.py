@@ -77,8 +77,7 @@ def uri_of(store: ObjectStore, key: str) -> str:
 def open_uri(uri: str, s3: S3Settings) -> tuple[ObjectStore, str]:
     """The store that holds a URI, and the URI's key in it.
 
-    Raises:
-        InvalidInput: a scheme that is neither `file` nor `s3`, or a URI with no bucket.
+    Raises InvalidInput: a scheme that is neither `file` nor `s3`, or a URI with no bucket.
     """
     parts = urlsplit(uri)
     match parts.scheme:
@@ -209,8 +208,7 @@ def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file to read it. Pipes and devices count as missing, since reading them might never end.
 
-    Raises:
-        FileNotFoundError: there is no file, or it is not a regular one.
+    Raises FileNotFoundError: there is no file, or it is not a regular one.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not S_ISREG(os.fstat(descriptor).st_mode):

@@ -198,11 +198,7 @@ class Room:
 
     @contextmanager
     def reserving(self, num_bytes: int, place: str) -> Iterator[None]:
-        """Reserve room for bytes that are written in the block.
-
-        Raises:
-            InvalidInput: there is none.
-        """
+        """Reserve room for bytes that are written in the block. Raises InvalidInput: there is none."""
         if self._most is None:
             yield
             return

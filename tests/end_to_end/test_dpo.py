@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.depth import one_of
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
+VARIANTS = ("another reference", "two ranks", "every weight")  # of which a run of the suite tries one
 LORA_RANK, LORA_ALPHA, BETA, LEARNING_RATE, STEPS = 4, 8.0, 0.2, 0.002, 4
 
 
@@ -97,6 +99,7 @@ def test_a_few_steps_are_those_of_transformers_and_peft(
         assert max(map(abs, apart)) < 5e-3
 
 
+@one_of(VARIANTS, "another reference")
 def test_another_adapter_can_be_the_reference(stack: Stack, tiny_model: Path, folder: Path, tmp_path: Path) -> None:
     import torch
     from torch.nn.functional import logsigmoid
@@ -112,6 +115,7 @@ def test_another_adapter_can_be_the_reference(stack: Stack, tiny_model: Path, fo
     assert f"| reference | `{reference}` |" in (published(answer) / "README.md").read_text()
 
 
+@one_of(VARIANTS, "two ranks")
 def test_two_ranks_learn_and_evaluate_as_one(stack: Stack, tiny_model: Path, folder: Path) -> None:
     """Pairs dealt out over ranks, also the held-out ones, whose reference each rank scores for its own."""
     options = ["--eval-dataset", str(folder / "held-out.jsonl"), "--steps", "4", "--batch-size", "32", "--lr", "0.002"]
@@ -123,6 +127,7 @@ def test_two_ranks_learn_and_evaluate_as_one(stack: Stack, tiny_model: Path, fol
                 assert other["metrics"][name] == pytest.approx(ours["metrics"][name], rel=1e-4, abs=1e-5), (part, name)
 
 
+@one_of(VARIANTS, "every weight")
 def test_every_weight_can_be_trained(stack: Stack, tiny_model: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -15,6 +15,7 @@ from megatron_worker.training.batches import PackedBatches
 from shared.jobs.events import Evaluated, Failed, Step, Succeeded
 from shared.jobs.job import Evaluation, Job, JobPlan
 from shared.jobs.losses import Distillation
+from tests.depth import drawn
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256
 from tests.megatron_worker.test_megatron_job import worker as worker  # a fixture
@@ -120,19 +121,19 @@ def test_more_ids_than_there_are_are_refused(worker, workshop, teacher):
     assert isinstance(last, Failed) and "top_k may be 512 at most" in last.message
 
 
-@pytest.mark.parametrize(
-    ("engine", "layout"),
-    [
-        ("megatron", Layout(tp=2)),
-        ("megatron", Layout(dp=2)),
-        ("megatron", Layout(pp=2)),
-        ("megatron", Layout(cp=2)),
-        ("fsdp", Layout(dp=2)),
-    ],
-    ids=str,
-)
-def test_layouts_are_one_rank(worker, workshop, teacher, engine, layout):
-    alone = do(worker, workshop, f"alone-{engine}-{layout}", a_plan(workshop, teacher, divergence="reverse_kl"))
+LAYOUTS = [
+    *(("megatron", Layout(**each)) for each in ({"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2})),
+    ("fsdp", Layout(dp=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(worker, workshop, teacher) -> Job:
+    return do(worker, workshop, "alone", a_plan(workshop, teacher, divergence="reverse_kl"))
+
+
+@pytest.mark.parametrize(("engine", "layout"), drawn(LAYOUTS, 2), ids=str)
+def test_layouts_are_one_rank(workshop, teacher, alone, engine, layout):
     changes = {"layout": layout, "engine": engine}
     job = workshop.job(f"{engine}-{layout}", a_plan(workshop, teacher, changes, divergence="reverse_kl"))
     path = workshop.root / f"{engine}-{layout}.json"

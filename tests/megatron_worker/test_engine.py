@@ -12,6 +12,7 @@ from longshore.layout import EngineName
 from longshore.training import Adam, Full
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
+from tests.depth import drawn
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
 from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, furthest, gradient, moments, start
 from tests.megatron_worker.rows import (
@@ -41,7 +42,7 @@ def test_every_engine_of_the_contract_is_driven_here():
 # Against references.
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+@pytest.mark.parametrize(("family", "tied"), drawn([("qwen3", True), ("qwen2", False), ("llama", True)], 1))
 def test_twenty_lora_steps_equal_those_of_peft(tmp_path, engine, family, tied):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -57,7 +58,7 @@ def test_twenty_lora_steps_equal_those_of_peft(tmp_path, engine, family, tied):
     assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-3)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "tied"), drawn([("qwen3", True), ("qwen2", False)], 1))
 def test_twenty_full_steps_equal_those_of_torch(tmp_path, engine, family, tied):
     from transformers import AutoModelForCausalLM
 

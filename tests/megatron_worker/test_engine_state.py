@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
@@ -26,8 +28,10 @@ def logprobs(engine):
 
 # Weights and checkpoints.
 
+KINDS = [*product(("lora", "full"), ("float32", "bfloat16"))]
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+
+@pytest.mark.parametrize(("family", "tied"), drawn([("qwen3", True), ("qwen2", False), ("llama", True)], 1))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_named_weights_are_those_of_the_folder(tmp_path, engine, family, tied, dtype):
     folder = distinct_model(tmp_path, family, tied)
@@ -38,8 +42,7 @@ def test_named_weights_are_those_of_the_folder(tmp_path, engine, family, tied, d
         assert torch.equal(weight, published[name].to(getattr(torch, dtype))), name
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), drawn(KINDS, 2))
 def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, engine, kind, dtype):
     whole = start(engine, model, kind, dtype)
     train(whole, STEPS[:3], learning_rate=RATES[kind])
@@ -173,8 +176,7 @@ def storages_alive() -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["base", "lora", "full"])
+@pytest.mark.parametrize(("kind", "dtype"), drawn([*KINDS, ("base", "float32"), ("base", "bfloat16")], 3))
 def test_offload_leaves_only_declared_host_buffers(model, engine, dtype, kind):
     before = storages_alive()
     driven = start(engine, model, kind, dtype)
@@ -189,8 +191,7 @@ def test_offload_leaves_only_declared_host_buffers(model, engine, dtype, kind):
     assert driven.memory().device_bytes == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(("kind", "dtype"), drawn(KINDS, 2))
 def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, engine, dtype, kind):
     for rounds in (0, 2):
         driven = start(engine, model, kind, dtype)

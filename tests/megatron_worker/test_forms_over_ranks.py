@@ -10,6 +10,7 @@ from longshore.layout import Layout
 from longshore.training import Adam, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from tests.depth import drawn
 from tests.megatron_worker import form_ranks
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE
 from tests.megatron_worker.engines import checkpoint_bytes
@@ -20,11 +21,13 @@ from tests.megatron_worker.test_lora_forms import TOKENS, furthest, in_peft, wei
 from tests.megatron_worker.trials import run_trials
 
 DORA = Lora(rank=4, alpha=8, dora=True, rank_pattern={"q_proj": 2})
-QWEN2 = [("fsdp", Layout(dp=2)), ("megatron", Layout(tp=2, sp=True)), ("megatron", Layout(pp=2))]
-QWEN3 = [("megatron", Layout(tp=2)), ("megatron", Layout(cp=2)), ("megatron", Layout(dp=2))]
+QWEN2 = drawn([("fsdp", Layout(dp=2)), ("megatron", Layout(tp=2, sp=True)), ("megatron", Layout(pp=2))], 1)
+ALL_QWEN3 = [("megatron", Layout(tp=2)), ("megatron", Layout(cp=2)), ("megatron", Layout(dp=2))]
+QWEN3 = drawn(ALL_QWEN3, 1, always=ALL_QWEN3[:1])
 LATENT = [("megatron", Layout(tp=2, sp=True))]
 OF_LATENT = Lora(rank=4, alpha=8, dora=True, targets=("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"))
-OF_TOKENS = [*QWEN3, ("megatron", Layout(tp=2, sp=True)), ("fsdp", Layout(dp=2)), ("fsdp", Layout(tp=2))]
+OF_TOKENS = [*ALL_QWEN3, ("megatron", Layout(tp=2, sp=True)), ("fsdp", Layout(dp=2)), ("fsdp", Layout(tp=2))]
+OF_TOKENS = drawn(OF_TOKENS, 2)
 OF_TIED = [("megatron", Layout(pp=2))]
 
 

@@ -52,7 +52,7 @@ def single(request, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", drawn([2, 4], 1))
 def test_an_adapter_of_the_output_layer_counts_once_on_tensor_parallel_ranks(tmp_path, num_ranks):
     model = distinct_model(tmp_path / "model", tied=False)
     fsdp_layout_ranks.train_head(model, Layout(), tmp_path / "single")
@@ -67,7 +67,7 @@ def test_an_adapter_of_the_output_layer_counts_once_on_tensor_parallel_ranks(tmp
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "layout"), drawn(RUNS, 2), ids=lambda value: getattr(value, "label", value))
+@pytest.mark.parametrize(("family", "layout"), drawn(RUNS, 1), ids=lambda value: getattr(value, "label", value))
 def test_layouts_give_what_one_rank_gives(single, tmp_path, family, layout):
     """Losses, norms, scores, weights, moments, gradients of trees; checkpoints move, and resume to the bit."""
     model, expected = single(family)
@@ -112,7 +112,7 @@ def mixture(tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", tied=False)
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("lora", 3e-3), ("full", 3e-4)])
+@pytest.mark.parametrize(("kind", "rate"), drawn([("lora", 3e-3), ("full", 3e-4)], 1))
 def test_a_mixture_is_trained_as_by_the_other_engine(mixture, tmp_path, kind, rate):
     engines = {name: start(name, mixture, kind) for name in ("fsdp", "megatron")}
     for batch in (bin_of(STEPS[0][1]), as_tree(random_sequences(1))):

@@ -1,6 +1,7 @@
 """Jobs with a memory budget: the worker forms micro-batches that fit it, records them, and repeats them."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_worker.training.batches import PackedBatches, cut
 from shared.jobs.events import Failed, Step
 from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter
+from tests.depth import drawn
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 from tests.megatron_worker.test_megatron_job import (  # noqa: F401 (fixtures)
@@ -113,8 +115,7 @@ def smallest_budget(workshop, num_tokens, loss=CrossEntropy()):  # noqa: B008, F
     return high
 
 
-@pytest.mark.parametrize("kind", ["chains", "trees"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), drawn([*product(("chains", "trees"), ("float32", "bfloat16"))], 1))
 def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kind):
     engine = MegatronEngine(distinct_model(tmp_path / "model", num_layers=1), Layout(), dtype)
     dispatcher, loss = Dispatcher(engine), loss_function(CrossEntropy(), 1.0)
@@ -136,7 +137,7 @@ def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kin
         assert len(peaks) > 3 and (0.85 if kind == "chains" else 0.75) * budget <= max(peaks) <= budget
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", drawn(["qwen3", "qwen3_moe"], 1))
 def test_no_pass_of_a_policy_s_job_exceeds_the_budget(tmp_path, family):
     """Passes that score the old policy's and the reference's log-probabilities do not either; experts are as drawn."""
     model = distinct_model(tmp_path / "model", family, tied=family == "qwen3", num_layers=1)

@@ -1,5 +1,7 @@
 """The head's kernels against float64 and against the head's torch: on CUDA where there is some, else interpreted."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from megatron_worker.head.workspace import (
     padded,
     scan_target_bytes,
 )
+from tests.depth import drawn
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.test_head import gradient_of_both, reference
@@ -145,7 +148,7 @@ def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_en
     torch.testing.assert_close(last_VR, grad_VH[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", drawn([1.0, 0.6], 1))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
     """Values and both gradients through `score_targets`, against float64 and against torch's way."""
@@ -198,8 +201,7 @@ def nan_in_empty_tensors():
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [301, 128])
+@pytest.mark.parametrize(("dtype", "vocab_size"), drawn([*product((torch.float32, torch.bfloat16), (301, 128))], 1))
 def test_nothing_is_read_before_it_is_written(nan_in_empty_tensors, dtype, vocab_size):
     hidden_NH, weight_VH, label_N, grad_N = inputs(70, vocab_size, 40, dtype)
     outputs = Outputs(entropy=True, entropy_gradient=True, top_k=3)
@@ -364,8 +366,7 @@ def scan_bytes(
 
 
 @pytest.mark.parametrize(("num_targets", "top_k", "workspace_bytes"), [(40, 0, 1 << 20), (40, 7, 1 << 20), (70, 40, 1)])
-@pytest.mark.parametrize("keep_rows", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("keep_rows", "dtype"), drawn([*product((False, True), (torch.float32, torch.bfloat16))], 1))
 def test_a_scan_takes_the_memory_that_is_planned_for(num_targets, top_k, workspace_bytes, keep_rows, dtype):
     hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(num_targets, 200, 32, dtype))
     rows_NH = torch.zeros(num_targets, 32, device=DEVICE) if keep_rows else None

@@ -18,6 +18,7 @@ from shared.jobs.job import (
     Job,
     Schedule,
 )
+from tests.depth import drawn
 from tests.megatron_worker.differences import furthest
 from tests.megatron_worker.launch import fork_ranks, launch_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
@@ -112,7 +113,7 @@ def test_all_weights_their_moments_and_the_cursor_move_from_four_ranks_to_two(wo
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize(("layout", "num_bins"), [(Layout(dp=2), (2, 3)), (OTHER, (1,))], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(("layout", "num_bins"), drawn([(Layout(dp=2), (2, 3)), (OTHER, (1,))], 1), ids=str)
 def test_a_step_within_a_memory_budget_is_shared_out_among_ranks(
     workshop: Workshop, layout: Layout, num_bins: tuple[int, ...]
 ):

@@ -22,6 +22,7 @@ from shared.jobs.job import (
     Schedule,
 )
 from shared.storage.artifacts import seal
+from tests.depth import drawn
 from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_units
@@ -155,7 +156,7 @@ def test_a_damaged_checkpoint_fails_before_any_step(workshop: Workshop, damage, 
 INPUTS = ("model", "units", "plan", "held-out-units", "held-out-plan", "checkpoint")
 
 
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", drawn(INPUTS, 2))
 def test_a_flipped_byte_in_any_file_of_any_input_is_a_corrupt_artifact_before_any_step(workshop: Workshop, kind: str):
     """Manifests, headers, columns, weights, optimizer state, random state and cursor: each file, one byte."""
     plan = workshop.plan(evaluation=Evaluation(data=workshop.held_out))

@@ -22,7 +22,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.tree_attention import plan_forest
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
-from tests.depth import SEED
+from tests.depth import SEED, drawn
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (
     gradient,
@@ -88,7 +88,7 @@ WORKLOADS = {
 }
 
 
-NUM_WORKLOADS = int(os.environ.get("LONGSHORE_TEST_PLANNER_WORKLOADS") or 10 * len(WORKLOADS))  # one in ten is large
+NUM_WORKLOADS = int(os.environ.get("LONGSHORE_TEST_PLANNER_WORKLOADS") or 5 * len(WORKLOADS))  # one in five is large
 LEAST_TOKEN_BYTES = {"frozen": 4_000, "mixed": 4_500, "bushy": 10_000}  # others: 7,000
 LARGE_BUDGETS_MB = {"bushy": (9, 12)}  # one item of these is up to 2 MB; others: 3 or 4
 
@@ -106,7 +106,7 @@ def run(rank, items):
 
 @pytest.mark.slow
 def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
-    """Random workloads, ten in a row on a rank; the first of them is large: more than four budgets of
+    """Random workloads, five in a row on a rank; the first of them is large: more than four budgets of
     items, each a small part of one. The budget counts as used as far as the largest of a workload's micro-batches did:
     the last one is what was left, and others stand beside outputs that the loop still holds of the one before.
     """
@@ -115,8 +115,8 @@ def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
     generator = np.random.default_rng(seed)
     largest, means, highest = {}, [], 0.0
     for number in range(NUM_WORKLOADS):
-        is_large = number % 10 == 0
-        kind = list(WORKLOADS)[(number // 10 if is_large else number) % len(WORKLOADS)]
+        is_large = number % 5 == 0
+        kind = list(WORKLOADS)[(number // 5 if is_large else number) % len(WORKLOADS)]
         budget_mb = generator.choice(LARGE_BUDGETS_MB.get(kind, (3, 4)) if is_large else (3, 6))
         budget_bytes = int(budget_mb) * 1_000_000
         if is_large:
@@ -153,7 +153,7 @@ def mixture(tmp_path_factory):
     return MegatronEngine(model, Layout(), "bfloat16"), adapters
 
 
-@pytest.mark.parametrize("kind", WORKLOADS)
+@pytest.mark.parametrize("kind", drawn([*WORKLOADS], 3))
 @pytest.mark.parametrize("model", ["dense", "mixture"])
 def test_the_estimate_is_what_a_micro_batch_holds(engine, folders, mixture, model, kind):
     """Of few tokens, and of so many that the vocabulary is met in chunks of rows."""

@@ -25,7 +25,7 @@ ALL_TRIALS = [
     Trial(model="experts", layout=Layout(ep=2, dp=4)),
     Trial(model="experts", layout=Layout(tp=2, sp=True, ep=4, dp=2)),
 ]
-TRIALS = drawn(ALL_TRIALS, 1, always=[trial for trial in ALL_TRIALS if trial.engine == "fsdp"])
+TRIALS = drawn(ALL_TRIALS, 1)
 MODELS = {"dense": {}, "experts": {"family": "qwen3_moe", "tied": False}}
 pytestmark = [pytest.mark.drawn, pytest.mark.timeout(600)]  # two launches of several ranks
 

@@ -159,7 +159,7 @@ CHILDREN = [("service.app",), ("start-dev",), *(("service.host", f"--role {role}
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("words", drawn(CHILDREN, 2))
+@pytest.mark.parametrize("words", drawn(CHILDREN, 1))
 def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> None:
     (victim,) = wait_until(lambda: dev.processes(*words), f"{words} runs")
     victim.kill()

@@ -33,6 +33,7 @@ from shared.settings import S3Settings, Settings
 from shared.storage.paths import RunKeys, run_index
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
+from tests.depth import drawn
 from tests.service.conftest import polling, serving, sft, wait_until
 from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP, WAITS
 
@@ -157,7 +158,7 @@ async def _overhear(settings: Settings, num_updates: int) -> None:
             num_updates -= bool(task.messages)
 
 
-@pytest.mark.parametrize(("num_lost", "status"), [(1, 202), (4, 503)])
+@pytest.mark.parametrize(("num_lost", "status"), drawn([(1, 202), (4, 503)], 1))
 def test_a_step_that_temporal_lost_is_sent_again(
     temporal_address: str, tmp_path: Path, num_lost: int, status: int
 ) -> None:
@@ -191,7 +192,7 @@ async def _fail_tasks(settings: Settings, seconds: float) -> None:
                 await client.workflow_service.respond_workflow_task_failed(failed)
 
 
-@pytest.mark.parametrize("fails", ["its code", "its workflow task"])
+@pytest.mark.parametrize("fails", drawn(["its code", "its workflow task"], 1))
 def test_a_run_that_does_not_answer_for_a_step_is_503(temporal_address: str, tmp_path: Path, fails: str) -> None:
     settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
     with serving(settings) as service, service.http() as api:

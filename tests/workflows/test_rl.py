@@ -133,15 +133,21 @@ async def stack(temporal_address: str, tmp_path: Path) -> AsyncIterator[RLStack]
     assert stack.worker_ids() == [], "no worker's folder outlives its host"
 
 
+_UNDISTURBED: list[bytes] = []
+
+
 @pytest.fixture
 async def undisturbed(stack: RLStack) -> list[bytes]:
-    """The adapters of four steps in one run that nothing happens to."""
+    """The adapters of four steps in one run that nothing happens to: the same on every stack, so trained once."""
     await stack.add_gpu_host()
+    if _UNDISTURBED:
+        return _UNDISTURBED
     handle = await stack.start_rl()
     adapters = [stack.adapter(await stack.train(handle, number)) for number in range(1, 5)]
     await handle.execute_update(RLWorkflow.finish)
     assert (await handle.result()).state == "succeeded"
     assert len(set(adapters)) == 4
+    _UNDISTURBED.extend(adapters)
     return adapters
 
 

@@ -113,8 +113,7 @@ class ServingWorkflow:
     async def _lease_once(self) -> None:
         """Hold one sampler for as long as it is wanted, and this execution is not too long.
 
-        Raises:
-            Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
+        Raises Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
         """
         self._leasing.take_sampler(self._start.serving_id, self._start.key, self._leasing.epoch + 1)
         up = asyncio.create_task(self._leasing.wait())

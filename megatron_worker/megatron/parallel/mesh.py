@@ -141,8 +141,7 @@ class Mesh:
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Gather a whole tensor on every rank from those that hold it; a view where that is this rank. Collective.
 
-        Args:
-            parameters: this rank's, all of `dtype`. Only those that the tensor is in are looked up.
+        `parameters`: this rank's, all of `dtype`. Only those that the tensor is in are looked up.
         """
         if tensor_slice.parameter in parameters:
             whole = self.gathered(tensor_slice, parameters[tensor_slice.parameter].detach())

@@ -64,9 +64,8 @@ class CheckpointViews:
 def find_views(model: Any, a: Architecture, slices: Sequence[TensorSlice]) -> CheckpointViews:
     """Find every tensor of the files in transformers' model.
 
-    Raises:
-        InvalidInput: the model has no such tensor, or one of another shape, or one that no file has; or a file's lies
-            there otherwise than whole or as rows of an expert's matrix.
+    Raises InvalidInput: the model has no such tensor, or one of another shape, or one that no file has; or a file's
+    lies there otherwise than whole or as rows of an expert's matrix.
     """
     tensors: dict[str, Tensor] = model.state_dict()
     whole, stacks = _places(model, a, slices, tensors)

@@ -72,11 +72,9 @@ class AnyDecoder(Protocol):
 def open_decoder(folder: Path, dtype: torch.dtype, device: torch.device, by_transformers: bool = False) -> AnyDecoder:
     """Read a model folder into our own decoder where that computes its architecture, else into transformers' model.
 
-    Args:
-        by_transformers: the latter in any case.
+    `by_transformers`: the latter in any case.
 
-    Raises:
-        InvalidInput: the folder cannot be used.
+    Raises InvalidInput: the folder cannot be used.
     """
     if not by_transformers and computes(read_architecture(folder)):
         return Decoder(folder, dtype, device)

@@ -45,8 +45,7 @@ class Following:
     def allowed(self) -> Tensor:
         """Return the tokens that may come next, [V] booleans; at least one.
 
-        Raises:
-            InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
+        Raises InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size]).bool()
@@ -93,11 +92,9 @@ class Grammars:
     def compiled(self, wanted: StructuredOutputs, asking: str = "") -> Grammar:
         """Compile what an answer has to be.
 
-        Args:
-            asking: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
+        `asking`: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
 
-        Raises:
-            InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
+        Raises InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
         """
         grammar = grammar_of(wanted)
         if problem := self._verdict(grammar, asking):

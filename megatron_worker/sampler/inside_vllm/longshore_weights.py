@@ -161,8 +161,7 @@ class Gate:
 def tensors_of(folder: Path) -> dict[str, list[int]]:
     """Return the shapes of a Hugging Face folder's tensors by name. A head that is tied to the embeddings is left out.
 
-    Raises:
-        Refused: the folder cannot be read.
+    Raises Refused: the folder cannot be read.
     """
     shapes: dict[str, list[int]] = {}
     try:

@@ -43,8 +43,7 @@ class SamplerExperts:
     ) -> Tensor:
         """Return each token's weighted sum of its experts' outputs. Appends the experts, [T, K], to `chosen`.
 
-        Args:
-            fixed_shapes: the shape of no product depends on what is chosen, as a step needs it.
+        `fixed_shapes`: the shape of no product depends on what is chosen, as a step needs it.
         """
         weight_TK, expert_TK = self._route(x_TH)
         chosen.append(expert_TK)

@@ -3,37 +3,26 @@
 It has never run on a GPU (tests/gpu/test_weight_sync.py waits for one): `auto` does not choose it before that.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, CudaHandle, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.sampler_connections import Receivers
-from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages
+from megatron_worker.weight_sync.sampler_connections import Receiver
+from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
 
 
 class CudaOutbound(LocalOutbound):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.buffers: Sequence[Tensor] = ()
 
     def prepare(self, num_bytes: int) -> None:
-        try:
-            made = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
-        except torch.cuda.OutOfMemoryError as error:
-            raise OSError(f"no {NUM_BUFFERS} buffers of {num_bytes} bytes on {self._device}") from error
-        self.buffers = made
+        self.buffers = make_buffers(num_bytes, self._device)
 
-    def connect(self, receivers: Receivers) -> None:
-        self._receivers = receivers
+    def _hand_over(self, receiver: Receiver) -> None:
         # A handle counts its openings: each sampler gets one of its own.
-        receivers.each(lambda receiver: receiver.send(SyncMessage(connect=Connect(handles=self._handles()))))
-        receivers.settle(0)
-
-    def _handles(self) -> tuple[CudaHandle, ...]:
-        return tuple(_handle_of(buffer) for buffer in self.buffers)
+        handles = tuple(_handle_of(buffer) for buffer in self.buffers)
+        receiver.send(SyncMessage(connect=Connect(handles=handles)))
 
     def send(self, bucket: Bucket) -> None:
         torch.cuda.synchronize(self._device)  # samplers read on streams of their own

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncMessage
-from megatron_worker.weight_sync.sampler_connections import Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
 
 
 class Outbound(Protocol):
@@ -71,8 +71,17 @@ class Inbound(Protocol):
 class LocalOutbound:
     """What transports have in common whose buffers both ends see: a message says that one is full."""
 
-    buffers: Sequence[Tensor]
+    buffers: Sequence[Tensor] = ()
     _receivers: Receivers
+
+    def connect(self, receivers: Receivers) -> None:
+        self._receivers = receivers
+        receivers.each(self._hand_over)
+        receivers.settle(0)
+
+    def _hand_over(self, receiver: Receiver) -> None:
+        """Give a sampler what it needs to get at the buffers' contents. Raises SyncBroken."""
+        raise NotImplementedError
 
     def send(self, bucket: Bucket) -> None:
         self._receivers.send(SyncMessage(bucket=bucket))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.connections import PATIENCE_S
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
 
 _POLL_S = 0.0005
@@ -54,15 +54,9 @@ class PulledOutbound(LocalOutbound):
     def __init__(self, make: MakeEngine, device: torch.device) -> None:
         self._make = make
         self._engines: dict[str, PullEngine] = {}  # by the address at which samplers reach this machine
-        self.buffers: Sequence[Tensor] = ()
 
     def prepare(self, num_bytes: int) -> None:
         self.buffers = make_buffers(num_bytes, _CPU)
-
-    def connect(self, receivers: Receivers) -> None:
-        self._receivers = receivers
-        receivers.each(self._hand_over)
-        receivers.settle(0)
 
     def _hand_over(self, receiver: Receiver) -> None:
         host = receiver.connection.local_host

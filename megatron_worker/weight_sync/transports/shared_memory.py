@@ -7,7 +7,6 @@ the kernel frees them when both ends are gone.
 import mmap
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_worker.weight_sync.buckets import Bucket
 from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
+from megatron_worker.weight_sync.sampler_connections import Receiver
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages
 
 
@@ -27,8 +26,7 @@ class Buffers:
     def __init__(self, num_bytes: int, descriptors: list[int] | None = None) -> None:
         """Make them, or map those that were received.
 
-        Raises:
-            OSError: there is not so much memory, or the files are shorter.
+        Raises OSError: there is not so much memory, or the files are shorter.
         """
         self.descriptors = descriptors if descriptors is not None else []
         self.tensors: list[Tensor] = []
@@ -74,12 +72,7 @@ class SharedMemoryOutbound(LocalOutbound):
 
     def prepare(self, num_bytes: int) -> None:
         self._shared = Buffers(num_bytes)
-        self.buffers: Sequence[Tensor] = self._shared.tensors
-
-    def connect(self, receivers: Receivers) -> None:
-        self._receivers = receivers
-        receivers.each(self._hand_over)
-        receivers.settle(0)
+        self.buffers = self._shared.tensors
 
     def _hand_over(self, receiver: Receiver) -> None:
         assert self._shared is not None

@@ -71,8 +71,7 @@ def _is_ours(asked: _Asked) -> bool:
 def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
     """Return a trajectory with messages in place of exchanges. One without exchanges is returned as it is.
 
-    Raises:
-        InvalidInput: nothing in them can be trained; says where.
+    Raises InvalidInput: nothing in them can be trained; says where.
     """
     if not (given := trajectory.get(NAME)):
         return {name: value for name, value in trajectory.items() if name != NAME}

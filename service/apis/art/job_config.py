@@ -94,8 +94,7 @@ class ExperimentalConfig(SentModel):
     def loss(self) -> CISPO | PPO | GSPO:
         """The loss that equals ART's objective: CISPO for its clipped REINFORCE, PPO for its clipped surrogate.
 
-        Raises:
-            InvalidInput: no loss equals it; names the field. ValidationError: a number is out of its bounds.
+        Raises InvalidInput: no loss equals it; names the field. ValidationError: a number is out of its bounds.
         """
         is_ppo = self.loss_fn == "ppo" if self.loss_fn is not None else bool(self.ppo)
         low = self.epsilon if self.epsilon is not None else (_PPO if is_ppo else _CISPO_LOW)
@@ -119,8 +118,7 @@ class ExperimentalConfig(SentModel):
     def _old(self) -> dict[str, Any]:
         """What the loss's ratios are against, and the bound of the weight that corrects for the sampler.
 
-        Raises:
-            InvalidInput: a bound without the trainer's own log-probabilities.
+        Raises InvalidInput: a bound without the trainer's own log-probabilities.
         """
         bound = self.truncated_importance_sampling or None
         if self.precalculate_logprobs:

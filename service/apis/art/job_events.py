@@ -125,8 +125,7 @@ async def sft_events(backend: Backend, view: RunView, after: str | None, limit: 
 
     Steps that were done again, after a worker was lost, come again.
 
-    Raises:
-        InvalidInput: `after` is no id of its events.
+    Raises InvalidInput: `after` is no id of its events.
     """
     place = _place(view.run_id, after)
     if place == _ENDED or (view.num_steps is None and view.state == "running"):

@@ -56,11 +56,9 @@ class RlRequest(SentModel):
 def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> RLRun:
     """The run that takes a model's train steps; steps with another config need another run.
 
-    Args:
-        adapter: URI of the adapter that the run goes on from.
+    `adapter`: URI of the adapter that the run goes on from.
 
-    Raises:
-        InvalidInput: names the client's field and the rule that it breaks.
+    Raises InvalidInput: names the client's field and the rule that it breaks.
     """
     try:
         return RLRun.model_validate(
@@ -81,11 +79,9 @@ def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> 
 def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -> SFTRun:
     """One pass over a dataset.
 
-    Args:
-        adapter: URI of the adapter that the run goes on from.
+    `adapter`: URI of the adapter that the run goes on from.
 
-    Raises:
-        InvalidInput: names the client's field and the rule that it breaks.
+    Raises InvalidInput: names the client's field and the rule that it breaks.
     """
     try:
         return SFTRun.model_validate(

@@ -33,8 +33,7 @@ class SentJob:
 def split(document: bytes, lines: BinaryIO) -> SentJob:
     """Write every group of a document as a line of JSON.
 
-    Raises:
-        InvalidInput: the document is no JSON object, or a group in it is none; says where.
+    Raises InvalidInput: the document is no JSON object, or a group in it is none; says where.
     """
     job = SentJob()
     try:

@@ -135,8 +135,7 @@ async def list_events(
 def read_job(body: str, lines: str) -> dict[str, JsonValue]:
     """Write the groups of a train request, which lies in a file, as lines into another. Returns its other fields.
 
-    Raises:
-        InvalidInput
+    Raises InvalidInput.
     """
     with Path(lines).open("wb") as file:
         sent = sent_groups.split(Path(body).read_bytes(), file)

@@ -89,8 +89,7 @@ class ArtifactName:
 async def artifact_uri(backend: Backend, tenant: str, url: str) -> str:
     """Return the URI of the data behind `wandb-artifact:///entity/project/name:v0`.
 
-    Raises:
-        InvalidInput: it is no such URL, or the tenant has logged no such artifact here.
+    Raises InvalidInput: it is no such URL, or the tenant has logged no such artifact here.
     """
     name = ArtifactName.parse(url.removeprefix(URL), "training_data_url")
     try:

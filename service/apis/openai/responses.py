@@ -177,8 +177,7 @@ class ResponseRequest(ClientRequest):
 def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
     """Return the items of a conversation as messages. Calls that follow each other, or a text, are one message's.
 
-    Raises:
-        InvalidInput: names the item.
+    Raises InvalidInput: names the item.
     """
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):

@@ -26,8 +26,7 @@ class SentTexts:
     def new(self, index: int, text: str) -> str:
         """Return what of a choice's text, all that it has so far, has not been sent.
 
-        Raises:
-            SamplerUnavailable: what was sent is not the beginning of it.
+        Raises SamplerUnavailable: what was sent is not the beginning of it.
         """
         sent = self._texts.get(index, "")
         if not text.startswith(sent):

@@ -187,8 +187,7 @@ class SampleRequest(TinkerRequest):
     def check(self, records_nothing: bool = False) -> None:
         """Refuse by its value what no sampler here tells. Raises InvalidInput.
 
-        Args:
-            records_nothing: stable_reinforce has a substitute, which needs no record, as the session's client was told.
+        `records_nothing`: stable_reinforce has a substitute, which needs no record, as the session's client was told.
         """
         if self.prompt_alt_tokens_k:
             raise InvalidInput("samplers here draw no tokens within the prompt: give 0", "prompt_alt_tokens_k")

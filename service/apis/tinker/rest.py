@@ -14,13 +14,7 @@ from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.tinker import downloads
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.gateway import AtGateway, Gateway
-from service.apis.tinker.records import (
-    CheckpointKind,
-    CheckpointRecord,
-    ModelRecord,
-    SamplerRecord,
-    SessionRecord,
-)
+from service.apis.tinker.records import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
 from service.apis.tinker.requests import SearchSessions, SetProject, SetTtl, TinkerPath
 from service.apis.tinker.training import expiry
 from shared.errors import NotFound

@@ -23,10 +23,7 @@ from shared.errors import LongshoreError, NotFound
 from shared.storage.paths import RunKeys
 
 router = APIRouter(
-    route_class=JsonRoute,
-    prefix=TINKER,
-    include_in_schema=False,
-    dependencies=[Depends(require("write", "inference"))],
+    route_class=JsonRoute, prefix=TINKER, include_in_schema=False, dependencies=[Depends(require("write", "inference"))]
 )
 _SMALL_COMMAND_BYTES = 64 << 10  # of a command's file
 _WAIT_S = 30.0  # the SDK gives up after 45

@@ -78,8 +78,7 @@ class Samples:
     async def ask(self, gateway: Gateway, sampler: SamplerRecord, asked: SampleRequest) -> str:
         """Begin to draw. Returns the request's id; the same request of a sampling session has the same one.
 
-        Raises:
-            Busy: the tenant has as many samples under way as it may.
+        Raises Busy: the tenant has as many samples under way as it may.
         """
         waiting = sum(1 for (tenant, _), task in self._tasks.items() if tenant == gateway.tenant and not task.done())
         if waiting >= MOST_WAITING:
@@ -101,8 +100,7 @@ class Samples:
     async def result(self, gateway: Gateway, request_id: str, wait_s: float) -> bytes | None:
         """Return a SampleResponse; None if it is not drawn in time.
 
-        Raises:
-            NotFound: nobody has asked for it, or too long ago. Other errors: why it cannot be drawn.
+        Raises NotFound: nobody has asked for it, or too long ago. Other errors: why it cannot be drawn.
         """
         key = (gateway.tenant, request_id)
         if (task := self._tasks.get(key)) is None:

@@ -387,8 +387,7 @@ def head_of(body: str, encoding: str) -> Head:
 def make_command(body: str, encoding: str, made: str, substitute: str | None) -> str:
     """Write a request's command into a file. Returns what its future tells of its loss. Raises InvalidInput.
 
-    Args:
-        substitute: the loss that is computed where stable_reinforce is asked for.
+    `substitute`: the loss that is computed where stable_reinforce is asked for.
     """
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
     computed = with_substitute(batch, substitute)

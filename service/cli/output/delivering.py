@@ -28,8 +28,7 @@ Put = Callable[[Path, str], object]
 def destination(to: str | None, push: str | None) -> Put | None:
     """Return what puts files at the destination of `--to` or `--push`; None if there is neither.
 
-    Raises:
-        Stop: it is none, or there is no token for it.
+    Raises Stop: it is none, or there is no token for it.
     """
     with _told():
         if to is not None:

@@ -30,8 +30,7 @@ def fetched(target: Path) -> Iterator[Path]:
 def fetch_files(client: "CliClient", path: str, files: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch the files that `path/files` lists, each from below it.
 
-    Raises:
-        Stop: a file has another hash than in the list. Nothing is left behind.
+    Raises Stop: a file has another hash than in the list. Nothing is left behind.
     """
     from shared.storage.artifacts import FileEntry
 
@@ -48,8 +47,7 @@ def fetch_files(client: "CliClient", path: str, files: str, target: Path) -> "tu
 def fetch_tar(client: "CliClient", path: str, name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch and unpack a tar of one folder `name`, and check it against the manifest in it.
 
-    Raises:
-        Stop: a file is missing, or has another hash than in the manifest. Nothing is left behind.
+    Raises Stop: a file is missing, or has another hash than in the manifest. Nothing is left behind.
     """
     from shared.storage.artifacts import Manifest
     from shared.storage.paths import MANIFEST

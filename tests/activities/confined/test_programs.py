@@ -15,6 +15,7 @@ from activities.confined.programs import Fork, RunningProgram, start
 from activities.hosts.worker_process import processes_of
 from shared.child_environment import child_environment
 from shared.jobs.leases import WORKER_ID_VARIABLE
+from tests.depth import drawn
 from tests.workflows.stand_in import wait_until
 
 
@@ -67,7 +68,7 @@ def test_a_program_that_refuses_says_so_by_its_status_and_output(host: Path) -> 
     assert "unrecognized arguments: --no-such-option" in worker.said.read_text()
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", drawn([0, 1, 2], 1))
 def test_one_rank_or_the_launcher_is_lost_and_all_end(host: Path, victim: int) -> None:
     worker = Worker(host / "two", num_ranks=2)
     assert worker.is_forked()

@@ -17,6 +17,7 @@ from activities.tokenizing.template_environment import Unrendered
 from activities.tokenizing.tokenizer import ModelTokenizer
 from tests.activities.templates import HARMONY
 from tests.activities.tokenizing.test_what_rows_say import check_rule, conversations
+from tests.depth import drawn
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "longshore-tests"
 _VERSION = "3.7.2"
@@ -127,7 +128,7 @@ def template_of(model: ModelTokenizer) -> ChatTemplate:
     )
 
 
-@pytest.fixture(scope="module", params=EXPECTED)
+@pytest.fixture(scope="module", params=drawn([*EXPECTED], 2))
 def real(request: pytest.FixtureRequest) -> tuple[str, ModelTokenizer, PreTrainedTokenizerFast]:
     """A model's name, its tokenizer as ours, and as transformers'."""
     files = model_files(request.param)

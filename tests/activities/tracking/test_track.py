@@ -42,6 +42,7 @@ from tests.activities.tracking.tracked_runs import (
     track_all,
     train_step,
 )
+from tests.depth import drawn
 
 
 def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store: ObjectStore) -> None:
@@ -183,7 +184,7 @@ def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Setti
         assert set(named(read_offline(settings.root_path / "wandb" / run_id)[1], "train/loss")) == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("victim", ["activities.tracking.wandb_writer", "wandb-core"])
+@pytest.mark.parametrize("victim", drawn(["activities.tracking.wandb_writer", "wandb-core"], 1))
 def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings: Settings, store: ObjectStore) -> None:
     """Each time that the writer has opened runs, until a third of them is written: no step is lost, or there twice."""
     run_ids = [f"sft-killed{n}" for n in range(12)]

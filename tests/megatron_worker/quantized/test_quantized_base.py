@@ -13,6 +13,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.quantized.block_codes import CODES
 from megatron_worker.warm_engine import build_engine
 from shared.jobs.job import SessionPlan
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, furthest, gradient
 from tests.megatron_worker.quantized.quantized_ranks import Trial
@@ -41,7 +42,7 @@ def is_quantized(name):
     return linear and "bias" not in name and "per_layer" not in name
 
 
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(("family", "kind"), drawn(CASES, len(CASES) // 2))
 def test_it_computes_and_trains_as_the_whole_weights_do(tmp_path, family, kind):
     model = distinct_model(tmp_path / "model", family, tied=False)
     engine = start(model, kind)
@@ -68,7 +69,7 @@ def test_it_computes_and_trains_as_the_whole_weights_do(tmp_path, family, kind):
     assert (logprobs(engine, batch) - logprobs(reference, batch)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
+@pytest.mark.parametrize(("kind", "dtype"), drawn([("nf4", "float32"), ("int8", "bfloat16"), ("fp8", "float32")], 1))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(tmp_path, family, kind, dtype):
     model = distinct_model(tmp_path / "model", family)

@@ -1,5 +1,6 @@
 """Which parts of an engine are where: every combination, on every engine, on one rank and on several."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Memory, Outputs, PartBytes
+from tests.depth import drawn
 from tests.megatron_worker import residency_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
@@ -18,8 +20,7 @@ from tests.megatron_worker.rows import bin_of, random_rows
 ROWS = random_rows([40, 17, 90])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(("kind", "dtype"), drawn([*product(("lora", "full"), ("float32", "bfloat16"))], 2))
 def test_every_combination_comes_back_to_the_bit(model: Path, tmp_path: Path, engine, kind, dtype):
     for moves in (False, True):
         driven = start(engine, model, kind, dtype)
@@ -29,17 +30,21 @@ def test_every_combination_comes_back_to_the_bit(model: Path, tmp_path: Path, en
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layouts"),
-    [
-        (2, {"megatron": [Layout(dp=2), Layout(tp=2), Layout(pp=2)], "fsdp": [Layout(dp=2)]}),
-        (4, {"megatron": [Layout(dp=2, tp=2)], "fsdp": [Layout(dp=4)]}),
-    ],
+    ("name", "layout"),
+    drawn(
+        [
+            *(("megatron", Layout(**each)) for each in ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2})),
+            *(("fsdp", Layout(dp=each)) for each in (2, 4)),
+        ],
+        2,
+    ),
 )
-def test_several_ranks_come_back_to_the_bit(model: Path, tmp_path: Path, num_ranks: int, layouts):
-    said = residency_ranks.Layouts.dump_json(layouts).decode()
-    fork_ranks("tests.megatron_worker.residency_ranks", str(model), str(tmp_path), said, num_ranks=num_ranks)
+def test_several_ranks_come_back_to_the_bit(model: Path, tmp_path: Path, name, layout: Layout):
+    said = residency_ranks.Layouts.dump_json({name: [layout]}).decode()
+    module, num_ranks = "tests.megatron_worker.residency_ranks", layout.world_size
+    fork_ranks(module, str(model), str(tmp_path), said, num_ranks=num_ranks)
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 2 * sum(map(len, layouts.values()))
+    assert len(folders) == 2
     for folder in folders:
         assert checkpoint_bytes(folder / "moved") == checkpoint_bytes(folder / "plain"), folder.name
 

@@ -45,8 +45,15 @@ _MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), La
 _FSDP = [Layout(dp=2), Layout(tp=2)]
 LAYOUTS: dict[str, list[tuple[EngineName, Layout]]] = {
     "dense": [*(("megatron", layout) for layout in drawn(_MEGATRON, 1)), *(("fsdp", one) for one in drawn(_FSDP, 1))],
-    "experts": drawn([("megatron", Layout(dp=2, ep=2)), ("fsdp", Layout(dp=2))], 1),
-    "hybrid": [("megatron", Layout(tp=2))],
+    **dict(
+        drawn(
+            [
+                ("experts", drawn([("megatron", Layout(dp=2, ep=2)), ("fsdp", Layout(dp=2))], 1)),
+                ("hybrid", [("megatron", Layout(tp=2))]),
+            ],
+            1,
+        )
+    ),
 }
 BUCKET = 1 << 14
 NUM_SAMPLERS = 2

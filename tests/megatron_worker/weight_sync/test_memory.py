@@ -6,13 +6,17 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import product
+from typing import get_args
 
 import pytest
 
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
+from longshore.layout import EngineName
 from megatron_worker.weight_sync.gathering import LastSent
 from tests import forks
+from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.launch import REPOSITORY, environment
@@ -65,7 +69,7 @@ def measure(engine, model, way, sampler, pid):
             print(json.dumps([trainer.extra_bytes() - copy, receiver.extra_bytes()]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("engine", "way"), drawn([*product(get_args(EngineName), WAYS)], 2))
 def test_a_sync_takes_two_buckets_beside_the_weights(larger_model, tmp_path, engine, way):
     with apart(larger_model, tmp_path / "sampler", listen_and_return_at_once) as (sampler, pid):
         call = partial(measure, engine, larger_model, way, sampler, pid)

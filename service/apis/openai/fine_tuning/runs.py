@@ -71,8 +71,7 @@ def run_of_job(
 ) -> tuple[Run, dict[str, JsonValue]]:
     """Make the run of a job. Returns it, and the hyperparameters that were chosen, in the form for clients.
 
-    Raises:
-        InvalidInput: names the client's field and the rule that it breaks.
+    Raises InvalidInput: names the client's field and the rule that it breaks.
     """
     place = "hyperparameters" if request.method is None else f"method.{request.method.type}.hyperparameters"
     extra = request.longshore.given
@@ -96,8 +95,7 @@ def run_of_job(
 def published_name(suffix: str | None) -> str | None:
     """Make the name of published adapters from a job's suffix: in lower case, with dashes for other characters.
 
-    Raises:
-        InvalidInput: nothing is left of it.
+    Raises InvalidInput: nothing is left of it.
     """
     if not suffix:
         return None

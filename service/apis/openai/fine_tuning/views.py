@@ -106,11 +106,7 @@ def status_of(view: RunView) -> FineTuningStatus:
 
 
 def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
-    """Return a run as a job.
-
-    Args:
-        trained_tokens: the number of trained tokens, if the job has ended.
-    """
+    """Return a run as a job. `trained_tokens`: the number of trained tokens, if the job has ended."""
     sent: dict[str, Any] = view.source.request or {}
     wandb, now = view.source.wandb, time.time()
     left_s = seconds_left(view, now)
