@@ -22,7 +22,7 @@ from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerPlan
 from shared.jobs.leases import WorkerKey
-from shared.jobs.losses import reference_of
+from shared.jobs.losses import adapters_of, has_several_teachers, reference_of
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
 _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read their checkpoint
@@ -75,6 +75,7 @@ class WarmState:
             and not job.plan.takes_commands
             and job.plan.trainable == self.trainable
             and self.reference in (None, reference)
+            and not has_several_teachers(job.plan.step_loss)  # each is loaded in its turn
             # A reference needs the published base, and not one that was trained.
             and (isinstance(self.trainable, Lora) or reference is None)
         )
@@ -165,9 +166,10 @@ class WarmEngine:
         """Return what a plan's slots take on the rank where they take most, by part."""
         dispatcher = self.dispatcher
         assert dispatcher is not None
-        reference = reference_of(plan.step_loss)
-        frozen = folders[reference] if isinstance(reference, Artifact) else None
-        of_rank = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
+        frozen: list[Path | None] = [folders[adapter] for adapter in adapters_of(plan.step_loss)]
+        frozen = frozen or [None]  # of several one at a time
+        each = ranks.agree(lambda: [dispatcher.slot_bytes(plan.trainable, folder) for folder in frozen])
+        of_rank = map(max, *each, each[0])
         return SlotNeed(plan.trainable, *ranks.largest(list(of_rank)))
 
     def refuse(self, plan: WorkerPlan) -> None:

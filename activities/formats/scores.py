@@ -10,6 +10,7 @@ from shared.errors import InvalidInput
 
 MARGIN = "margin"
 LABELS = "labels"
+TEACHER = "teacher"
 _LARGEST = 1e30  # of float32, with room
 Numbers = dict[str, tuple[float, ...]]
 """What was read of rows, by their places, until their tokens are made into units."""
@@ -48,6 +49,14 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
         raise InvalidInput(rule, row.place)
     numbers[row.place] = tuple(_number(row, LABELS, i) for i in range(len(labels)))
     return example
+
+
+def number_of_teacher(row: Row, teachers: tuple[str, ...]) -> float:
+    """Return the number, from 1, of the teacher that a row names; 0 if it names none. Raises InvalidInput."""
+    named = row.fields.get(TEACHER)
+    if named is not None and named not in teachers:
+        raise InvalidInput(f"teacher must be one of {', '.join(teachers)}, or absent, not {named!r:.40}", row.place)
+    return 0.0 if named is None else 1.0 + teachers.index(named)
 
 
 def _number(row: Row, field: str, *index: int) -> float:
