@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
+from activities.formats.messages import has_weighed_parts
 from activities.formats.rows import Row, refuse_missing, type_name
 from shared.errors import InvalidInput
 
@@ -33,6 +34,7 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
                 rule = f"the last message is the {messages[-1]['role']}'s: a score is of the answer that ends the row"
                 raise InvalidInput(rule, row.place)
             num_turns, is_weighed = sum(weights), weights[-1] != 1 or not {*weights} <= {0.0, 1.0}
+            is_weighed = is_weighed or any(map(has_weighed_parts, messages))
         case PromptCompletion():
             num_turns, is_weighed = 1, example.weight != 1
         case _:
