@@ -134,9 +134,7 @@ class ForwardBackwardOptions(_Options):
 
     effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"
-    loss: Annotated[CrossEntropy | PolicyLoss | SquaredError | Distillation, Field(discriminator="kind")] = (
-        CrossEntropy()
-    )
+    loss: SessionLoss = CrossEntropy()
 
 
 class ForwardBackward(ForwardBackwardOptions, _OnData):

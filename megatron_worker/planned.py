@@ -129,7 +129,7 @@ class PlannedSteps(Program):
         They come one after another into one slot: `teacher` last, which stays there.
         """
         loss = self.plan.loss
-        if not isinstance(loss, Distillation) or not has_several_teachers(loss):
+        if not has_several_teachers(loss):
             yield slot, None
             return
         _, loaded = slots_of(self.plan.run_id, self.plan.trainable)

@@ -153,7 +153,7 @@ def check_head(loss: Loss, head: ScalarHead | None) -> None:
         raise ValueError(f"loss.scalar: {loss.scalar} is behind the last of {', '.join(head.names)}, counted from 0")
 
 
-def has_several_teachers(loss: Loss) -> bool:
+def has_several_teachers(loss: Loss) -> TypeGuard[Distillation]:
     return isinstance(loss, Distillation) and len(loss.more_teachers) > 0
 
 
