@@ -19,8 +19,18 @@ from typing import Any, Self
 
 import httpx
 
-from longshore.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
-from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
+from longshore.commands import (
+    Asked,
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    SaveState,
+    SessionLoss,
+)
+from longshore.losses import CrossEntropy
 from longshore.training import Adam, Optimizer, SessionRun
 
 _LONG_POLL_S = 30.0
@@ -185,7 +195,7 @@ class Session:
     def forward_backward(
         self,
         data: Sequence[Datum],
-        loss: CrossEntropy | PolicyLoss | SquaredError | None = None,
+        loss: SessionLoss | None = None,
         *,
         temperature: float = 1.0,
         share_prefixes: bool = False,

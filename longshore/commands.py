@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from longshore.fields import Artifact, Frozen, pattern
-from longshore.losses import CrossEntropy, PolicyLoss, SquaredError
+from longshore.losses import CrossEntropy, Distillation, PolicyLoss, SquaredError
 from longshore.training import Adam, Optimizer
 
 CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
@@ -126,12 +126,15 @@ class Forward(ForwardOptions, _OnData):
         return self
 
 
+SessionLoss = Annotated[CrossEntropy | PolicyLoss | SquaredError | Distillation, Field(discriminator="kind")]
+
+
 class ForwardBackwardOptions(_Options):
     """A `forward_backward` but for its data."""
 
     effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"
-    loss: Annotated[CrossEntropy | PolicyLoss | SquaredError, Field(discriminator="kind")] = CrossEntropy()
+    loss: SessionLoss = CrossEntropy()
 
 
 class ForwardBackward(ForwardBackwardOptions, _OnData):
@@ -150,6 +153,13 @@ class ForwardBackward(ForwardBackwardOptions, _OnData):
                 lacks := next((n for n, datum in enumerate(self.data) if datum.value_targets is None), None)
             ) is not None:
                 raise ValueError(f"data[{lacks}].value_targets: the loss {self.loss.kind} needs them")
+            return self
+        if isinstance(self.loss, Distillation):
+            if self.loss.teacher != "base" or self.loss.tokens != "all":
+                raise ValueError(
+                    "loss: a session's teacher is its base, by whole distributions (tokens all); of another send the "
+                    "likeliest ids as labels, with its probabilities as label_weights, and cross_entropy"
+                )
             return self
         if self.loss.old == "trainer":
             raise ValueError("loss.old: a session has no beginning to score by; send your own log-probabilities")

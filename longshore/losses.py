@@ -186,3 +186,62 @@ class DRO(_PolicyLoss):
 
 
 PolicyLoss = Reinforce | PPO | CISPO | GSPO | GMPO | SAPO | DRO
+
+
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
+DivergenceTokens = Literal["all", "top_k", "drawn"]
+MOST_TEACHERS = 16
+_SKEWS: dict[DivergenceKind, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.1}  # DistiLLM, section 4.3
+
+
+class DistillationSettings(Frozen):
+    """What a student's distributions are compared with its teacher's by. Formulas: docs/losses.md."""
+
+    divergence: DivergenceKind = Field(default="forward_kl", description="what is minimised, at every trained token")
+    skew: float | None = Field(
+        default=None, gt=0, lt=1, description="of jsd the teacher's part of the mixture (0.5), of skew_… its own (0.1)"
+    )
+    tokens: DivergenceTokens = Field(
+        default="all",
+        description="all: of the whole vocabulary; top_k: of the teacher's likeliest and all others as one; drawn: of "
+        "the row's own token and all others as one",
+    )
+    top_k: int | None = Field(default=None, ge=1, le=1024, description="how many ids of tokens top_k are kept")
+
+    @model_validator(mode="after")
+    def _nothing_of_a_divergence_is_ignored(self) -> Self:
+        if self.skew is not None and self.divergence not in _SKEWS:
+            raise ValueError(f"{self.divergence} has no mixture: drop skew, or take {', '.join(_SKEWS)}")
+        if (self.tokens == "top_k") != (self.top_k is not None):
+            raise ValueError("top_k belongs to tokens top_k, which needs it")
+        return self
+
+
+class Distillation(DistillationSettings):
+    """The divergence from a teacher on the same base, divided by the step's sum of weights."""
+
+    kind: Literal["distillation"] = "distillation"
+    teacher: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter on it: in a run its URI, in a job its artifact"
+    )
+    more_teachers: tuple[Reference, ...] = Field(
+        default=(),
+        max_length=MOST_TEACHERS,
+        description="in a job: targets of advantage 1 are taught by the first of these, and so on; of 0 by `teacher`",
+    )
+
+    @model_validator(mode="after")
+    def _several_are_asked_before(self) -> Self:
+        several_teachers_fit(self.more_teachers, self)
+        return self
+
+    @property
+    def mixed(self) -> float:
+        """Return the skew; 0 for a divergence without one."""
+        return _SKEWS.get(self.divergence, 0.0) if self.skew is None else self.skew
+
+
+def several_teachers_fit(more: tuple[object, ...], loss: DistillationSettings) -> None:
+    """Raise ValueError where several teachers would have to compute in the middle of a step."""
+    if more and loss.tokens == "all":
+        raise ValueError("several teachers are asked before the first step: take tokens top_k or drawn")

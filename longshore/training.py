@@ -54,7 +54,7 @@ DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where 
 
 _LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
 _SORTED = AfterValidator(lambda layers: layers and tuple(sorted({*layers})))
-_PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
+PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
 
 
 def _pattern(expression: str) -> str:
@@ -117,10 +117,10 @@ class Lora(Frozen):
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
-    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], _PAIRED] = Field(
+    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other ranks, by patterns that the ends of modules' names match, the first counts"
     )
-    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], _PAIRED] = Field(
+    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other alphas, by such patterns"
     )
     dropout: float = Field(

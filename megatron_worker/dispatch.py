@@ -19,7 +19,7 @@ from longshore.training import Full, Lora, Optimizer, Recompute, ScalarHead
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs, Scores
 from megatron_worker.memory.planner import Planner
 from megatron_worker.sums import LossSums
-from megatron_worker.training.batches import PackedBatches, Scored, Sums
+from megatron_worker.training.batches import Flags, PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.weight_sync.gathering import Giving, LastSent
@@ -320,7 +320,13 @@ class Dispatcher:
             yield dataclasses.replace(batch, teacher=teacher)
 
     def score(
-        self, slot: SlotName, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0
+        self,
+        slot: SlotName,
+        data: PackedBatches,
+        steps: range,
+        column: Scored,
+        temperature: float = 1.0,
+        at_N: Flags | None = None,
     ) -> Iterator[None]:
         """Fill a column of the data with the log-probabilities of its targets, in nats, by the weights as they are.
 
@@ -329,19 +335,26 @@ class Dispatcher:
         Args:
             steps: the steps whose examples are scored. They end with the last step that is computed at all.
             temperature: what logits are divided by.
+            at_N: the targets whose column is filled, bool; None: all.
         """
         scores = TargetScores(data)
         yield from self.forward(slot, data, steps, Outputs(temperature=temperature), scores)
-        data.put(column, scores.found["logprobs"])
+        data.put(column, scores.found["logprobs"], at_N)
 
     def score_likeliest(
-        self, slot: SlotName, data: PackedBatches, steps: range, top_k: int, temperature: float
+        self,
+        slot: SlotName,
+        data: PackedBatches,
+        steps: range,
+        top_k: int,
+        temperature: float,
+        at_N: Flags | None = None,
     ) -> Iterator[None]:
         """Fill the columns of each target's `top_k` likeliest ids and their log-probabilities, as `score` does."""
         outputs = Outputs(temperature=temperature, top_k=top_k)
         scores = TargetScores(data, outputs)
         yield from self.forward(slot, data, steps, outputs, scores)
-        data.put_likeliest(scores.found["top_ids"].astype(np.int32), scores.found["top_logprobs"])
+        data.put_likeliest(scores.found["top_ids"].astype(np.int32), scores.found["top_logprobs"], at_N)
 
     def forward(
         self, slot: SlotName, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores

@@ -6,14 +6,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
+
 from longshore.fields import Artifact
+from longshore.losses import Distillation
 from megatron_worker.dispatch import BINS_A_PASS
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, NotFinite
 from megatron_worker.process.staging import Folders
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
-from megatron_worker.training.batches import PackedBatches
+from megatron_worker.training.batches import Flags, PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
 from megatron_worker.training.schedule import learning_rate
@@ -21,7 +24,7 @@ from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
 from shared.jobs.job import JobPlan, PackedData
-from shared.jobs.losses import Distillation, is_policy_loss, reference_of, scores_old
+from shared.jobs.losses import has_several_teachers, is_policy_loss, reference_of, scores_old
 from shared.jobs.packed import RouteShape
 
 
@@ -113,15 +116,32 @@ class PlannedSteps(Program):
             case Distillation(top_k=int(top_k)):
                 if top_k > (most := dispatcher.facts.vocab_size):
                     raise InvalidInput(f"top_k may be {most} at most, the size of the vocabulary", "loss.top_k")
-                score = partial(dispatcher.score_likeliest, slot, top_k=top_k)
+                score = partial(dispatcher.score_likeliest, top_k=top_k)
             case loss if reference_of(loss) is not None:
-                score = partial(dispatcher.score, slot, column="ref_logprob_N")
+                score = partial(dispatcher.score, column="ref_logprob_N")
             case _:
                 return
-        done = 0 if self.plan.critic is not None else self._done()
-        yield from score(self.data, range(done, self.plan.num_steps), temperature=temperature)
-        if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
-            yield from score(held_out, range(1), temperature=1.0)
+        steps = range(0 if self.plan.critic is not None else self._done(), self.plan.num_steps)
+        for of, number in self._teachers(slot):
+            yield from score(of, self.data, steps, temperature=temperature, at_N=_targets_of(self.data, number))
+            if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
+                yield from score(of, held_out, range(1), temperature=1.0, at_N=_targets_of(held_out, number))
+
+    def _teachers(self, slot: str | None) -> Iterator[tuple[str | None, int | None]]:
+        """Yield the slot of the reference; or of each of several teachers, while it is loaded, with its number.
+
+        They come one after another into one slot: `teacher` last, which stays there.
+        """
+        loss = self.plan.loss
+        if not has_several_teachers(loss):
+            yield slot, None
+            return
+        loaded = slots_of(self.plan.run_id, self.plan.trainable).reference
+        for number, teacher in reversed([*enumerate((loss.teacher, *loss.more_teachers))]):
+            if isinstance(teacher, Artifact):
+                self.slot.dispatcher.drop_slot(loaded)
+                self.slot.dispatcher.load_frozen(loaded, self.folders[teacher])
+            yield loaded if isinstance(teacher, Artifact) else None, number
 
     # The steps.
 
@@ -244,6 +264,11 @@ def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
 def _check_routes(found: RouteShape | None, model: RouteShape | None) -> None:
     if found is not None and found != model:
         raise InvalidInput(f"routes of {found}, and the model's experts: {model}", "data.routes")
+
+
+def _targets_of(data: PackedBatches, teacher: int | None) -> Flags | None:
+    """Return the targets that learn from a teacher, of several: bool [N]; None: all."""
+    return None if teacher is None else np.asarray(data.units.columns["advantage"] == teacher)
 
 
 def _agreed(slot: TrainedSlot, passes: Iterator[None]) -> Generator[None, None, None]:

@@ -23,6 +23,7 @@ from longshore.commands import (
     OptimStep,
     SaveState,
 )
+from longshore.losses import Distillation
 from longshore.training import check_optimizer
 from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
@@ -218,6 +219,10 @@ class SessionProgram(Program):
             check_head(asked.loss, head)
         except ValueError as error:
             raise InvalidInput(str(error)) from error
+        if isinstance(asked.loss, Distillation):
+            if self.slot.slot is None:
+                raise InvalidInput("the base is what this session trains: there is none as it was", "loss.teacher")
+            self.slot.dispatcher.teachers[self.slot.slot] = None
         scores = TargetScores(packed.batches, Outputs() if head is None else loss.outputs, head)
         self._is_touched = True
         sums = yield from self.slot.forward_backward(packed.batches, 0, loss, scores)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.jobs.losses import DivergenceKind, DivergenceTokens
+from longshore.losses import DivergenceKind, DivergenceTokens
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerPlan
 from shared.jobs.leases import WorkerKey
-from shared.jobs.losses import reference_of
+from shared.jobs.losses import adapters_of, has_several_teachers, reference_of
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
 _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read their checkpoint
@@ -80,6 +80,7 @@ class WarmState:
             and job.plan.trainable == self.trainable
             and self.reference in (None, reference)
             and (self.critic and self.critic[0]) == (job.plan.step_critic and job.plan.step_critic.trainable)
+            and not has_several_teachers(job.plan.step_loss)  # each is loaded in its turn
             # A reference needs the published base, and not one that was trained.
             and (isinstance(self.trainable, Lora) or reference is None)
         )
@@ -168,9 +169,10 @@ class WarmEngine:
         """Return what a plan's slots take on the rank where they take most, by part."""
         dispatcher = self.dispatcher
         assert dispatcher is not None
-        reference = reference_of(plan.step_loss)
-        frozen = folders[reference] if isinstance(reference, Artifact) else None
-        weights, *others = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
+        frozen: list[Path | None] = [folders[adapter] for adapter in adapters_of(plan.step_loss)]
+        frozen = frozen or [None]  # of several one at a time
+        each = ranks.agree(lambda: [dispatcher.slot_bytes(plan.trainable, folder) for folder in frozen])
+        weights, *others = map(max, *each, each[0])
         if (critic := plan.step_critic) is not None:  # of gradients and moments one slot's alone are on the device
             more, *beside = ranks.agree(lambda: dispatcher.slot_bytes(critic.trainable, None))
             weights, others = weights + more, [max(pair) for pair in zip(others, beside, strict=True)]

@@ -59,6 +59,7 @@ class SFTWorkflow(RunHandlers):
             model=model,
             adapter=adapter,
             reference=reference,
+            more_teachers=await self._more_teachers(resolved.shape),
             data=PackedData(units=units.units, plan=packed.plan, likeliest=await self._taught(units.units, resolved)),
             eval_data=eval_data,
             num_steps=packed.num_steps,
@@ -91,6 +92,11 @@ class SFTWorkflow(RunHandlers):
                 return "base" if named == "base" else await models.resolve_reference(self._start, named, shape)
             case _:
                 return initial or "base"
+
+    async def _more_teachers(self, shape: ModelShape) -> list[Reference]:
+        """Return the teachers that rows may name."""
+        named = [uri for _, uri in self._start.run.teachers] if isinstance(self._start.run, DistillRun) else []
+        return ["base" if uri == "base" else await models.resolve_reference(self._start, uri, shape) for uri in named]
 
     async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
         """Return what a teacher behind a URL says of units; None where the teacher, if any, is on the worker."""
@@ -129,6 +135,7 @@ class SFTWorkflow(RunHandlers):
                 pairs=isinstance(run, DPORun | RewardRun) and run.reads_pairs,
                 labels=run.reads_labels,
                 numbers=run.number_fields if isinstance(run, RewardRun) else (),
+                teachers=run.named_teachers if isinstance(run, DistillRun) else (),
             ),
         )
         self._run.show(phase="packing")

@@ -16,7 +16,7 @@ from activities.formats.columns import GUARDED, Unread, is_given, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.labels import LABELLED, with_label
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
-from activities.formats.scores import Numbers, read_numbers
+from activities.formats.scores import TEACHER, Numbers, number_of_teacher, read_numbers
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
@@ -48,7 +48,12 @@ class Dataset(Generic[ItemT]):
 
 
 def open_dataset(
-    folder: Path, source: DatasetSource, pairs: bool | None = None, labels: bool = False, fields: tuple[str, ...] = ()
+    folder: Path,
+    source: DatasetSource,
+    pairs: bool | None = None,
+    labels: bool = False,
+    fields: tuple[str, ...] = (),
+    teachers: tuple[str, ...] = (),
 ) -> Dataset[Example]:
     """Find a folder's data files and their format.
 
@@ -56,6 +61,7 @@ def open_dataset(
         pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
         labels: answers with a label are, or pairs (labels.py).
         fields: those with numbers that a reward model learns (scores.py).
+        teachers: names that the field `teacher` may have (scores.py).
 
     Raises:
         InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one; or
@@ -79,8 +85,9 @@ def open_dataset(
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidInput(f"it is no regular expression: {error}", "assistant_pattern") from error
     numbers: Numbers = {}
-    parse = partial(_guarded, spec, example, unread, labels, fields, numbers)
-    columns = spec.columns and (*spec.columns, *fields)
+    more = (TEACHER,) if teachers else fields
+    parse = partial(_guarded, spec, example, unread, labels, more, teachers, numbers)
+    columns = spec.columns and (*spec.columns, *more)
     return Dataset(folder, files, spec, parse, columns, unread, numbers)
 
 
@@ -138,6 +145,7 @@ def _guarded(
     unread: Unread,
     labels: bool,
     fields: tuple[str, ...],
+    teachers: tuple[str, ...],
     numbers: Numbers,
     row: Row,
 ) -> Example:
@@ -148,7 +156,9 @@ def _guarded(
     if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
-    if fields:
+    if teachers:
+        numbers[row.place] = (number_of_teacher(row, teachers),)
+    elif fields:
         return read_numbers(example(row), row, fields, numbers)
     return with_label(example(row), row) if labels else example(row)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
+from activities.formats.messages import has_weighed_parts
 from activities.formats.rows import Row, refuse_missing, type_name
 from shared.errors import InvalidInput
 
@@ -26,6 +27,7 @@ def with_label(example: Example, row: Row) -> Example:
             first = max((i + 1 for i, m in enumerate(messages) if m["role"] not in ("assistant", "tool")), default=0)
             answer: Chat | PromptCompletion = replace(example, weights=[0.0] * first + weights[first:])
             is_weighed = weights[first:] != [float(m["role"] == "assistant") for m in messages[first:]]
+            is_weighed = is_weighed or any(map(has_weighed_parts, messages))
         case PromptCompletion():
             answer, is_weighed = example, example.weight != 1
         case _:

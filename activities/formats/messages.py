@@ -5,9 +5,10 @@ Every door normalises by these functions, so that the same messages become the s
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from activities.formats.rows import JSON, Row, list_of_objects, type_name, without_nulls
+from activities.formats.rows import JSON, Row, list_of_objects, type_name, weight_of, without_nulls
 from shared.errors import InvalidInput
 
 Message = dict[str, Any]
@@ -20,8 +21,27 @@ _OTHER_NAMES = {"function": "tool", "observation": "tool"}
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
-def message_of(row: Row, field: str, turn: dict[str, JSON]) -> Message:
-    """A message as templates take it, without its weight. Raises InvalidInput for what is none."""
+class WeighedText(str):
+    """An answer's text whose parts weigh differently. `parts`: the characters and the weight of each."""
+
+    parts: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, texts: list[str], weights: list[float]) -> "WeighedText":
+        made = cls("".join(texts))
+        made.parts = tuple((len(text), weight) for text, weight in zip(texts, weights, strict=True))
+        return made
+
+
+def has_weighed_parts(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), WeighedText)
+
+
+def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool = False) -> Message:
+    """A message as templates take it, without its weight. Raises InvalidInput for what is none.
+
+    `weighs_parts`: parts of an assistant's content may have weights.
+    """
     message = {key: value for key, value in turn.items() if value is not None and key != "weight"}
     role = message.get("role")
     message["role"] = role = _OTHER_NAMES.get(role, role) if isinstance(role, str) else role
@@ -35,7 +55,7 @@ def message_of(row: Row, field: str, turn: dict[str, JSON]) -> Message:
         case str():
             pass
         case list() as parts:
-            message["content"] = _joined(row, f"{field}.content", parts)
+            message["content"] = _joined(row, f"{field}.content", parts, weighs_parts and role == "assistant")
         case None if calls:
             message["content"] = None  # templates tell an absent content from none
         case None:
@@ -109,15 +129,18 @@ def _calls_of(row: Row, field: str, message: Message) -> Tools:
     return [call_of(row, f"{field}.tool_calls[{i}]", call) for i, call in enumerate(calls or ())]
 
 
-def _joined(row: Row, field: str, parts: list[JSON]) -> str:
-    """Join a content's text parts, since most templates take a text alone."""
+def _joined(row: Row, field: str, parts: list[JSON], may_weigh: bool) -> str:
+    """Join a content's text parts, since most templates take a text alone. `may_weigh`: they may have weights."""
     for i, part in enumerate(parts):
         is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
         if not is_text:
             raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
-        if part.get("weight") not in (None, 1):
-            raise InvalidInput(f"{field}[{i}].weight: whole messages have weights, and not their parts", row.place)
-    return "".join(part["text"] for part in parts)
+        if part.get("weight") not in (None, 1) and not may_weigh:
+            rule = "parts have weights in an assistant's message of a row of `messages` alone"
+            raise InvalidInput(f"{field}[{i}].weight: {rule}", row.place)
+    weights = [weight_of(row, f"{field}[{i}].weight", part.get("weight")) for i, part in enumerate(parts)]
+    text = WeighedText.of([part["text"] for part in parts], weights)
+    return str(text) if {*weights} <= {1.0} else text
 
 
 def _json_of(row: Row, field: str, text: str, what: str) -> JSON:

@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 
 from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
+from activities.formats.messages import has_weighed_parts
 from activities.formats.rows import Row, refuse_missing, type_name
 from shared.errors import InvalidInput
 
 MARGIN = "margin"
 LABELS = "labels"
+TEACHER = "teacher"
 _LARGEST = 1e30  # of float32, with room
 Numbers = dict[str, tuple[float, ...]]
 """What was read of rows, by their places, until their tokens are made into units."""
@@ -31,6 +33,7 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
                 rule = f"the last message is the {messages[-1]['role']}'s: a score is of the answer that ends the row"
                 raise InvalidInput(rule, row.place)
             num_turns, is_weighed = sum(weights), weights[-1] != 1 or not {*weights} <= {0.0, 1.0}
+            is_weighed = is_weighed or any(map(has_weighed_parts, messages))
         case PromptCompletion():
             num_turns, is_weighed = 1, example.weight != 1
         case _:
@@ -47,6 +50,14 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
         raise InvalidInput(rule, row.place)
     numbers[row.place] = tuple(_number(row, LABELS, i) for i in range(len(labels)))
     return example
+
+
+def number_of_teacher(row: Row, teachers: tuple[str, ...]) -> float:
+    """Return the number, from 1, of the teacher that a row names; 0 if it names none. Raises InvalidInput."""
+    named = row.fields.get(TEACHER)
+    if named is not None and named not in teachers:
+        raise InvalidInput(f"teacher must be one of {', '.join(teachers)}, or absent, not {named!r:.40}", row.place)
+    return 0.0 if named is None else 1.0 + teachers.index(named)
 
 
 def _number(row: Row, field: str, *index: int) -> float:

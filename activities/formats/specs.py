@@ -150,7 +150,7 @@ def _row_weight(row: Row) -> float:
 
 def _chat(row: Row) -> Chat:
     turns = list_of_objects(row, "messages")
-    messages = [message_of(row, f"messages[{i}]", turn) for i, turn in enumerate(turns)]
+    messages = [message_of(row, f"messages[{i}]", turn, weighs_parts=True) for i, turn in enumerate(turns)]
     return _conversation(
         row,
         "messages",

@@ -103,6 +103,10 @@ def _of_dataset(run: DatasetRun) -> dict[str, str]:
         case DistillRun():
             own = {
                 "teacher": "the base model" if run.teacher == "base" else f"`{shown_uri(run.teacher)}`",
+                **{
+                    f"teacher {name}": "the base model" if u == "base" else f"`{shown_uri(u)}`"
+                    for name, u in run.teachers
+                },
                 "divergence": run.divergence + (f", skew {run.skew:g}" if run.skew is not None else ""),
                 "compared": f"top {run.top_k}" if run.top_k else run.tokens,
                 "temperature": f"{run.temperature:g}",

@@ -16,6 +16,7 @@ from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
 from activities.tokenizing.units import TokenBlock
+from activities.tokenizing.weighed_parts import part_spans
 from longshore.fields import Frozen
 from shared.errors import InvalidInput
 
@@ -175,7 +176,8 @@ def _encode_chats(
         return EncodedBatch(_NO_ROWS, refused=refused)
     chats, rendered = [chat for chat, _ in kept], [row for _, row in kept]
     sign_longest([row.text for row in rendered], [chat.place for chat in chats])
-    codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
+    spans = [part_spans(chat, row) for chat, row in zip(chats, rendered, strict=True)]
+    codes = tokenizer.encode([row.text for row in rendered], spans)
     places = [chat.place for chat in chats]
     prompts = [
         Prompt(

@@ -15,11 +15,13 @@ from temporalio import activity
 
 from activities.confined.calls import Kind
 from activities.formats.dataset import open_dataset, open_prompts
+from activities.formats.scores import LABELS, MARGIN
 from activities.host_context import HostContext, beating
 from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
+from activities.tokenizing.tokenize import keep_scored
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
     KeptPairs,
@@ -78,7 +80,8 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     """Tokenize a dataset's first rows, and show some of them; with a cut, tell how long a run on them is."""
     if request.are_prompts:
         return _preview_of_prompts(dataset, tokenizer, request, cut)
-    opened = open_dataset(dataset, request.source, labels=request.labels)
+    pairs = request.numbers == (MARGIN,) if request.numbers else None
+    opened = open_dataset(dataset, request.source, pairs, labels=request.labels, fields=request.numbers)
     examples = _Counted(iter(opened), request)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     shown, tokens_U = list[PreviewRow](), array("q")
@@ -90,11 +93,14 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
             num_left = request.num_rows - len(shown)
             if request.labels:
                 kept: KeptRows | KeptPairs = answers.keep(batch.block)
+            elif request.numbers:
+                are_pairs, per_turn = opened.format.has_pairs, request.numbers == (LABELS,)
+                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, are_pairs, per_turn)
             elif opened.format.has_pairs:
-                pairs = keep_pairs(batch.block, request.max_tokens)
-                for number in range(min(len(pairs.pairs), num_left)):
-                    shown.append(_pair_row(batch.block, pairs.pairs[number], number, tokenizer, _budget(shown)))
-                kept = pairs
+                both = keep_pairs(batch.block, request.max_tokens)
+                for number in range(min(len(both.pairs), num_left)):
+                    shown.append(_pair_row(batch.block, both.pairs[number], number, tokenizer, _budget(shown)))
+                kept = both
             else:
                 rows = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
                 for row in range(min(len(batch.block.places), num_left)):

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Self
@@ -27,7 +28,7 @@ from activities.tokenizing.units import (
     keep_rows,
 )
 from longshore.fields import Artifact, Frozen
-from shared.jobs.packed import UnitsHeader, UnitsWriter
+from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
 from shared.runs.sources import DatasetSource
@@ -36,6 +37,7 @@ from shared.storage.paths import content_key, tokenized
 
 _VERSION = "tokenize-3"  # raise it when the same input gives other units
 
+TAUGHT_COLUMNS = (*REQUIRED_COLUMNS, "advantage")
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 
 
@@ -44,7 +46,8 @@ class TokenizeRequest(Frozen):
 
     `pairs`: whether its rows are to be preference pairs, or none of them is to be one. `labels`: whether they are to be
     answers with a label, or pairs, as KTO learns from them. `numbers`: the fields of what reward models learn: of pairs
-    the margin, of other rows scores.
+    the margin, of other rows scores. `teachers`: names of those that a row's field `teacher` may have; its number, from
+    1, becomes the advantage of the row's targets, 0 without one.
     """
 
     dataset: Artifact
@@ -56,6 +59,7 @@ class TokenizeRequest(Frozen):
     pairs: bool = False
     labels: bool = False
     numbers: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _pairs_are_not_cut(self) -> Self:
@@ -117,11 +121,12 @@ def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: Tokenize
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
-    opened = open_dataset(dataset, request.source, request.pairs, request.labels, request.numbers)
+    opened = open_dataset(dataset, request.source, request.pairs, request.labels, request.numbers, request.teachers)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     prompts = list[Prompt]()
     has_columns = request.pairs or request.labels or request.numbers
-    writer = UnitsWriter(folder, PAIR_COLUMNS) if has_columns else UnitsWriter(folder)
+    columns = TAUGHT_COLUMNS if request.teachers else PAIR_COLUMNS if has_columns else REQUIRED_COLUMNS
+    writer = UnitsWriter(folder, columns)
     per_turn = request.numbers == (LABELS,)
     answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
     with closing(encoded(opened, tokenizer)) as batches:
@@ -134,6 +139,9 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
                 kept = keep_pairs(batch.block, request.max_tokens)
             else:
                 kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+                if request.teachers:
+                    taught_by = [opened.numbers.pop(place)[0] for place in batch.block.places]
+                    kept = replace(kept, advantage_R=np.array(taught_by, dtype=np.float32))
             kept.count(tally)
             kept.write(writer)
             tally.add_refused(batch.refused)

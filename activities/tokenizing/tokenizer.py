@@ -125,7 +125,8 @@ class ModelTokenizer:
     def encode(self, texts: list[str], spans: list[list[WeightedSpan]]) -> Encoded:
         """Encode whole texts on all cores. A token gets the weight of the span that it shares a character with.
 
-        A token that straddles the beginning or end of a span is trained: the model has to write its trained part.
+        A token that straddles the beginning or end of a span is trained: the model has to write its trained part. One
+        in two spans has the greater weight.
         """
         if self._widths is not None:
             fast = self._by_bytes(texts, spans, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -176,7 +177,9 @@ def _weights(
     first_S = np.searchsorted(end_T, [start + span.start for start, span in flat], side="right")
     last_S = np.searchsorted(begin_T, [start + span.end for start, span in flat], side="left")
     for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
+        before = weight_T[first:last][:1].copy()  # where the span before it reaches into its first token
         weight_T[first:last] = span.weight
+        weight_T[first : first + len(before)] = before if abs(before) > abs(span.weight) else span.weight
     return weight_T
 
 

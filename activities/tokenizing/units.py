@@ -205,6 +205,7 @@ class KeptRows:
     kept_T: NDArray[np.bool_]
     target_T: NDArray[np.bool_]
     truncate: bool
+    advantage_R: NDArray[np.float32] | None = None
 
     @property
     def num_tokens_U(self) -> NDArray[np.int64]:
@@ -234,6 +235,7 @@ class KeptRows:
             hidden_index=block.position_T[self.target_T] - 1,
             label=block.label_T[self.target_T],
             weight=block.weight_T[self.target_T],
+            **({} if self.advantage_R is None else {"advantage": self.advantage_R[row_T[self.target_T]]}),
         )
 
 
@@ -377,7 +379,7 @@ class _Answer(NamedTuple):
 def pair_unit(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_mask: Mask) -> TreeUnit:
     """One pair as one unit. Each row is a prompt with an answer; its targets are the tokens that its mask says.
 
-    Raises InvalidInput: there is nothing to prefer, or a row's first token is a target.
+    Raises InvalidInput where there is nothing to prefer, or a row's first token is a target.
     """
     for name, mask in (("chosen", chosen_mask), ("rejected", rejected_mask)):
         if not np.any(mask):

@@ -1,16 +1,16 @@
 """Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
-from longshore.losses import CrossEntropy, SquaredError
+from longshore.losses import CrossEntropy, Distillation, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.bradley_terry import bradley_terry_loss, check_scored_pairs
-from megatron_worker.losses.columns import check_finite
+from megatron_worker.losses.columns import check_finite, check_teachers
 from megatron_worker.losses.distillation import distillation_loss
 from megatron_worker.losses.dpo import check_pairs, dpo_loss
 from megatron_worker.losses.kto import check_answers, kto_loss
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
 from megatron_worker.losses.squared_error import squared_error_loss
-from shared.jobs.losses import DPO, KTO, BradleyTerry, Distillation, Loss
+from shared.jobs.losses import DPO, KTO, BradleyTerry, Loss
 from shared.jobs.packed import Units
 
 
@@ -39,8 +39,11 @@ def loss_function(loss: Loss, temperature: float = 1.0, has_critic: bool = False
 def check_columns(units: Units, loss: Loss) -> None:
     """Raise InvalidInput, which names the column, the unit and the rule, where the data lacks what the loss needs."""
     match loss:
-        case CrossEntropy() | Distillation():
+        case CrossEntropy():
             pass
+        case Distillation():
+            if loss.more_teachers:
+                check_teachers(units, 1 + len(loss.more_teachers))
         case DPO():
             check_pairs(units)
         case SquaredError():

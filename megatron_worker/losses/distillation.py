@@ -1,9 +1,9 @@
 """Distillation: the sum of w D, which the step divides by its sum of w. Divergences: head/distributions.py."""
 
+from longshore.losses import Distillation
 from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
 from megatron_worker.sums import LossSums
 from megatron_worker.teachers import Divergence
-from shared.jobs.losses import Distillation
 
 
 def distillation_loss(loss: Distillation, temperature: float) -> LossFunction:

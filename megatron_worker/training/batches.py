@@ -22,6 +22,7 @@ from megatron_worker.teachers import LikeliestIds
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Ints, PackedBin, Plan, Units
 
+Flags = NDArray[np.bool_]
 Scored = Literal["old_logprob_N", "ref_logprob_N", "advantage_N", "weight_N"]
 NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # the units of an empty batch
 
@@ -128,13 +129,16 @@ class PackedBatches:
         """Return a column of all targets: what was put, or what is on file."""
         return self._scored[name] if name in self._scored else self.units.columns[name.removesuffix("_N")].copy()
 
-    def put(self, name: Scored, values: NDArray[np.float32]) -> None:
-        """Replace a column of all later batches. `values`: one for each target on file."""
+    def put(self, name: Scored, values: NDArray[np.float32], at_N: Flags | None = None) -> None:
+        """Replace a column of all later batches. `values`: one for each target on file. `at_N`: where; None: all."""
         assert len(values) == self.units.header.num_targets
-        self._scored[name] = values
+        self._scored[name] = values if at_N is None else np.where(at_N, values, self._scored.get(name, values))
 
-    def put_likeliest(self, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-        """Give later batches a teacher's likeliest ids, [targets on file, K]."""
+    def put_likeliest(self, ids: NDArray[np.int32], logprobs: NDArray[np.float32], at_N: Flags | None = None) -> None:
+        """Give later batches a teacher's likeliest ids, [targets on file, K]. `at_N` as in `put`."""
+        if at_N is not None and self._likeliest is not None:
+            had_ids, had_logprobs = self._likeliest
+            ids, logprobs = np.where(at_N[:, None], ids, had_ids), np.where(at_N[:, None], logprobs, had_logprobs)
         self._likeliest = ids, logprobs
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:

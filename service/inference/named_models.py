@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longshore.fields import Frozen
+from longshore.losses import Distillation
 from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.losses import Distillation
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.previews import PreviewRequest
 from shared.runs.requests import RLRun, Run
@@ -104,8 +104,11 @@ class NamedModels:
         match run:
             case DPORun(reference=str(reference)) if reference != "base":
                 changes["reference"] = self._adapter(tenant, reference, f"{below}reference")
-            case DistillRun(teacher=teacher) if teacher != "base":
-                changes["teacher"] = self._adapter(tenant, teacher, f"{below}teacher")
+            case DistillRun(teacher=teacher, teachers=more):
+                named = {"teacher": teacher} | {f"teachers.{name}": uri for name, uri in more}
+                found = [u if u == "base" else self._adapter(tenant, u, f"{below}{at}") for at, u in named.items()]
+                changes["teacher"] = found[0]
+                changes["teachers"] = tuple(zip(run.named_teachers, found[1:], strict=True))
             case RLRun(loss=Distillation(teacher=str(teacher)) as loss) if teacher != "base":
                 adapter = self._adapter(tenant, teacher, f"{below}loss.distillation.teacher")
                 changes["loss"] = loss.model_copy(update={"teacher": adapter})

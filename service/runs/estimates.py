@@ -19,7 +19,7 @@ from service.runs.views.history import Histories, RunHistory
 from service.runs.views.run_view import devices_of
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
-from shared.runs.dataset_runs import DatasetRun
+from shared.runs.dataset_runs import DatasetRun, RewardRun
 from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import Precision, RLRun, Run
 from shared.settings import PriceSettings
@@ -111,6 +111,7 @@ class Estimates:
             num_rows=0,
             max_rows=_ALL_ROWS,
             labels=run.reads_labels,
+            numbers=run.number_fields if isinstance(run, RewardRun) else (),
         )
         cut = Cut(
             seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens

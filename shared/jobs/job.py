@@ -28,6 +28,7 @@ from shared.jobs.losses import (
     Critic,
     Distillation,
     Loss,
+    adapters_of,
     check_head,
     is_policy_loss,
     reference_of,
@@ -320,8 +321,8 @@ class Job(Frozen):
 
 def artifacts_of(job: Job) -> list[Artifact]:
     """Return every input of a job; of a session those that it begins with."""
-    plan, reference = job.plan, reference_of(job.plan.step_loss)
+    plan = job.plan
     before = plan.initial_checkpoint if job.needs_its_beginning else None
     files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]
-    own = [*files, reference if isinstance(reference, Artifact) else None]
+    own = [*files, *adapters_of(job.plan.step_loss)]
     return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]

@@ -15,6 +15,8 @@ from longshore.losses import (
     PPO,
     SAPO,
     CrossEntropy,
+    Distillation,
+    DistillationSettings,
     Kl,
     PolicyLoss,
     Reference,
@@ -122,48 +124,6 @@ class Preferences(_OfPairs):
         return kind(**self.model_dump(include=shared), reference=reference if self.has_reference else "base")
 
 
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
-DivergenceTokens = Literal["all", "top_k", "drawn"]
-_SKEWS: dict[DivergenceKind, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.1}  # DistiLLM, section 4.3
-
-
-class DistillationSettings(Frozen):
-    """What a student's distributions are compared with its teacher's by. Formulas: docs/losses.md."""
-
-    divergence: DivergenceKind = Field(default="forward_kl", description="what is minimised, at every trained token")
-    skew: float | None = Field(
-        default=None, gt=0, lt=1, description="of jsd the teacher's part of the mixture (0.5), of skew_… its own (0.1)"
-    )
-    tokens: DivergenceTokens = Field(
-        default="all",
-        description="all: of the whole vocabulary; top_k: of the teacher's likeliest and all others as one; drawn: of "
-        "the row's own token and all others as one",
-    )
-    top_k: int | None = Field(default=None, ge=1, le=1024, description="how many ids of tokens top_k are kept")
-
-    @model_validator(mode="after")
-    def _nothing_of_a_divergence_is_ignored(self) -> Self:
-        if self.skew is not None and self.divergence not in _SKEWS:
-            raise ValueError(f"{self.divergence} has no mixture: drop skew, or take {', '.join(_SKEWS)}")
-        if (self.tokens == "top_k") != (self.top_k is not None):
-            raise ValueError("top_k belongs to tokens top_k, which needs it")
-        return self
-
-
-class Distillation(DistillationSettings):
-    """The divergence from a teacher on the same base, divided by the step's sum of weights."""
-
-    kind: Literal["distillation"] = "distillation"
-    teacher: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
-        default="base", description="base, or a published adapter on it: in a run its URI, in a job its artifact"
-    )
-
-    @property
-    def mixed(self) -> float:
-        """Return the skew; 0 for a divergence without one."""
-        return _SKEWS.get(self.divergence, 0.0) if self.skew is None else self.skew
-
-
 def teacher_stays(trainable: Lora | Full, loss: DistillationSettings) -> None:
     """Raise ValueError where the teacher computes in the middle of a step, and the step changes its weights."""
     if isinstance(trainable, Full) and loss.tokens == "all":
@@ -192,6 +152,16 @@ def check_head(loss: Loss, head: ScalarHead | None) -> None:
         raise ValueError(f"loss: {loss.kind} is of a scalar a sequence, and this trains {head}")
     if (loss.scalar or 0) >= len(head.names):
         raise ValueError(f"loss.scalar: {loss.scalar} is behind the last of {', '.join(head.names)}, counted from 0")
+
+
+def has_several_teachers(loss: Loss) -> TypeGuard[Distillation]:
+    return isinstance(loss, Distillation) and len(loss.more_teachers) > 0
+
+
+def adapters_of(loss: Loss) -> list[Artifact]:
+    """Return the adapters that a loss computes with beside what it trains: its reference, or its teachers."""
+    more = loss.more_teachers if isinstance(loss, Distillation) else ()
+    return [each for each in (reference_of(loss), *more) if isinstance(each, Artifact)]
 
 
 def reference_of(loss: Loss) -> Reference | None:

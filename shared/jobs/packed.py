@@ -51,7 +51,7 @@ _OF_TOKENS = (*TOKEN_COLUMNS, ROUTE)
 # Indices in these columns are local to a unit on disk; reading a bin shifts them.
 OFFSETS = np.dtype("<i8")
 _PIECE = 1 << 20
-_REQUIRED = ("token_id", "hidden_index", "label", "weight")
+REQUIRED_COLUMNS = ("token_id", "hidden_index", "label", "weight")
 
 Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
@@ -126,12 +126,14 @@ class UnitsWriter:
     Nothing is fsynced: the folder is a scratch folder, which its owner uploads.
     """
 
-    def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED, routes: RouteShape | None = None) -> None:
+    def __init__(
+        self, folder: Path, columns: tuple[str, ...] = REQUIRED_COLUMNS, routes: RouteShape | None = None
+    ) -> None:
         """Open the files of a folder. `columns`: those that are written; the others have defaults on reading.
 
         `routes`: of the column `route`, which is written, too.
         """
-        assert set(_REQUIRED) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
+        assert set(REQUIRED_COLUMNS) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._routes = routes

@@ -25,7 +25,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     """
     check_ranks(run.layout, settings.max_ranks, below)
     match run:
-        case DistillRun(teacher="base", initial_adapter=None):
+        case DistillRun(teacher="base", initial_adapter=None, teachers=()):
             rule = "the student begins as the base itself: name an initial_adapter, or another teacher"
             raise InvalidInput(rule, f"{below}teacher")
         case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from longshore.fields import Frozen
+from longshore.training import MAX_SCALARS
 from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
 from shared.runs.sources import Format, RowsSource
@@ -63,6 +64,9 @@ class PreviewRequest(Frozen):
     max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
     are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
     labels: bool = Field(default=False, description="rows are learned from by kto: they are counted, and none is shown")
+    numbers: tuple[str, ...] = Field(
+        default=(), max_length=MAX_SCALARS, description="fields with what a reward model learns; as with labels"
+    )
 
 
 class PreviewStart(Frozen):

@@ -140,6 +140,8 @@ class RLRun(TrainedRun):
             teacher_stays(self.trainable, self.loss)
             if self.advantages != "none":
                 raise ValueError("a distillation loss reads no advantages: they are none")
+            if self.loss.more_teachers:
+                raise ValueError("loss.more_teachers: several teachers are of rows of a dataset, and not of samples")
         elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
             raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         self._critic_fits()

@@ -4,8 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Frozen
-from shared.jobs.losses import DistillationSettings
+from longshore.fields import Frozen, Name
+from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
+from longshore.training import PAIRED
 
 Format = Literal[
     "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
@@ -91,22 +92,46 @@ PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
 PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
 
 
+TeacherUri = Annotated[str, Field(min_length=1, max_length=2048)]
+
+
+def _is_url(teacher: str) -> bool:
+    return teacher.startswith(("http://", "https://"))
+
+
 class TaughtBy(DistillationSettings):
     """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
 
-    teacher: str = Field(
-        min_length=1,
-        max_length=2048,
+    teacher: TeacherUri = Field(
         description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that tells prompt_logprobs",
     )
     teacher_model: str | None = Field(
         default=None, min_length=1, max_length=256, description="the teacher's name there"
     )
+    teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
+        default=(),
+        max_length=MOST_TEACHERS,
+        description="further teachers by name, as `teacher` says one: a row's field `teacher` names its own, and a row "
+        "without one learns from `teacher`",
+    )
     temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
 
     @property
     def teacher_url(self) -> str | None:
-        return self.teacher if self.teacher.startswith(("http://", "https://")) else None
+        return self.teacher if _is_url(self.teacher) else None
+
+    @property
+    def named_teachers(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.teachers)
+
+    @model_validator(mode="after")
+    def _several_are_on_the_base(self) -> Self:
+        several_teachers_fit(self.teachers, self)
+        if self.teachers and any(_is_url(uri) for uri in (self.teacher, *dict(self.teachers).values())):
+            raise ValueError("several teachers are of the student's base, and none behind a URL")
+        if len(set(self.named_teachers)) < len(self.teachers):
+            raise ValueError("teachers: two have one name")
+        return self
 
     @model_validator(mode="after")
     def _servers_tell_some_tokens(self) -> Self:

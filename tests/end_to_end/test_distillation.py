@@ -1,5 +1,6 @@
 """A dataset and a teacher in, a published student out, through every process of the real system."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,30 @@ def test_the_student_comes_near_its_teacher_on_held_out_rows(stack: Stack, tiny_
     told = stack.cli("metrics", top.json["run_id"], "--json").json
     of_top = [told["evaluations"][place]["metrics"]["loss"] for place in (0, -1)]
     assert of_top[0] <= before and of_top[1] < 0.5 * of_top[0]
+
+
+def test_rows_name_their_teachers(stack: Stack, tiny_model: Path, folder: Path) -> None:
+    """Half of the rows name the teacher, and half the base, which the student is already: its loss is half as great."""
+    for name in ("train", "held-out"):
+        lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        jsonl(
+            folder / f"{name}-named.jsonl", [row | {"teacher": "far"} if i % 2 else row for i, row in enumerate(lines)]
+        )
+        jsonl(folder / f"{name}-far.jsonl", [row for i, row in enumerate(lines) if i % 2])
+    found = {}
+    for rows_of, more in (("far", ()), ("named", ("--teachers", json.dumps({"far": "base"})))):
+        fields = ("--dataset", str(folder / f"train-{rows_of}.jsonl"), "--tokens", "drawn", "--samples", "0")
+        held_out = ("--eval-dataset", str(folder / f"held-out-{rows_of}.jsonl"), "--steps", "2")
+        answer = submit(stack, tiny_model, folder, f"file://{folder}/teacher", *fields, *held_out, *more)
+        told = stack.cli("metrics", answer.json["run_id"], "--json").json
+        found[rows_of] = told["evaluations"][0]["metrics"]["loss"]
+    card = (published(answer) / "README.md").read_text()
+    assert "| teacher far | the base model |" in card
+    unknown = submit(
+        stack, tiny_model, folder, "base", *fields, "--teachers", json.dumps({"near": "base"}), check=False
+    )
+    assert_refused(unknown, "teacher must be one of near, or absent, not 'far'")
+    assert 0 < found["named"] < 0.8 * found["far"]
 
 
 def test_what_cannot_be_a_teacher_is_named(stack: Stack, tiny_model: Path, folder: Path) -> None:

@@ -9,12 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from longshore.losses import CrossEntropy
+from longshore.losses import CrossEntropy, Distillation
 from longshore.training import Full, Lora
 from megatron_worker.training.batches import PackedBatches
 from shared.jobs.events import Evaluated, Failed, Step, Succeeded
 from shared.jobs.job import Evaluation, Job, JobPlan
-from shared.jobs.losses import Distillation
 from tests.depth import drawn
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256

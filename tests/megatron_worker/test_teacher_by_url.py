@@ -11,12 +11,12 @@ from activities.grading.ask_teacher import AskTeacher, TeacherRequest
 from activities.host_context import HostContext
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
+from longshore.losses import Distillation
 from longshore.training import Lora
 from shared.chat.sampler_control import SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Step
 from shared.jobs.job import Evaluation, PackedData
-from shared.jobs.losses import Distillation
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Units
 from shared.settings import GradingSettings, Settings
 from tests.megatron_worker.sampler_process import NAME, running, write_adapter

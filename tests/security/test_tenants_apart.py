@@ -135,7 +135,13 @@ RUNS = tuple(f"/api/v1/runs/{kind}" for kind in ("sft", "dpo", "distill", "rewar
 RICH: dict[str, Any] = {
     "/api/v1/runs/sft": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
     "/api/v1/runs/dpo": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", reference="file:///r"),
-    "/api/v1/runs/distill": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", teacher="file:///r"),
+    "/api/v1/runs/distill": sft(
+        eval_dataset={"uri": "file:///e"},
+        initial_adapter="file:///a",
+        teacher="file:///r",
+        teachers={"more": "file:///m"},
+        tokens="drawn",
+    ),
     "/api/v1/runs/reward": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
     "/api/v1/runs/rl": {
         "model": "org/tiny",
@@ -163,7 +169,9 @@ RICH: dict[str, Any] = {
 MUST_REFUSE = {
     "/api/v1/runs/sft": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
     "/api/v1/runs/dpo": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "reference"},
-    "/api/v1/runs/distill": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "teacher"},
+    "/api/v1/runs/distill": {
+        *("model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "teacher", "teachers.more"),
+    },
     "/api/v1/runs/reward": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
     "/api/v1/runs/rl": {"model", "initial_adapter", "rollouts.prompts.uri", "rollouts.sampler_url"},
     "/api/v1/validate": {"source.uri", "model_uri"},

@@ -1,12 +1,13 @@
 """Job plans for a worker, made of a run's request: pure functions."""
 
 import math
+from collections.abc import Sequence
 
 from longshore.fields import Artifact
-from longshore.losses import CrossEntropy, Reference, SquaredError
+from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
 from longshore.training import Lora
 from shared.jobs.job import Checkpointing, Evaluation, JobCritic, JobPlan, PackedData, Schedule
-from shared.jobs.losses import BradleyTerry, Distillation, DistillationSettings, Loss, with_reference
+from shared.jobs.losses import BradleyTerry, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
 from shared.models.shape import ModelShape
@@ -29,6 +30,7 @@ def dataset_job(
     eval_data: PackedData | None,
     num_steps: int,
     reference: Reference = "base",
+    more_teachers: Sequence[Reference] = (),
 ) -> JobPlan:
     """The one job of a run on a dataset. The same run gives the same plan, however often it is leased."""
     run = start.run
@@ -47,7 +49,7 @@ def dataset_job(
         initial_adapter=adapter,
         data=data,
         num_steps=num_steps,
-        loss=_loss_of(run, reference),
+        loss=_loss_of(run, reference, more_teachers),
         temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
         optimizer=run.settings_of_optimizer,
         schedule=_schedule_of(run),
@@ -68,7 +70,7 @@ def _schedule_of(run: DatasetRun) -> Schedule:
     return Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, rates=rates)
 
 
-def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
+def _loss_of(run: DatasetRun, reference: Reference, more_teachers: Sequence[Reference]) -> Loss:
     match run:
         case SFTRun():
             return CrossEntropy()
@@ -80,7 +82,7 @@ def _loss_of(run: DatasetRun, reference: Reference) -> Loss:
             settings = run.model_dump(include=set(DistillationSettings.model_fields))
             if run.teacher_url is not None:  # what it said is of the data
                 settings |= {"tokens": "top_k", "top_k": run.top_k or 1}
-            return Distillation(teacher=reference, **settings)
+            return Distillation(teacher=reference, more_teachers=tuple(more_teachers), **settings)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from activities.formats import rows
 from activities.formats.dataset import open_dataset
 from activities.formats.examples import Chat, Example, PromptCompletion, Text, TokenIds
+from activities.formats.messages import WeighedText
 from activities.formats.specs import FORMATS
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource, Format
@@ -74,10 +75,19 @@ def test_answers_that_a_pattern_is_found_in_are_trained_alone(tmp_path: Path) ->
     assert "assistant_pattern is of conversations" in refusal(tmp_path, assistant_pattern="t")
 
 
-def test_a_weight_of_a_part_of_a_message_is_refused(tmp_path: Path) -> None:
+def test_parts_have_weights_in_answers_of_chats_alone(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a", "weight": 1}, {"type": "text", "text": "b", "weight": 0.0}]
-    told = refusal(lines(tmp_path, {"messages": [USER, {"role": "assistant", "content": parts}]}))
-    assert "rows.jsonl:1" in told and "messages[1].content[1].weight: whole messages have weights" in told
+    lines(tmp_path, {"messages": [USER, {"role": "assistant", "content": parts}]})
+    [chat] = read(tmp_path)
+    assert isinstance(chat, Chat) and isinstance(content := chat.messages[1]["content"], WeighedText)
+    assert content == "ab" and content.parts == ((1, 1.0), (1, 0.0))
+    asked = refusal(lines(tmp_path, {"messages": [{"role": "user", "content": parts}, ASSISTANT]}))
+    assert "rows.jsonl:1" in asked and "messages[0].content[1].weight: parts have weights in an assistant's" in asked
+    chosen = {"chosen": [USER, {"role": "assistant", "content": parts}], "rejected": [USER, ASSISTANT]}
+    assert "chosen[1].content[1].weight: parts have weights in an" in refusal(lines(tmp_path, chosen))
+    bad = [parts[0], parts[1] | {"weight": -1}]
+    lines(tmp_path, {"messages": [USER, {"role": "assistant", "content": bad}]})
+    assert "messages[1].content[1].weight must be a number of at least 0, not -1" in refusal(tmp_path)
 
 
 def test_prompt_and_completion_by_default_and_by_any_name(tmp_path: Path) -> None:

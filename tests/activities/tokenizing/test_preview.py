@@ -21,6 +21,7 @@ from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model
 
+SCORED = {"prompt": "How many?", "completion": "12 sacks.", "score": 0.5}
 ARTIFACT = Artifact(uri="file:///a", sha256="0" * 64)
 
 
@@ -120,3 +121,21 @@ def test_the_activity_downloads_looks_and_cleans_up(tmp_path: Path, tiny_model: 
     (tmp_path / "rows.jsonl").write_text("{")
     with pytest.raises(InvalidInput, match=r"rows.jsonl:1: invalid JSON"):
         ActivityEnvironment().run(PreviewDataset(HostContext(settings)).preview, start)
+
+
+def test_what_a_reward_model_learns_is_checked(tmp_path: Path) -> None:
+    """Scores and margins are read, a target an answer or a score; rows of the other objective are refused."""
+    found = look(tmp_path / "scores", [SCORED, SCORED | {"score": 2}], numbers=("score",))
+    assert (found.report.num_kept, found.report.num_targets, found.rows) == (2, 2, ())
+    pair = {"prompt": "How many?", "chosen": "12 sacks.", "rejected": "None."}
+    found = look(tmp_path / "pairs", [pair, pair | {"margin": 0.5}], numbers=("margin",))
+    assert (found.report.num_kept, found.report.num_targets) == (2, 4)
+    for folder, row, numbers, words in (
+        ("text", SCORED | {"score": "high"}, ("score",), "score must be a number, not text"),
+        ("missing", {"prompt": "q", "completion": "a"}, ("score",), "score"),
+        ("margin", pair | {"margin": "wide"}, ("margin",), "margin must be a number"),
+        ("unpaired", SCORED, ("margin",), "learns from pairs, as reward does"),
+        ("paired", pair, ("score",), "pairs are what dpo learns from, and a reward model"),
+    ):
+        with pytest.raises(InvalidInput, match=f"rows.jsonl:1.*{words}"):
+            look(tmp_path / folder, [row], numbers=numbers)

@@ -109,6 +109,10 @@ def test_margins_and_scores_are_read(tmp_path, as_parquet) -> None:
             "the last message is the user's",
         ),
         ({"text": "t", "score": 1.0}, "the row has none of its own"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"text": "a", "weight": 2}]}], "score": 1.0},
+            "weight must be 1 or absent",
+        ),
         (PAIR | {"score": 1.0}, "pairs are what dpo learns from, and a reward model"),
     ],
 )

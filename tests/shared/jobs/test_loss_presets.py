@@ -6,9 +6,9 @@ from pydantic import ValidationError
 
 from activities.trajectories.advantages import advantages_of
 from longshore.fields import Artifact
-from longshore.losses import PPO, Kl
+from longshore.losses import PPO, Distillation, Kl
 from longshore.training import Lora, ScalarHead
-from shared.jobs.losses import PRESETS, Critic, Distillation, preset, reference_of, reference_uri, with_reference
+from shared.jobs.losses import PRESETS, Critic, preset, reference_of, reference_uri, with_reference
 from shared.runs.requests import RLRun
 
 # As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
