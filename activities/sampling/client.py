@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from activities.confined import calls as confined
 from activities.sampling.streamed import StreamedAnswer, Tell, bounded_pieces, error_of, lines
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, DrawnBy, Sampling
-from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory
+from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory, ScoreAnswer
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
@@ -222,6 +222,14 @@ class Sampler:
         if len(logprobs) != len(found) or not all(map(math.isfinite, logprobs)):
             raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
         return logprobs, answer.drawn_by[0] if answer.drawn_by else DrawnBy()
+
+    def rewards(self, model: str, prompts: list[tuple[int, ...]]) -> list[list[float | None] | None]:
+        """Score conversations by a reward model in our own sampler, as ScoreAnswer says."""
+        body = {"model": model, "prompts": [list(ids) for ids in prompts]}
+        found = _parsed(ScoreAnswer, self._ask("POST", "/v1/score", body), self._url).scores
+        if len(found) != len(prompts):
+            raise InvalidInput(f"the sampler sent {len(found)} scores for {len(prompts)} conversations", self._url)
+        return found
 
     @property
     def place(self) -> str:

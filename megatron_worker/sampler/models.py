@@ -97,7 +97,8 @@ class Models:
         sha256 = weights_sha256(self._decoder.named_weights().items())
         return LoadedAdapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
 
-    def find(self, name: str) -> LoadedAdapter:
+    def find(self, name: str, *, scores: bool = False) -> LoadedAdapter:
+        """Return what a request names. `scores`: it is to be a reward model, which else it may not be."""
         with self._lock:
             base = self._base or self._renewed
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
@@ -106,6 +107,9 @@ class Models:
             raise RequestRefused(503, "the sampler's weights are not complete: load them again")
         if adapter is None:
             raise RequestRefused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
+        if scores != (adapter.head is not None):
+            what = "has no head of scalars" if scores else "is a reward model: it scores (/v1/score) and writes nothing"
+            raise RequestRefused(400, f"The model `{name}` {what}.", "model")
         return adapter
 
     # Sleep.
