@@ -23,19 +23,30 @@ from activities.models.files import (
     decoder_modules,
     gguf_file,
     read_config,
+    read_metadata,
     read_tensors,
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import Location, locate, located
 from longshore.fields import Artifact, Frozen
-from longshore.training import LINEARS, Lora, Target
+from longshore.training import LINEARS, Lora, ScalarHead, Target
 from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import Entry
-from shared.models.peft import CONFIG, COPIES, EMBEDDING, HEAD_TENSORS, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import (
+    CONFIG,
+    COPIES,
+    EMBEDDING,
+    HEAD_TENSORS,
+    PREFIX,
+    WEIGHTS,
+    check_same,
+    lora_of,
+    scalar_names,
+)
 from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -55,7 +66,6 @@ from shared.storage.paths import RunKeys, content_key, model_import
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
-What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
@@ -68,13 +78,13 @@ _TENSOR = re.compile(
 class AdapterRequest(Frozen):
     """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
-    `run_id` and `role`: the run that uses it, and whether it starts from it or has it as a reference.
+    `run_id` and `role`: the run that uses it, and whether it starts from it, has it as a reference, or is graded by it.
     """
 
     uri: str
     tenant: Tenant
     run_id: RunId | None = None
-    role: Literal["initial_adapter", "reference"] = "initial_adapter"
+    role: Literal["initial_adapter", "reference", "reward_model"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
 
@@ -122,9 +132,11 @@ class Resolve:
             location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
             _check_weights(location, lora, request.shape)
-            return ResolvedAdapter(
-                adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
-            )
+            what: str = request.role
+            if request.role == "reward_model":
+                what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
+                lora = lora.model_copy(update={"head": _head_of(location, lora, request.shape)})
+            return ResolvedAdapter(adapter=self._imported(location, [CONFIG, WEIGHTS], what, request), lora=lora)
 
     def _converted(
         self, location: Location, name: str, check: Callable[[Location], DenseConfig], tenant: str
@@ -158,7 +170,7 @@ class Resolve:
         return located(files, manifest, artifact)
 
     def _imported(
-        self, location: Location, names: list[str], what: What, request: ModelRequest | AdapterRequest
+        self, location: Location, names: list[str], what: str, request: ModelRequest | AdapterRequest
     ) -> Artifact:
         artifact = import_files(location, names, self._host, request.tenant)
         if request.run_id is not None:
@@ -195,7 +207,11 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     head = None if request.lora is None else request.lora.head
-    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), None if head is None else head.names)
+    names = () if request.role == "reward_model" else None if head is None else head.names
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
+    if request.role == "reward_model" and lora.head is None:
+        rule = "it is an adapter of a language model, with no head of scalars: a grader wants a reward model"
+        raise InvalidInput(rule, location.place(CONFIG))
     if request.lora is not None:
         linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
@@ -223,6 +239,26 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
     check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
+
+
+def _head_of(location: Location, lora: Lora, shape: ModelShape | None) -> ScalarHead:
+    """Return the head of a reward model. Raises InvalidInput for one of another size, or that is not finite."""
+    assert lora.head is not None
+    tensors, place = read_tensors(location, WEIGHTS), location.place(WEIGHTS)
+    head = {name: tensors[name] for name in HEAD_TENSORS if name in tensors}
+    weight = head.get(HEAD_TENSORS[0])
+    if weight is None or len(weight.shape) != 2 or (shape is not None and weight.shape[1] != shape.hidden_size):
+        size = "" if shape is None else f" [scalars, {shape.hidden_size}]"
+        told = "is missing" if weight is None else f"has the shape {weight.shape}, and the model's is{size}"
+        raise InvalidInput(f"tensor {HEAD_TENSORS[0]} {told}", place)
+    check_finite(Weights(head, dict.fromkeys(head, WEIGHTS)), location, all_of_them=True)
+    try:
+        names = scalar_names(read_metadata(location, WEIGHTS), weight.shape[0])
+        if len(names) != weight.shape[0]:
+            raise ValueError(f"{len(names)} for {weight.shape[0]}")
+        return ScalarHead(names=names, per=lora.head.per)
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(f"the names of its scalars cannot be read: {str(error)[:200]}", place) from error
 
 
 def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
@@ -290,7 +326,7 @@ def _hash(location: Location, names: list[str]) -> Manifest:
     return Manifest(files=tuple(entries))
 
 
-def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
+def check_began_with(what: str, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
     """Record the files that a run's first execution found at a place; check that later executions find the same.
 
     Files are compared by hash, not by location.

@@ -8,6 +8,7 @@ from longshore.fields import Frozen
 from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
+from shared.grading.graders import Grader, MultiGrader, RewardModelGrader, chosen_scalar
 from shared.jobs.losses import Distillation
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.previews import PreviewRequest
@@ -117,7 +118,32 @@ class NamedModels:
             ):
                 adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
+        if isinstance(run, RLRun) and run.rollouts is not None:
+            grader = self._grader(tenant, run.rollouts.grader, f"{below}rollouts.grader")
+            changes["rollouts"] = run.rollouts.model_copy(update={"grader": grader})
         return changes
+
+    def _grader(self, tenant: str, grader: Grader, place: str) -> Grader:
+        """Return a grader with URIs in place of the names of its reward models, and of the models that they are on."""
+        if isinstance(grader, MultiGrader):
+            parts = {name: self._grader(tenant, one, f"{place}.graders.{name}") for name, one in grader.graders.items()}
+            return grader.model_copy(update={"graders": parts})
+        if not isinstance(grader, RewardModelGrader):
+            return grader
+        base = grader.base and self.starting_point(tenant, grader.base, f"{place}.base").model
+        if not is_name(grader.model):
+            return grader.model_copy(update={"model": one_form(grader.model), "base": base})
+        found = self._find(tenant, grader.model, f"{place}.model")
+        head = self._published.head(tenant, found)
+        if head is None:
+            rule = f"{found.id} is a language model, without a head of scalars: a grader wants a reward model"
+            raise InvalidInput(rule, f"{place}.model")
+        if found.kind == "models":
+            rule = f"{found.id} is a reward model of all weights, and adapters alone grade: train it as a lora"
+            raise InvalidInput(rule, f"{place}.model")
+        chosen_scalar(grader, head.names, place)
+        base = base or self._published.record(tenant, found).run.model
+        return grader.model_copy(update={"model": self._published.artifact(tenant, found).uri, "base": base})
 
     def _adapter(self, tenant: str, text: str, place: str, may_have_head: bool = False) -> str:
         if not is_name(text):
