@@ -52,6 +52,12 @@ class LoadedAdapter:
         return weights_sha256((name, tensor) for name, tensor in named if tensor is not None)
 
 
+def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
+    """Say which weights an adapter has."""
+    adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
+    return adapter
+
+
 def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder, may_have_head=True)

@@ -151,18 +151,13 @@ class Answers:
         request = parsed(ScoreRequest, body)
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model, scores=True)
-        nothing = Sampling()
-        ending = Ending(nothing, frozenset(), self._tokenizer)
-        sequences = {
-            number: Sequence(self._checked(tuple(ids), 0, len(ids)), nothing, 0, ending, draws_nothing=True)
-            for number, ids in enumerate(request.prompts)
-            if len(ids) <= self._limits.longest
-        }
-        ticket = Ticket(adapter, [*sequences.values()], num_changes)
-        if sequences and not self._answered(ticket, is_gone):
+        read = [self._checked(tuple(ids), 0, len(ids)) for ids in request.prompts if len(ids) <= self._limits.longest]
+        ticket = Ticket(adapter, [Sequence.scored(prompt, self._tokenizer) for prompt in read], num_changes)
+        if read and not self._answered(ticket, is_gone):
             return None
-        found = (sequences.get(number) for number in range(len(request.prompts)))
-        return ScoreAnswer(scores=[each and each.scalars for each in found])
+        told = iter(ticket.sequences)
+        is_read = (len(ids) <= self._limits.longest for ids in request.prompts)
+        return ScoreAnswer(scores=[next(told).scalars if each else None for each in is_read])
 
     def _answered(self, ticket: Ticket, is_gone: Callable[[], bool], streams: bool = False) -> bool:
         """Wait for a ticket's sequences, of a stream for the first token. False when the client has not waited."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from longshore.fields import Sha256
 from longshore.training import Lora
-from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter, versioned
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
@@ -379,12 +379,6 @@ def parsed(model: type[R], body: bytes) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RequestRefused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
-
-
-def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
-    """Say which weights an adapter has."""
-    adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
-    return adapter
 
 
 def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -3,7 +3,7 @@
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,11 @@ class Sequence:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)
     end: End | None = None
+
+    @classmethod
+    def scored(cls, prompt: tuple[int, ...], tokenizer: Tokenizer) -> Self:
+        """Return one that draws nothing, for a reward model."""
+        return cls(prompt, Sampling(), 0, Ending(Sampling(), frozenset(), tokenizer), draws_nothing=True)
 
     @property
     def next_uniform(self) -> float:

@@ -118,10 +118,20 @@ class NamedModels:
             ):
                 adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
-        if isinstance(run, RLRun) and run.rollouts is not None:
-            grader = self._grader(tenant, run.rollouts.grader, f"{below}rollouts.grader")
-            changes["rollouts"] = run.rollouts.model_copy(update={"grader": grader})
+        if isinstance(run, RLRun):
+            changes["rollouts"] = self.with_rewards(tenant, run, f"{below}rollouts.grader").rollouts
         return changes
+
+    def with_rewards(self, tenant: str, run: RLRun, place: str) -> RLRun:
+        """Return a run with URIs in place of the names of the reward models that grade it. Raises as `resolved` does.
+
+        Args:
+            place: where its grader stands in the request.
+        """
+        if run.rollouts is None:
+            return run
+        grader = self._grader(tenant, run.rollouts.grader, place)
+        return run.model_copy(update={"rollouts": run.rollouts.model_copy(update={"grader": grader})})
 
     def _grader(self, tenant: str, grader: Grader, place: str) -> Grader:
         """Return a grader with URIs in place of the names of its reward models, and of the models that they are on."""
