@@ -41,7 +41,7 @@ GRADES, SUMMARY, REWARDS = "grades.jsonl", "summary.json", "rewards.jsonl"
 class GradeRequest(Frozen):
     """Samples to grade, and the grader. `samples`: JSONL files of one `SampledItem` a line, read in order of name.
 
-    `rewards`: what its reward models give of the samples, by the graders' `model`: a `SampleRewards` a line.
+    `rewards`: what its reward models give of the samples, by the graders' `scorer`: a `SampleRewards` a line.
     """
 
     samples: Artifact
@@ -51,7 +51,7 @@ class GradeRequest(Frozen):
     @property
     def key(self) -> str:
         """The store key, by content: where the samples' bytes came from does not matter."""
-        given = (f"{model} {rewards.sha256}" for model, rewards in sorted(self.rewards.items()))
+        given = (f"{scorer} {rewards.sha256}" for scorer, rewards in sorted(self.rewards.items()))
         return content_key(_VERSION, self.samples.sha256, self.grader, *given)
 
 
@@ -97,7 +97,7 @@ class Grade:
             settings = self._host.settings
             samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
             sandbox = folder / ".sandbox"  # hidden, so that it is no part of the artifact
-            rewards = {model: self._host.stage(given) / REWARDS for model, given in request.rewards.items()}
+            rewards = {scorer: self._host.stage(given) / REWARDS for scorer, given in request.rewards.items()}
             asked = samples, request.grader, means, parts.known(), sandbox, rewards
             with closing(confined.stream(settings.confined, graded_parts, *asked, kind="grading")) as found:
                 summary = _write_grades(found, parts, folder / GRADES)
@@ -147,7 +147,7 @@ def graded_parts(
     Args:
         done: the first samples of the parts that are graded already.
         sandbox: a folder for the processes of python graders.
-        rewards: files of what reward models give, by their graders' `model`.
+        rewards: files of what reward models give, by their graders' `scorer`.
     """
     rows, first = _rewarded(sampled_items(samples), rewards) if rewards else sampled_items(samples), 0
     with open_grader(grader, means, sandbox) as grade_all:

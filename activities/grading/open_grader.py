@@ -30,7 +30,7 @@ from shared.settings import GradingSettings, Settings
 
 
 class RewardedItem(SampledItem):
-    """A sample with what reward models give of it, by the `model` of their graders. Others do not see that."""
+    """A sample with what reward models give of it, by their graders' `scorer`. Others do not see that."""
 
     rewards: dict[str, SampleRewards]
 
@@ -90,7 +90,7 @@ def _each(grade: Callable[[SampledItem], float]) -> GradeAll:
 
 def _reward(grader: RewardModelGrader, row: SampledItem) -> float:
     assert isinstance(row, RewardedItem)  # Grade.grade_one refuses what is not scored
-    found = row.rewards[grader.model]
+    found = row.rewards[grader.scorer]
     if found.error is not None:
         raise NotGraded(found.error)
     names = list(found.values)

@@ -30,7 +30,7 @@ from activities.models.files import (
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import Location, locate, located
 from longshore.fields import Artifact, Frozen
-from longshore.training import LINEARS, Lora, ScalarHead, Target
+from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
@@ -135,7 +135,7 @@ class Resolve:
             what: str = request.role
             if request.role == "reward_model":
                 what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
-                lora = lora.model_copy(update={"head": _head_of(location, lora, request.shape)})
+                lora = _reward_model(location, request.shape)
             return ResolvedAdapter(adapter=self._imported(location, [CONFIG, WEIGHTS], what, request), lora=lora)
 
     def _converted(
@@ -222,8 +222,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
-    left_out = COPIES + (HEAD_TENSORS if lora.head else ())  # the worker compares them with the model's
-    for name in [name for name in tensors if name.endswith(left_out)]:
+    head = {name: tensors.pop(name) for name in HEAD_TENSORS if lora.head is not None and name in tensors}
+    for name in [name for name in tensors if name.endswith(COPIES)]:  # the worker compares them with the model's
         tensors.pop(name)
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
@@ -238,27 +238,21 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
-    check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
+    check_finite(Weights(tensors | head, dict.fromkeys(tensors | head, WEIGHTS)), location, all_of_them=True)
 
 
-def _head_of(location: Location, lora: Lora, shape: ModelShape | None) -> ScalarHead:
-    """Return the head of a reward model. Raises InvalidInput for one of another size, or that is not finite."""
-    assert lora.head is not None
-    tensors, place = read_tensors(location, WEIGHTS), location.place(WEIGHTS)
-    head = {name: tensors[name] for name in HEAD_TENSORS if name in tensors}
-    weight = head.get(HEAD_TENSORS[0])
+def _reward_model(location: Location, shape: ModelShape | None) -> Lora:
+    """Read a reward model, with its scalars' names. Raises InvalidInput for a head that is missing, or does not fit."""
+    weight = read_tensors(location, WEIGHTS).get(HEAD_TENSORS[0])
     if weight is None or len(weight.shape) != 2 or (shape is not None and weight.shape[1] != shape.hidden_size):
-        size = "" if shape is None else f" [scalars, {shape.hidden_size}]"
-        told = "is missing" if weight is None else f"has the shape {weight.shape}, and the model's is{size}"
-        raise InvalidInput(f"tensor {HEAD_TENSORS[0]} {told}", place)
-    check_finite(Weights(head, dict.fromkeys(head, WEIGHTS)), location, all_of_them=True)
+        found = "it is missing" if weight is None else f"it has the shape {weight.shape}"
+        rule = f"tensor {HEAD_TENSORS[0]} has a row of the model's hidden size for each scalar: {found}"
+        raise InvalidInput(rule, location.place(WEIGHTS))
     try:
         names = scalar_names(read_metadata(location, WEIGHTS), weight.shape[0])
-        if len(names) != weight.shape[0]:
-            raise ValueError(f"{len(names)} for {weight.shape[0]}")
-        return ScalarHead(names=names, per=lora.head.per)
     except (ValueError, TypeError) as error:
-        raise InvalidInput(f"the names of its scalars cannot be read: {str(error)[:200]}", place) from error
+        raise InvalidInput("the names of its scalars are no list", location.place(WEIGHTS)) from error
+    return lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
 
 
 def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:

@@ -1,9 +1,8 @@
 """Score samples by a reward model on a sampler: each as the conversation that its training would have made of it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ from activities.formats.dataset import question_of
 from activities.formats.examples import Chat, PromptCompletion, Question
 from activities.formats.rows import Row
 from activities.grading.grade import REWARDS, sampled_items
-from activities.host_context import HostContext, Parts
+from activities.host_context import HostContext
 from activities.sampling.client import Sampler
-from activities.sampling.samplers import OpenSampler, Samplers, adapter_name, refusal
-from activities.tokenizing.encoding import EncodedBatch, encoded
+from activities.sampling.samplers import Samplers, adapter_name, refusal
+from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import REPORT, PromptsReport
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
 from longshore.fields import Artifact, Frozen
@@ -28,10 +27,9 @@ from shared.runs.requests import RunId
 from shared.runs.sources import DatasetSource
 from shared.runs.status import RewardModel
 from shared.serving import SamplerPlace
-from shared.storage.paths import content_key, rewarded, rewarded_part
+from shared.storage.paths import content_key, rewarded
 
 _VERSION = "rewards-1"  # raise it when the same samples would get other scores
-_SAMPLES_A_PART = 64  # each part is stored before the next one begins, so that a kill costs one part
 _SAMPLES_A_REQUEST = 16
 _PREFIX = "grader."
 """Before the names of reward models in samplers, which no run's own adapters begin with."""
@@ -75,101 +73,79 @@ class ScoreSamples:
 
     @activity.defn(name="score_samples")
     def score_samples(self, request: ScoreSamplesRequest) -> Artifact:
-        """Score every sample: `rewards.jsonl`, a `SampleRewards` a line. What an earlier attempt has scored stays.
+        """Score every sample, once: `rewards.jsonl`, a `SampleRewards` a line.
 
         Raises:
             InvalidInput: the sampler refuses the reward model or a conversation; its model has no chat template.
-            SamplerUnavailable, WorkerLost: there is no sampler at this place now; finished parts are kept.
-            StoreUnavailable: the store is away.
+            SamplerUnavailable, WorkerLost: there is no sampler at this place now. StoreUnavailable: the store is away.
         """
-        parts = Parts(self._host.store, partial(rewarded_part, request.key))
-        firsts = list[int]()
 
         def write(folder: Path) -> None:
-            prompts = self._host.stage(request.prompts, only=(REPORT,))
-            report = PromptsReport.model_validate_json((prompts / REPORT).read_bytes())
-            source = request.source.model_copy(update={"format": report.format})
-            tokenizer = tokenizer_files(self._host, request.reward.model)
-            asked = self._host.stage(request.samples), tokenizer, source, request.reward.head.per == "token"
+            host, reward = self._host, request.reward
+            report = (host.stage(request.prompts, only=(REPORT,)) / REPORT).read_bytes()
+            source = request.source.model_copy(update={"format": PromptsReport.model_validate_json(report).format})
+            asked = host.stage(request.samples), tokenizer_files(host, reward.model), source, reward.head.per == "token"
             with (
                 self._samplers.open(request.place) as opened,
-                closing(confined.stream(self._host.settings.confined, conversations, *asked, parts.known())) as found,
-                (folder / REWARDS).open("wb") as file,
+                closing(confined.stream(host.settings.confined, conversations, *asked)) as found,
+                (folder / REWARDS).open("w") as file,
             ):
-                name = _served(opened, request.reward.adapter, self._host)
-                for first, rows in found:
-                    firsts.append(first)
-                    if rows is not None:
-                        told = _scored(opened.client, name, rows, request.reward)
-                        parts.keep(first, b"".join(each.model_dump_json().encode() + b"\n" for each in told))
-                    file.write(parts.get(first))
+                name = adapter_name(_PREFIX, reward.adapter)
+                if name not in opened.client.models():
+                    opened.client.load_adapter(name, str(host.stage(reward.adapter)))
+                while some := list(islice(found, _SAMPLES_A_REQUEST)):
+                    file.writelines(
+                        f"{each.model_dump_json()}\n" for each in _scored(opened.client, name, some, reward)
+                    )
 
-        made = self._host.made_once(rewarded(request.key), "score", write)
-        parts.forget(firsts)
-        return made
+        return self._host.made_once(rewarded(request.key), "score", write)
 
 
-def _served(opened: OpenSampler, adapter: Artifact, host: HostContext) -> str:
-    """Have a sampler serve a reward model, and return its name there."""
-    name = adapter_name(_PREFIX, adapter)
-    if name not in opened.client.models():
-        opened.client.load_adapter(name, str(host.stage(adapter)))
-    return name
-
-
-def _scored(client: Sampler, name: str, rows: tuple[Conversation, ...], reward: RewardModel) -> Iterator[SampleRewards]:
-    for first in range(0, len(rows), _SAMPLES_A_REQUEST):
-        some = rows[first : first + _SAMPLES_A_REQUEST]
-        asked = [row.token_ids for row in some if row.refusal is None]
-        try:
-            found = iter(client.rewards(name, asked) if asked else [])
-        except InvalidInput as error:
-            raise refusal(client, name, error, reward.grader) from error
-        for row in some:
-            values = None if row.refusal is not None else next(found)
-            if values is not None:
-                yield SampleRewards(values=dict(zip(reward.head.names, values, strict=True)))
-            else:
-                too_long = f"{len(row.token_ids)} tokens of prompt and sample are more than the reward model reads"
-                yield SampleRewards(error=row.refusal or too_long)
+def _scored(client: Sampler, name: str, rows: list[Conversation], reward: RewardModel) -> Iterator[SampleRewards]:
+    asked = [row.token_ids for row in rows if row.refusal is None]
+    try:
+        found = iter(client.rewards(name, asked) if asked else [])
+    except InvalidInput as error:
+        raise refusal(client, name, error, reward.scorer) from error
+    for row in rows:
+        if row.refusal is None and (values := next(found)) is not None:
+            yield SampleRewards(values=dict(zip(reward.head.names, values, strict=True)))
+        else:
+            too_long = f"{len(row.token_ids)} tokens of prompt and sample are more than the reward model reads"
+            yield SampleRewards(error=row.refusal or too_long)
 
 
 def conversations(
-    samples: Path, tokenizer: TokenizerFiles, source: DatasetSource, ends_with_answer: bool, done: frozenset[int]
-) -> Iterator[tuple[int, tuple[Conversation, ...] | None]]:
-    """Yield the number of each part's first sample, and its conversations; None where it is among `done`.
+    samples: Path, tokenizer: TokenizerFiles, source: DatasetSource, ends_with_answer: bool
+) -> Iterator[Conversation]:
+    """Yield the samples' conversations, in order.
 
     Args:
         source: how the prompts are read from the samples' rows.
-        ends_with_answer: they end with the token that ends the answer, where per-turn labels are learned; else with
+        ends_with_answer: they end with the token that ends the answer, where labels of turns are learned; else with
             whatever the chat template puts last.
 
     Raises:
         InvalidInput: the tokenizer cannot be used, or its model has no chat template.
     """
-    read, numbers = question_of(source), dict[str, int]()
+    read, order = question_of(source), dict[str, int]()
 
     def examples() -> Iterator[Chat | PromptCompletion]:
-        for number, (place, item) in enumerate(sampled_items(samples)):
-            numbers[place] = number
-            if _first_of(number) not in done:
-                yield answered(read(Row(place, item.item)), str(item.sample["output_text"]))
+        for place, item in sampled_items(samples):
+            order[place] = len(order)
+            yield answered(read(Row(place, item.item)), str(item.sample["output_text"]))
 
-    def rendered() -> Iterator[tuple[int, Conversation]]:
-        with closing(encoded(examples(), tokenizer.load())) as batches:
-            for batch in batches:
-                told = {numbers[place]: each for place, each in _conversations_of(batch, ends_with_answer)}
-                yield from sorted(told.items())
-
-    made = {
-        first: tuple(each for _, each in part) for first, part in groupby(rendered(), lambda one: _first_of(one[0]))
-    }
-    for first in sorted({*map(_first_of, numbers.values())}):
-        yield first, made.get(first)
-
-
-def _first_of(number: int) -> int:
-    return number - number % _SAMPLES_A_PART
+    with closing(encoded(examples(), tokenizer.load())) as batches:
+        for batch in batches:
+            block = batch.block
+            told = {place: Conversation(refusal=reason) for place, reason in batch.refused.items()}
+            for place, first, num in zip(
+                block.places, block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True
+            ):
+                trained = np.flatnonzero(block.weight_T[first : first + num])
+                end = int(trained[-1]) + 1 if ends_with_answer and len(trained) else num
+                told[place] = Conversation(token_ids=tuple(block.id_T[first : first + end].tolist()))
+            yield from (told[place] for place in sorted(told, key=order.__getitem__))
 
 
 def answered(question: Question, text: str) -> Chat | PromptCompletion:
@@ -178,12 +154,3 @@ def answered(question: Question, text: str) -> Chat | PromptCompletion:
         return PromptCompletion(question.place, question.text, text)
     messages = [*question.messages, {"role": "assistant", "content": text}]
     return Chat(question.place, messages, question.tools, [0.0] * len(question.messages) + [1.0])
-
-
-def _conversations_of(batch: EncodedBatch, ends_with_answer: bool) -> Iterable[tuple[str, Conversation]]:
-    yield from ((place, Conversation(refusal=reason)) for place, reason in batch.refused.items())
-    block = batch.block
-    for place, first, num in zip(block.places, block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True):
-        trained = np.flatnonzero(block.weight_T[first : first + num])
-        end = int(trained[-1]) + 1 if ends_with_answer and len(trained) else num
-        yield place, Conversation(token_ids=tuple(block.id_T[first : first + end].tolist()))

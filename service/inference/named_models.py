@@ -145,12 +145,9 @@ class NamedModels:
             return grader.model_copy(update={"model": one_form(grader.model), "base": base})
         found = self._find(tenant, grader.model, f"{place}.model")
         head = self._published.head(tenant, found)
-        if head is None:
-            rule = f"{found.id} is a language model, without a head of scalars: a grader wants a reward model"
-            raise InvalidInput(rule, f"{place}.model")
-        if found.kind == "models":
-            rule = f"{found.id} is a reward model of all weights, and adapters alone grade: train it as a lora"
-            raise InvalidInput(rule, f"{place}.model")
+        if head is None or found.kind == "models":
+            what = "language model" if head is None else "reward model of all weights"
+            raise InvalidInput(f"{found.id} is a {what}, and a grader wants a reward model's adapter", f"{place}.model")
         chosen_scalar(grader, head.names, place)
         base = base or self._published.record(tenant, found).run.model
         return grader.model_copy(update={"model": self._published.artifact(tenant, found).uri, "base": base})

@@ -170,6 +170,11 @@ class RewardModelGrader(Frozen):
         default=None, min_length=1, max_length=200, description="which of its scalars; absent where it has one"
     )
 
+    @property
+    def scorer(self) -> str:
+        """By what it is scored: graders that differ in the scalar alone are scored once."""
+        return self.model if self.base is None else f"{self.model} on {self.base}"
+
 
 _Single = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader | RewardModelGrader
 SingleGrader = Annotated[_Single, Field(discriminator="type")]

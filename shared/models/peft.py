@@ -262,11 +262,7 @@ def metadata_of(lora: Lora) -> dict[str, str]:
 
 
 def scalar_names(metadata: Mapping[str, str], num: int) -> tuple[str, ...]:
-    """Return the names of the scalars that an adapter's head gives; their numbers, where PEFT has written it.
-
-    Args:
-        metadata: of the weights' file.
-    """
+    """Return the names of a head's scalars by the metadata of its file; their numbers, where PEFT has written it."""
     return tuple(json.loads(metadata.get(_NAMES, "[]")) or map(str, range(num)))
 
 

@@ -157,14 +157,14 @@ class Policy(Frozen):
 class RewardModel(Frozen):
     """A reward model that grades, as found at the run's beginning: its adapter, and the model that this is on.
 
-    `grader`: what graders call it. `is_on_policys`: that model is the policy's.
+    `scorer`: as its graders say. `is_beside`: it is scored on a sampler of its own, and not on the policy's.
     """
 
-    grader: str
+    scorer: str
     model: Artifact
     adapter: Artifact
     head: ScalarHead
-    is_on_policys: bool
+    is_beside: bool
 
 
 class RolloutData(Frozen):

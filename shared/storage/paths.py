@@ -302,11 +302,6 @@ def rewarded(key: str) -> str:
     return f"rewarded/{key}"
 
 
-def rewarded_part(key: str, first: int) -> str:
-    """What a reward model gives of samples from `first` on, kept while the rest is scored."""
-    return f"rewarded/{key}-parts/{first:010d}.jsonl"
-
-
 def published(tenant: str, kind: str, name: str = "") -> str:
     """The prefix of a tenant's published versions of one name. `kind` is `adapters` or `models`."""
     return f"{tenant_folder(tenant)}/{kind}/{name}"

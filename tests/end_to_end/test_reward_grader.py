@@ -39,16 +39,13 @@ def reward_model(stack: Stack, tiny_model: Path, tokenizer, tmp_path_factory: py
     plain = [number for number in range(len(tokenizer)) if number not in tokenizer.all_special_ids]
     with_e = [number for number in plain if "e" in tokenizer.decode([number])]
 
-    def text() -> str:
-        return tokenizer.decode([draw.choice(with_e if draw.random() < 0.2 else plain) for _ in range(12)])
+    def text(share: float) -> str:
+        return tokenizer.decode([draw.choice(with_e if draw.random() < share else plain) for _ in range(12)])
 
     def pair(number: int) -> dict[str, str]:
-        few, many = "", ""
-        while few.count("e") == many.count("e"):
-            few, many = sorted((text(), text()), key=lambda each: each.count("e"))
-        return {"prompt": f"Name ship {number}.", "chosen": many, "rejected": few}
+        return {"prompt": f"Name ship {number}.", "chosen": text(0.5), "rejected": text(0.0)}
 
-    for name, count in (("train", 512), ("held-out", 64)):
+    for name, count in (("train", 1024), ("held-out", 64)):
         jsonl(folder / f"{name}.jsonl", [pair(draw.randrange(60)) for _ in range(count)])
     return stack.cli(
         *("submit", "reward", "--wait", "--json", "--model", str(tiny_model), "--name", "likes-e"),
@@ -68,7 +65,7 @@ def submitted(stack: Stack, tiny_model: Path, prompts: dict[str, str], reward_mo
             *("submit", "rl", "--json", "--model", model, "--grader", grader, "--algorithm", "grpo"),
             *("--prompts", prompts["train"], "--eval-prompts", prompts["eval"], "--steps", str(NUM_STEPS)),
             *("--prompts-per-step", str(PROMPTS_A_STEP), "--group-size", str(GROUP_SIZE), "--lora-rank", "4"),
-            *("--max-completion-tokens", "12", "--max-tokens", "64", "--learning-rate", "0.01", "--seed", "7", *more),
+            *("--max-completion-tokens", "12", "--max-tokens", "64", "--learning-rate", "0.02", "--seed", "7", *more),
             check=check,
         )
 
@@ -92,7 +89,7 @@ def answer_of(trajectory: dict, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def test_a_run_against_it_improves_the_true_reward(stack, undisturbed, reward_model, tokenizer) -> None:
     told = stack.cli("metrics", reward_model.json["run_id"], "--json").json
-    assert told["evaluations"][-1]["metrics"]["preference_accuracy"] >= 0.8
+    assert told["evaluations"][-1]["metrics"]["preference_accuracy"] >= 0.95
     steps = steps_of(stack, undisturbed.json["run_id"])
     true = [
         sum(answer_of(each, tokenizer).count("e") for each in trajectories(step)) / PROMPTS_A_STEP / GROUP_SIZE
@@ -115,14 +112,19 @@ def test_grades_are_what_transformers_and_peft_compute(stack, undisturbed, rewar
     assert [each["reward"] for each in some] == pytest.approx(expected, abs=1e-5)
 
 
+def another_base(tiny_model: Path, folder: Path) -> Path:
+    base = Path(shutil.copytree(tiny_model, folder / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"of": "the reward model"}))
+    return base
+
+
 @pytest.mark.parametrize("victim", drawn(VICTIMS, 1))
 def test_a_second_sampler_scores_and_a_kill_in_the_middle_of_it_changes_nothing(
     stack, submitted, undisturbed, tiny_model, tmp_path, victim
 ) -> None:
     """On another folder, the reward model's base is another model, though of the same weights: so are the bits."""
-    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"of": "the reward model"}))
+    base = another_base(tiny_model, tmp_path)
     for folder in ("sampled", "graded", "rewarded"):
         shutil.rmtree(stack.root / "store" / folder, ignore_errors=True)
     store = stack.root / "store"
@@ -139,7 +141,14 @@ def test_a_second_sampler_scores_and_a_kill_in_the_middle_of_it_changes_nothing(
         answer = stack.cli("watch", run_id, "--json")
     assert answer.json["status"] == "succeeded", answer
     assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
-    assert not list(store.glob("rewarded/*-parts/*"))
+
+
+@pytest.mark.deep
+def test_with_one_sampler_host_the_samplers_take_turns(stack, submitted, tiny_model, tmp_path) -> None:
+    """The run gives back the sampler that it holds when the other has not come for a minute."""
+    alone = submitted(grader(), "--steps", "1", "--wait")
+    run = submitted(grader(base=str(another_base(tiny_model, tmp_path))), "--steps", "1", "--wait")
+    assert stack.adapter_sha256(run) == stack.adapter_sha256(alone)
 
 
 def test_beside_other_graders_only_their_sum_differs(stack, submitted, undisturbed) -> None:
@@ -163,9 +172,7 @@ def test_what_is_no_reward_model_or_no_policy_is_refused_by_name(
         ({"model": own, "scalar": "kindness"}, "has no 'kindness': it gives reward"),
     ):
         assert_refused(submitted(grader(**fields), "--wait", check=False), words)
-    wider = json.loads((tiny_model / "config.json").read_text())
-    assert wider["hidden_size"] == 64
-    kl = json.dumps({"kind": "reinforce", "kl": {"coefficient": 0.1, "reference": "likes-e"}})
+    kl = json.dumps({"kind": "ppo", "kl": {"coefficient": 0.1, "reference": "likes-e"}})
     for options in (("--initial-adapter", "likes-e"), ("--loss", kl)):
         assert_refused(submitted(json.dumps(LETTERS), *options, check=False), "is a reward model")
     assert_refused(submitted(json.dumps(LETTERS), model="likes-e", check=False), "is a reward model")

@@ -221,7 +221,7 @@ def test_a_reward_model_grades_its_tenant_alone(field: str, belongings: Belongin
         grader = {"type": "reward_model", "name": "taste", "model": "file:///r"} | {field: uri}
         run = {"model": "org/tiny", "rollouts": ROLLOUTS | {"grader": grader}}
         answer = stranger.post("/api/v1/runs/rl", json=run)
-        assert answer.status_code == 400 and "nothing of yours" in answer.json()["error"]["message"], answer.text
+        assert answer.status_code == 422 and "nothing of yours" in answer.json()["error"]["message"], answer.text
 
 
 def test_what_was_kept_apart_is_there(service: Service, belongings: Belongings, owner: httpx.Client) -> None:

@@ -116,7 +116,7 @@ class RolloutSource:
     def phase(self, step: int) -> Phase:
         """Return the phase of a step whose groups are being made."""
         if step in self._grading:
-            return "waiting_for_sampler" if self.sampling.awaits_beside else "grading"
+            return "grading"
         return "sampling" if self.sampling.is_up else "waiting_for_sampler"
 
     @staticmethod
@@ -308,6 +308,6 @@ class RolloutSource:
         return sampled, {"samplers": float(num_samplers)} if self.sampling.is_shared_out else {}
 
     async def _grade(self, sampled: Sampled, prompts: Artifact, source: DatasetSource) -> Graded:
-        rewards = await scored(self.start, self.sampling, sampled, prompts, source, self.data.rewards)
+        rewards = await scored(self.start, self.sampling, sampled.samples, prompts, source, self.data.rewards)
         request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader, rewards=rewards)
         return await control.do(Grade.grade, request)

@@ -80,11 +80,6 @@ class LeasedSamplers:
         return self._beside[model.sha256]
 
     @property
-    def awaits_beside(self) -> bool:
-        """True while the run waits for a sampler of a reward model."""
-        return any(one.is_awaited for one in self._beside.values())
-
-    @property
     def _of_run(self) -> tuple[Leasing, ...]:
         """The leases of the policy's samplers and of those beside them."""
         first = self.policys or self
@@ -125,8 +120,8 @@ class LeasedSamplers:
 
     @property
     def is_awaited(self) -> bool:
-        """True while the run waits for its first sampler."""
-        return self.awaits_beside or (self._lock.locked() and not self.grants)
+        """True while the run waits for its first sampler, or one of a reward model."""
+        return any(one._lock.locked() and not one.grants for one in (self, *self._beside.values()))
 
     @property
     def grants(self) -> tuple[LeaseGrant, ...]:
@@ -302,16 +297,18 @@ class LeasedSamplers:
 
         Else two runs could each hold what the other waits for; and with one sampler host a run would wait for itself.
         """
-        others = [one for one in self._of_run if one not in self.leasings and one.is_warm]
-        if not others or self.grants:
-            return
-        try:
-            await workflow.wait_condition(
-                lambda: bool(self.grants) or not any(one.is_pending for one in self.leasings), timeout=_SHARED_AFTER
-            )
-        except TimeoutError:
-            for one in others:
-                one.release()
+        others = [one for one in self._of_run if one not in self.leasings]
+
+        def is_over() -> bool:
+            return bool(self.grants) or not any(one.is_pending for one in self.leasings)
+
+        while others and not is_over():
+            try:
+                await workflow.wait_condition(is_over, timeout=_SHARED_AFTER)
+            except TimeoutError:
+                for one in others:
+                    if one.is_warm:
+                        one.release()
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:

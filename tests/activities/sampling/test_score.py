@@ -1,4 +1,4 @@
-"""Samples to grades by a reward model in a real sampler: rendered as in training, kept in parts, refused by name."""
+"""Samples to grades by a reward model in a real sampler: rendered as in training, and refused by name."""
 
 import json
 import shutil
@@ -30,11 +30,10 @@ from shared.runs.status import RewardModel
 from shared.serving import ServedSampler
 from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
-from shared.storage.paths import rewarded_part
 from shared.storage.store import LocalStore
 from tests.megatron_worker.sampler_process import running
 
-NUM_SAMPLES = 70  # of two parts
+NUM_SAMPLES = 40  # of three requests
 NAMES = ("kind", "short")
 SOURCE = DatasetSource(uri="file:///rows")
 ANSWERS = ("Seven crates.", "", "\ufffd tide", "<|im_end|> and more")
@@ -100,11 +99,11 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         request = PromptsRequest(dataset=made["rows"], source=SOURCE, model=model, max_prompt_tokens=100)
         prompts = ActivityEnvironment().run(RenderPrompts(HostContext(settings)).render_prompts, request).prompts
         reward = RewardModel(
-            grader="file:///adapter",
+            scorer="file:///adapter",
             model=model,
             adapter=upload_artifact(store, "adapter", folder / "adapter"),
             head=ScalarHead(names=NAMES, per="sequence"),
-            is_on_policys=True,
+            is_beside=False,
         )
         yield Place(settings, model, reward, made["samples"], prompts, folder)
 
@@ -154,14 +153,11 @@ def test_conversations_are_those_of_training(place, tmp_path, ends_with_answer) 
     host = HostContext(place.settings)
     files = tokenizer_files(host, place.model)
     source = SOURCE.model_copy(update={"format": "chat"})
-    made = dict(conversations(host.stage(place.samples), files, source, ends_with_answer, frozenset()))
-    found = [each.token_ids for part in made.values() for each in part]
+    found = [each.token_ids for each in conversations(host.stage(place.samples), files, source, ends_with_answer)]
     assert found == [ids[:end] if ends_with_answer else ids for ids, end in ids_of_training(place, tmp_path)]
-    some = dict(conversations(host.stage(place.samples), files, source, ends_with_answer, frozenset({0})))
-    assert some[0] is None and some[64] == made[64]
 
 
-def test_scores_are_kept_in_parts_and_grade(place, tmp_path) -> None:
+def test_scores_grade(place, tmp_path) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
@@ -174,15 +170,8 @@ def test_scores_are_kept_in_parts_and_grade(place, tmp_path) -> None:
         with torch.no_grad():
             assert list(each.values.values()) == pytest.approx(model(torch.tensor([ids])).logits[0].tolist(), abs=1e-5)
 
-    # A part that is known is not scored again, and the whole forgets the parts.
-    store, key = LocalStore(tmp_path / "two" / "store"), request_of(place).key
-    lie = SampleRewards(values={"kind": 9.0, "short": 8.0}).model_dump_json().encode() + b"\n"
-    store.put_bytes(rewarded_part(key, 0), lie * 64)
-    again = lines_of(place, scored(place, tmp_path / "two"))
-    assert again[63].values["kind"] == 9.0 and again[64:] == told[64:]
-    assert not list(store.list(f"rewarded/{key}-parts/"))
-
-    fields = {"type": "reward_model", "name": "kind", "model": place.reward.grader, "scalar": "kind"}
+    assert lines_of(place, scored(place, tmp_path / "two")) == told
+    fields = {"type": "reward_model", "name": "kind", "model": place.reward.scorer, "scalar": "kind"}
     for grader, is_plain in (
         (fields, True),
         ({"type": "multi", "name": "m", "graders": {"a": fields}, "calculate_output": "2 * a"}, False),
@@ -190,7 +179,7 @@ def test_scores_are_kept_in_parts_and_grade(place, tmp_path) -> None:
         request = GradeRequest(
             samples=place.samples,
             grader=parse_grader(grader),
-            rewards={place.reward.grader: scored(place, tmp_path / "one")},
+            rewards={place.reward.scorer: scored(place, tmp_path / "one")},
         )
         host = HostContext(place.settings)
         found = ActivityEnvironment().run(Grade(host).grade, request)
@@ -237,8 +226,8 @@ def test_adapters_that_are_no_reward_models_are_refused(place, tmp_path) -> None
         (
             (weight[:, 0], NAMES, "has the shape"),
             (weight * float("nan"), NAMES, "not finite"),
-            (weight, ("a", "a"), "names of its scalars"),
-            (weight, ("a",), "1 for 2"),
+            (weight, ("a", "a"), "has a name of its own"),
+            (weight, 5, "are no list"),
         )
     ):
         folder = Path(shutil.copytree(place.folder / "adapter", tmp_path / str(number)))
