@@ -64,7 +64,14 @@ def submitted(stack: Stack, tiny_model: Path, prompts: dict[str, str], reward_mo
         return stack.cli(
             *("submit", "rl", "--json", "--model", model, "--grader", grader, "--algorithm", "grpo"),
             *("--prompts", prompts["train"], "--eval-prompts", prompts["eval"], "--steps", str(NUM_STEPS)),
-            *("--prompts-per-step", str(PROMPTS_A_STEP), "--group-size", str(GROUP_SIZE), "--lora-rank", "4"),
+            *(
+                "--prompts-per-step",
+                str(PROMPTS_A_STEP),
+                "--group-size",
+                str(GROUP_SIZE),
+                "--lora-targets",
+                "v_proj,down_proj,lm_head",
+            ),
             *("--max-completion-tokens", "12", "--max-tokens", "64", "--learning-rate", "0.02", "--seed", "7", *more),
             check=check,
         )
@@ -96,7 +103,7 @@ def test_a_run_against_it_improves_the_true_reward(stack, undisturbed, reward_mo
         for step in steps[1:]
     ]
     print("letters e a sample:", [round(mean, 2) for mean in true])
-    assert sum(true[-2:]) > 1.5 * sum(true[:2])
+    assert true[-1] > 3 * true[0]
     held_out = [step["metrics"]["eval_reward_mean"] for step in steps if "eval_reward_mean" in step["metrics"]]
     assert held_out[-1] > held_out[0] and all(step["metrics"]["eval_ungraded"] == 0 for step in (steps[0], steps[-1]))
 
