@@ -248,9 +248,10 @@ def sampler_workers(
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
     """Return the activities that ask samplers: a sampler host asks its own, a control host servers behind a URL."""
     from activities.sampling.sample import SamplerActivities
+    from activities.sampling.score import ScoreSamples
 
-    ask = SamplerActivities(host, samplers)
-    return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler]
+    ask, score = SamplerActivities(host, samplers), ScoreSamples(host, samplers).score_samples
+    return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler, score]
 
 
 def _leases(standing: Standing | None, make: Callable[[], Worker]) -> Worker | LeasePolling:

@@ -103,6 +103,7 @@ _POOLS: dict[str, Pool] = {
     "sample": "sampling",
     "draw_share": "sampling",
     "prove_adapter": "sampling",
+    "score_samples": "sampling",
     "sleep_sampler": "sampling",
     "wake_sampler": "sampling",
     "deliver": "webhooks",

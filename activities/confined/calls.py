@@ -42,6 +42,7 @@ _PRELOADED = (
     "activities.models.files",
     "activities.models.gguf_file",
     "activities.publishing.export_files",
+    "activities.sampling.score",
     "activities.trajectories.pack_trajectories",
     "activities.tokenizing.preview",
     "activities.tokenizing.render_prompts",

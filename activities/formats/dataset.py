@@ -106,6 +106,13 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     return Dataset(folder, files, spec, spec.question, None)
 
 
+def question_of(source: DatasetSource) -> Callable[[Row], Question]:
+    """Return how prompts are read from rows of the format that a source names, as `open_prompts` has found it."""
+    question = _spec_of(source).question
+    assert question is not None
+    return question
+
+
 def _spec_of(source: DatasetSource) -> FormatSpec:
     """Return the format that a source names; else that of prompts and completions in the fields that it names."""
     if source.format in ("auto", "prompt_completion"):

@@ -3,23 +3,31 @@
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from temporalio import activity
 
 from activities.confined import calls as confined
 from activities.confined.fork_server import sign
 from activities.formats.rows import rows_of
-from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
+from activities.grading.open_grader import GradeAll, GraderMeans, RewardedItem, open_grader
 from activities.host_context import HostContext, Parts
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade
+from shared.grading.graders import (
+    GradeOneRequest,
+    Grader,
+    OneGrade,
+    SampledItem,
+    SampleGrade,
+    SampleRewards,
+    reward_graders,
+)
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, graded, graded_part
 
@@ -27,19 +35,24 @@ _VERSION = "grade-1"  # raise it when the same samples would get other grades
 _ROWS_A_PART = 64  # each part's grades are stored before the next part begins, so that a kill costs one part
 _NUM_REASONS, _REASON_CHARS = 5, 300
 
-GRADES, SUMMARY = "grades.jsonl", "summary.json"
+GRADES, SUMMARY, REWARDS = "grades.jsonl", "summary.json", "rewards.jsonl"
 
 
 class GradeRequest(Frozen):
-    """Samples to grade, and the grader. `samples`: JSONL files of one `SampledItem` a line, read in order of name."""
+    """Samples to grade, and the grader. `samples`: JSONL files of one `SampledItem` a line, read in order of name.
+
+    `rewards`: what its reward models give of the samples, by the graders' `scorer`: a `SampleRewards` a line.
+    """
 
     samples: Artifact
     grader: Grader
+    rewards: dict[str, Artifact] = Field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """The store key, by content: where the samples' bytes came from does not matter."""
-        return content_key(_VERSION, self.samples.sha256, self.grader)
+        given = (f"{scorer} {rewards.sha256}" for scorer, rewards in sorted(self.rewards.items()))
+        return content_key(_VERSION, self.samples.sha256, self.grader, *given)
 
 
 class GradeSummary(Frozen):
@@ -84,7 +97,8 @@ class Grade:
             settings = self._host.settings
             samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
             sandbox = folder / ".sandbox"  # hidden, so that it is no part of the artifact
-            asked = samples, request.grader, means, parts.known(), sandbox
+            rewards = {scorer: self._host.stage(given) / REWARDS for scorer, given in request.rewards.items()}
+            asked = samples, request.grader, means, parts.known(), sandbox, rewards
             with closing(confined.stream(settings.confined, graded_parts, *asked, kind="grading")) as found:
                 summary = _write_grades(found, parts, folder / GRADES)
             (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
@@ -102,7 +116,13 @@ class Grade:
 
     @activity.defn(name="grade_one")
     def grade_one(self, request: GradeOneRequest) -> OneGrade:
-        """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked."""
+        """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked, or is no user's
+        to try: a reward model.
+        """
+        for place in reward_graders(request.grader):
+            raise InvalidInput(
+                "reward models are scored on a sampler that a run leases: they grade in runs alone", place
+            )
         began = time.monotonic()
         found = self._grade_sample(request.grader, request.sample)
         return OneGrade(grade=found.grade, error=found.error, parts=found.parts, duration_s=time.monotonic() - began)
@@ -113,7 +133,12 @@ class Grade:
 
 
 def graded_parts(
-    samples: Path, grader: Grader, means: GraderMeans, done: frozenset[int], sandbox: Path
+    samples: Path,
+    grader: Grader,
+    means: GraderMeans,
+    done: frozenset[int],
+    sandbox: Path,
+    rewards: dict[str, Path],
 ) -> Iterator[tuple[int, tuple[SampleGrade, ...] | None]]:
     """Grade part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
 
@@ -122,8 +147,9 @@ def graded_parts(
     Args:
         done: the first samples of the parts that are graded already.
         sandbox: a folder for the processes of python graders.
+        rewards: files of what reward models give, by their graders' `scorer`.
     """
-    rows, first = sampled_items(samples), 0
+    rows, first = _rewarded(sampled_items(samples), rewards) if rewards else sampled_items(samples), 0
     with open_grader(grader, means, sandbox) as grade_all:
         while part := list(islice(rows, _ROWS_A_PART)):
             sign(part[0][0])
@@ -173,6 +199,14 @@ def _write_grades(
         std=None if mean is None else math.sqrt(math.fsum((g - mean) ** 2 for g in grades) / len(grades)),
         reasons=tuple(reasons),
     )
+
+
+def _rewarded(rows: Iterator[tuple[str, SampledItem]], rewards: dict[str, Path]) -> Iterator[tuple[str, SampledItem]]:
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in rewards.values()]
+        for (place, item), *lines in zip(rows, *files, strict=True):
+            found = dict(zip(rewards, map(SampleRewards.model_validate_json, lines), strict=True))
+            yield place, RewardedItem(**dict(item), rewards=found)
 
 
 def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[SampleGrade]:

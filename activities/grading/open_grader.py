@@ -16,14 +16,24 @@ from shared.grading.graders import (
     Grader,
     MultiGrader,
     PythonGrader,
+    RewardModelGrader,
     SampledItem,
     SampleGrade,
+    SampleRewards,
     ScoreModelGrader,
     StringCheckGrader,
     TextSimilarityGrader,
+    chosen_scalar,
 )
 from shared.grading.templates import TemplateError, render
 from shared.settings import GradingSettings, Settings
+
+
+class RewardedItem(SampledItem):
+    """A sample with what reward models give of it, by their graders' `scorer`. Others do not see that."""
+
+    rewards: dict[str, SampleRewards]
+
 
 GradeAll = Callable[[Sequence[SampledItem]], list[SampleGrade]]
 
@@ -64,6 +74,8 @@ def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, 
             return _each(lambda row: sandbox.grade(row.namespaces["sample"], row.item))
         case ScoreModelGrader():
             return ScoreModel(grader, means.grading, means.allow_private_addresses).grade_all
+        case RewardModelGrader():
+            return _each(lambda row: _reward(grader, row))
         case MultiGrader():
             parts = {
                 name: _opened(part, means, folder / str(number), stack, f"{place}.graders.{name}")
@@ -74,6 +86,18 @@ def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, 
 
 def _each(grade: Callable[[SampledItem], float]) -> GradeAll:
     return lambda rows: [attempt(lambda row=row: grade(row)) for row in rows]  # type: ignore[misc]
+
+
+def _reward(grader: RewardModelGrader, row: SampledItem) -> float:
+    assert isinstance(row, RewardedItem)  # Grade.grade_one refuses what is not scored
+    found = row.rewards[grader.scorer]
+    if found.error is not None:
+        raise NotGraded(found.error)
+    names = list(found.values)
+    value = found.values[names[chosen_scalar(grader, names)]]
+    if value is None:
+        raise NotGraded("what the reward model gives is no finite number")
+    return value
 
 
 def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:

@@ -70,6 +70,13 @@ def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str
     return {entry.name: entry for entry in entries}
 
 
+def read_metadata(location: Location, name: str) -> dict[str, str]:
+    """What a safetensors file says beside its tensors, once `read_tensors` has found it whole."""
+    header_bytes = int.from_bytes(location.store.read_range(name, 0, 8), "little")
+    found = json_object(location.store.read_range(name, 8, header_bytes), location.place(name)).get("__metadata__")
+    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+
+
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a folder by name, and the file of each."""

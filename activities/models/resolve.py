@@ -23,6 +23,7 @@ from activities.models.files import (
     decoder_modules,
     gguf_file,
     read_config,
+    read_metadata,
     read_tensors,
     weight_files,
 )
@@ -35,7 +36,17 @@ from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
 from shared.models.merging import Entry
-from shared.models.peft import CONFIG, COPIES, EMBEDDING, HEAD_TENSORS, PREFIX, WEIGHTS, check_same, lora_of
+from shared.models.peft import (
+    CONFIG,
+    COPIES,
+    EMBEDDING,
+    HEAD_TENSORS,
+    PREFIX,
+    WEIGHTS,
+    check_same,
+    lora_of,
+    scalar_names,
+)
 from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
 from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RunId, Tenant
@@ -55,7 +66,6 @@ from shared.storage.paths import RunKeys, content_key, model_import
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
-What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
@@ -68,13 +78,13 @@ _TENSOR = re.compile(
 class AdapterRequest(Frozen):
     """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
-    `run_id` and `role`: the run that uses it, and whether it starts from it or has it as a reference.
+    `run_id` and `role`: the run that uses it, and whether it starts from it, has it as a reference, or is graded by it.
     """
 
     uri: str
     tenant: Tenant
     run_id: RunId | None = None
-    role: Literal["initial_adapter", "reference"] = "initial_adapter"
+    role: Literal["initial_adapter", "reference", "reward_model"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
 
@@ -122,9 +132,11 @@ class Resolve:
             location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
             _check_weights(location, lora, request.shape)
-            return ResolvedAdapter(
-                adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
-            )
+            what: str = request.role
+            if request.role == "reward_model":
+                what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
+                lora = _reward_model(location, request.shape)
+            return ResolvedAdapter(adapter=self._imported(location, [CONFIG, WEIGHTS], what, request), lora=lora)
 
     def _converted(
         self, location: Location, name: str, check: Callable[[Location], DenseConfig], tenant: str
@@ -158,7 +170,7 @@ class Resolve:
         return located(files, manifest, artifact)
 
     def _imported(
-        self, location: Location, names: list[str], what: What, request: ModelRequest | AdapterRequest
+        self, location: Location, names: list[str], what: str, request: ModelRequest | AdapterRequest
     ) -> Artifact:
         artifact = import_files(location, names, self._host, request.tenant)
         if request.run_id is not None:
@@ -193,7 +205,11 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     head = None if request.lora is None else request.lora.head
-    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), None if head is None else head.names)
+    names = () if request.role == "reward_model" else None if head is None else head.names
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
+    if request.role == "reward_model" and lora.head is None:
+        rule = "it is an adapter of a language model, with no head of scalars: a grader wants a reward model"
+        raise InvalidInput(rule, location.place(CONFIG))
     if request.lora is not None:
         linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
@@ -204,8 +220,8 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
-    left_out = COPIES + (HEAD_TENSORS if lora.head else ())  # the worker compares them with the model's
-    for name in [name for name in tensors if name.endswith(left_out)]:
+    head = {name: tensors.pop(name) for name in HEAD_TENSORS if lora.head is not None and name in tensors}
+    for name in [name for name in tensors if name.endswith(COPIES)]:  # the worker compares them with the model's
         tensors.pop(name)
     check_dtypes(tensors, location.place(WEIGHTS))
     adapted = AdaptedModules(lora)
@@ -220,7 +236,21 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
-    check_finite(Weights(tensors, dict.fromkeys(tensors, WEIGHTS)), location, all_of_them=True)
+    check_finite(Weights(tensors | head, dict.fromkeys(tensors | head, WEIGHTS)), location, all_of_them=True)
+
+
+def _reward_model(location: Location, shape: ModelShape | None) -> Lora:
+    """Read a reward model, with its scalars' names. Raises InvalidInput for a head that is missing, or does not fit."""
+    weight = read_tensors(location, WEIGHTS).get(HEAD_TENSORS[0])
+    if weight is None or len(weight.shape) != 2 or (shape is not None and weight.shape[1] != shape.hidden_size):
+        found = "it is missing" if weight is None else f"it has the shape {weight.shape}"
+        rule = f"tensor {HEAD_TENSORS[0]} has a row of the model's hidden size for each scalar: {found}"
+        raise InvalidInput(rule, location.place(WEIGHTS))
+    try:
+        names = scalar_names(read_metadata(location, WEIGHTS), weight.shape[0])
+    except (ValueError, TypeError) as error:
+        raise InvalidInput("the names of its scalars are no list", location.place(WEIGHTS)) from error
+    return lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
 
 
 def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
@@ -287,7 +317,7 @@ def _hash(location: Location, names: list[str]) -> Manifest:
     return Manifest(files=tuple(entries))
 
 
-def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
+def check_began_with(what: str, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
     """Record the files that a run's first execution found at a place; check that later executions find the same.
 
     Files are compared by hash, not by location.

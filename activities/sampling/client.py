@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from activities.confined import calls as confined
-from activities.sampling.streamed import StreamedAnswer, Tell, bounded_pieces, error_of, lines
+from activities.sampling.streamed import (
+    StreamedAnswer,
+    Tell,
+    bounded_pieces,
+    error_of,
+    lines,
+    parsed,
+    read_large_answer,
+)
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, DrawnBy, Sampling
-from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory
+from shared.chat.sampler_control import ModelCard, ModelList, SamplerMemory, ScoreAnswer
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
 
 if TYPE_CHECKING:
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
 
     import httpx
 
-M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
 # Seconds from a request's last byte to the answer's first, and how often a request is made.
 TIMEOUT_S, ATTEMPTS = 600.0, 5
@@ -222,6 +226,14 @@ class Sampler:
             raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
         return logprobs, answer.drawn_by[0] if answer.drawn_by else DrawnBy()
 
+    def rewards(self, model: str, prompts: list[tuple[int, ...]]) -> list[list[float | None] | None]:
+        """Score conversations by a reward model in our own sampler, as ScoreAnswer says."""
+        body = {"model": model, "prompts": [list(ids) for ids in prompts]}
+        found = parsed(ScoreAnswer, self._ask("POST", "/v1/score", body), self._url).scores
+        if len(found) != len(prompts):
+            raise InvalidInput(f"the sampler sent {len(found)} scores for {len(prompts)} conversations", self._url)
+        return found
+
     @property
     def place(self) -> str:
         """Where the server listens: the path of its Unix socket, or its URL."""
@@ -229,7 +241,7 @@ class Sampler:
 
     def models(self) -> dict[str, ModelCard]:
         """List what requests may name: the model and its adapters."""
-        answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES), self._url)
+        answer = parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES), self._url)
         return {card.id: card for card in answer.data}
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -282,11 +294,11 @@ class Sampler:
 
     def sleep(self, level: Literal[1, 2]) -> SamplerMemory:
         """Have our own sampler give its memory back, when the sequences under way have ended."""
-        return _parsed(SamplerMemory, self._ask("POST", "/v1/sleep", {"level": level}), self._url)
+        return parsed(SamplerMemory, self._ask("POST", "/v1/sleep", {"level": level}), self._url)
 
     def wake(self) -> SamplerMemory:
         """Have our own sampler take its memory again. One that is awake stays so."""
-        return _parsed(SamplerMemory, self._ask("POST", "/v1/wake"), self._url)
+        return parsed(SamplerMemory, self._ask("POST", "/v1/wake"), self._url)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter, if it is loaded."""
@@ -359,17 +371,9 @@ class Sampler:
         num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
         answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES) + other_bytes)
         if len(answer) <= _LARGE_BYTES or self._confined is None:
-            return _parsed(CompletionResponse, answer, self._url)
+            return parsed(CompletionResponse, answer, self._url)
         text = answer.decode(errors="replace")
         return confined.call(self._confined, read_large_answer, text, self._url, num_tokens)
-
-
-def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionResponse:
-    """Parse an answer. Raises InvalidInput if it is malformed, or has more tokens than were asked for."""
-    found = _parsed(CompletionResponse, text.encode(), place)
-    if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
-        raise InvalidInput("the sampler sends more tokens than were asked for", place)
-    return found
 
 
 @cache
@@ -389,10 +393,3 @@ def _hang_up(connection: socket.socket) -> None:
 def _pause_s(attempt: int) -> float:
     """Return the pause before a retry, in seconds: doubled each time up to a bound, and spread at random."""
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-
-
-def _parsed(model: type[M], content: bytes, place: str) -> M:
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error

@@ -1,9 +1,9 @@
-"""Answers that a sampler streams: server-sent events put together, and the text of each choice as it grows."""
+"""Answers of samplers, read: whole, or as streams of events, with the text of each choice as it grows."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shared.chat.completions import (
     Choice,
@@ -20,6 +20,7 @@ from shared.field_rules import first_rule
 if TYPE_CHECKING:
     import httpx
 
+M = TypeVar("M", bound=BaseModel)
 MAX_EVENT_BYTES = 2 << 20
 _DATA = "data:"
 Tell = Callable[[tuple[str, ...]], None]
@@ -152,3 +153,19 @@ def error_of(answer: bytes) -> tuple[str, str | None]:
     except ValidationError:
         return answer[:500].decode(errors="replace"), None
     return error.message[:500], error.param
+
+
+def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionResponse:
+    """Parse an answer. Raises InvalidInput if it is malformed, or has more tokens than were asked for."""
+    found = parsed(CompletionResponse, text.encode(), place)
+    if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
+        raise InvalidInput("the sampler sends more tokens than were asked for", place)
+    return found
+
+
+def parsed(model: type[M], content: bytes, place: str) -> M:
+    """Read an answer's JSON. Raises InvalidInput if it is malformed."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error

@@ -62,8 +62,8 @@ def serve(options: argparse.Namespace) -> None:
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
     decoder = open_decoder(options.model, getattr(torch, options.dtype), device, options.by_transformers)
     generator = Generator(decoder, options.slots)
-    longest = decoder.architecture.max_positions or options.max_model_len
-    limits = AnswerLimits(min(options.max_model_len, longest, _context_of(options.model)), options.logprobs_mode)
+    longest = min(decoder.architecture.max_positions or sys.maxsize, _context_of(options.model))
+    limits = AnswerLimits(min(options.max_model_len, longest), options.logprobs_mode, longest)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -10,6 +10,7 @@ from torch import Tensor
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.head.scalar import HeadWeights, head_slices
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
 from megatron_worker.tensors.adapter_tensors import norms_of_rows, scale_of, targeted
@@ -25,6 +26,7 @@ from shared.models.lora_modules import AdaptedModules, LoraSize
 class LoadedAdapter:
     """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
 
+    `head`: of a reward model, which scores and writes nothing.
     `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
     """
 
@@ -32,33 +34,45 @@ class LoadedAdapter:
     folder: str
     lora_weights: Mapping[str, LoraFactors]
     drawn_by: DrawnBy = field(default_factory=DrawnBy)
+    head: HeadWeights | None = None
 
     def become(self, other: "LoadedAdapter") -> None:
         """Take another one's weights, under the same name."""
         self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
+        self.head = other.head
 
     def weights_sha256(self) -> Sha256:
         """Return the hash of its bits in memory."""
-        return weights_sha256(
+        named = [
             (f"{linear}.{matrix}", tensor)
             for linear, lora in self.lora_weights.items()
             for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR), ("gain", lora.gain_O))
-            if tensor is not None
-        )
+        ]
+        named += [] if self.head is None else [("score", self.head.weight_LH), ("score bias", self.head.bias_L)]
+        return weights_sha256((name, tensor) for name, tensor in named if tensor is not None)
+
+
+def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
+    """Say which weights an adapter has."""
+    adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
+    return adapter
 
 
 def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
-    lora = peft_format.read_config(folder)
+    lora = peft_format.read_config(folder, may_have_head=True)
     path = folder / peft_format.WEIGHTS
-    shapes = adapter_shapes(decoder, lora)
+    of_head = {s.name: s for s in head_slices(lora.head, decoder.architecture.hidden_size)}
+    shapes = adapter_shapes(decoder, lora) | {name: s.shape for name, s in of_head.items()}
     with single_file(path) as files:
         check_adapter_names(files, set(shapes), path, decoder.folder)
         tensors = {
             name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
             for name, shape in shapes.items()
         }
-        return adapter_of(name, str(folder), lora, decoder, tensors)
+        adapter = adapter_of(name, str(folder), lora, decoder, tensors)
+        adapter.head = HeadWeights.among({s.parameter: tensors[name].to(decoder.device) for name, s in of_head.items()})
+        return adapter
 
 
 def adapter_of(name: str, folder: str, lora: Lora, decoder: AnyDecoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:

@@ -38,6 +38,7 @@ from shared.chat.completions import (
     TokenLogprobs,
     Usage,
 )
+from shared.chat.sampler_control import ScoreAnswer, ScoreRequest
 from shared.chat.structured_outputs import StructuredOutputs
 from shared.errors import InvalidInput
 
@@ -99,10 +100,14 @@ class Pieces:
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """The most tokens of prompt and completion together, and the kind of logprobs that is reported."""
+    """The most tokens of prompt and completion together, and the kind of logprobs that is reported.
+
+    `longest`: the most tokens that the model reads: what is only scored may be longer than what is drawn.
+    """
 
     max_model_len: int
     logprobs_mode: LogprobsMode
+    longest: int = sys.maxsize
 
 
 class Answers:
@@ -137,18 +142,38 @@ class Answers:
         adapter = self.models.find(request.model)
         prompts = self._prompts(request)
         ticket = Ticket(adapter, self._sequences(request, prompts), num_changes)
+        if not self._answered(ticket, is_gone, streams=bool(request.stream)):
+            return None
+        return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
+
+    def score(self, body: bytes, is_gone: Callable[[], bool]) -> ScoreAnswer | None:
+        """Score conversations by a reward model. None when the client has not waited."""
+        request = parsed(ScoreRequest, body)
+        num_changes = self._generator.num_changes
+        adapter = self.models.find(request.model, scores=True)
+        read = [self._checked(tuple(ids), 0, len(ids)) for ids in request.prompts if len(ids) <= self._limits.longest]
+        ticket = Ticket(adapter, [Sequence.scored(prompt, self._tokenizer) for prompt in read], num_changes)
+        if read and not self._answered(ticket, is_gone):
+            return None
+        told = iter(ticket.sequences)
+        is_read = (len(ids) <= self._limits.longest for ids in request.prompts)
+        return ScoreAnswer(scores=[next(told).scalars if each else None for each in is_read])
+
+    def _answered(self, ticket: Ticket, is_gone: Callable[[], bool], streams: bool = False) -> bool:
+        """Wait for a ticket's sequences, of a stream for the first token. False when the client has not waited."""
         self._generator.submit(ticket)
         # A stream is only begun with its first token, as a refusal must come before it.
-        period_s = _STREAM_PERIOD_S if request.stream else _CANCEL_PERIOD_S
-        while not ticket.done.wait(period_s) and not (request.stream and ticket.has_begun):
+        while not ticket.done.wait(_STREAM_PERIOD_S if streams else _CANCEL_PERIOD_S):
+            if streams and ticket.has_begun:
+                break
             if is_gone():
                 ticket.cancelled = True
-                return None
+                return False
         if ticket.is_late:
             raise RequestRefused(503, "the weights have changed: ask again")
         if ticket.problem is not None:
             raise RequestRefused(400, ticket.problem.message, ticket.problem.place)
-        return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
+        return True
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
         prompts = _several(request.prompt)
@@ -161,8 +186,8 @@ class Answers:
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt)
 
-    def _checked(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        vocab_size, length = self._decoder.architecture.vocab_size, self._limits.max_model_len
+    def _checked(self, prompt: tuple[int, ...], max_tokens: int, most: int | None = None) -> tuple[int, ...]:
+        vocab_size, length = self._decoder.architecture.vocab_size, most or self._limits.max_model_len
         if not prompt:
             raise RequestRefused(400, "a prompt has no tokens", "prompt")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:

@@ -230,6 +230,9 @@ class _Lane:
             if sequence.num_prompt_top is not None:
                 prompt = self._prefilled(sequence.prompt)
                 sequence.prompt_scores = self._decoder.score(sequence.prompt, prompt, sequence.num_prompt_top)
+            if self._adapter.head is not None:
+                hidden_1H = self._prefilled(sequence.prompt).hidden_H[None]
+                sequence.scalars = self._adapter.head.values(hidden_1H)[0].tolist()
             if not sequence.draws_nothing:
                 return seat
             sequence.end = End("length")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from longshore.fields import Sha256
 from longshore.training import Lora
-from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter, versioned
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.safetensors_files import file_sha256
@@ -97,7 +97,8 @@ class Models:
         sha256 = weights_sha256(self._decoder.named_weights().items())
         return LoadedAdapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
 
-    def find(self, name: str) -> LoadedAdapter:
+    def find(self, name: str, *, scores: bool = False) -> LoadedAdapter:
+        """Return what a request names. `scores`: it is to be a reward model, which else it may not be."""
         with self._lock:
             base = self._base or self._renewed
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
@@ -106,6 +107,9 @@ class Models:
             raise RequestRefused(503, "the sampler's weights are not complete: load them again")
         if adapter is None:
             raise RequestRefused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
+        if scores != (adapter.head is not None):
+            what = "has no head of scalars" if scores else "is a reward model: it scores (/v1/score) and writes nothing"
+            raise RequestRefused(400, f"The model `{name}` {what}.", "model")
         return adapter
 
     # Sleep.
@@ -375,12 +379,6 @@ def parsed(model: type[R], body: bytes) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RequestRefused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
-
-
-def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
-    """Say which weights an adapter has."""
-    adapter.drawn_by = DrawnBy(policy_version=version, weights_sha256=adapter.weights_sha256())
-    return adapter
 
 
 def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]) -> None:

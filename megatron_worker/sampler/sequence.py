@@ -3,7 +3,7 @@
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,9 @@ class Sequence:
     one for each token.
 
     `num_prompt_top`: the prompt is scored, with so many of the likeliest tokens beside each. `draws_nothing`: it ends
-    with its prompt. `tells_routes`: `routes` takes the experts of its prompt's tokens, then of each token that was
-    computed, [tokens, layers, experts of a token]: those by which the token behind it was drawn.
+    with its prompt. `scalars`: a reward model's, at the prompt's last token. `tells_routes`: `routes` takes the experts
+    of its prompt's tokens, then of each token that was computed, [tokens, layers, experts of a token]: those by which
+    the token behind it was drawn.
     `grammar`: what the sequence has to be; `following`: where it is in that, once it has a slot.
     """
 
@@ -92,6 +93,7 @@ class Sequence:
     draws_nothing: bool = False
     tells_routes: bool = False
     prompt_scores: PromptScores | None = None
+    scalars: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
@@ -99,6 +101,11 @@ class Sequence:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)
     end: End | None = None
+
+    @classmethod
+    def scored(cls, prompt: tuple[int, ...], tokenizer: Tokenizer) -> Self:
+        """Return one that draws nothing, for a reward model."""
+        return cls(prompt, Sampling(), 0, Ending(Sampling(), frozenset(), tokenizer), draws_nothing=True)
 
     @property
     def next_uniform(self) -> float:

@@ -30,7 +30,7 @@ _HOLD_PERIOD_S = 0.05
 # Clients that wait to be let in: of a Unix socket, one more is refused at once.
 _BACKLOG = 1024
 _POST = (
-    *("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/completions", "/v1/score", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/load_weights", "/v1/name_weights", "/v1/update_weights", "/v1/hold_weights", "/v1/sleep", "/v1/wake"),
 )
 _GET = ("/health", "/v1/models", "/v1/memory")
@@ -112,8 +112,9 @@ class _Exchange(BaseHTTPRequestHandler):
                 return ""
             case "GET", "/v1/models":
                 return answers.models.cards()
-            case "POST", "/v1/completions":
-                answer = answers.complete(body, self._is_gone)
+            case "POST", "/v1/completions" | "/v1/score":
+                asked = answers.complete if path == "/v1/completions" else answers.score
+                answer = asked(body, self._is_gone)
                 self.close_connection = self.close_connection or answer is None
                 return answer
             case "POST", "/v1/load_lora_adapter":

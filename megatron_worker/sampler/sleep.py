@@ -108,7 +108,8 @@ def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
-    return [tensor for weights in adapter.lora_weights.values() for tensor in (weights.a_RI, weights.b_OR)]
+    factors = [tensor for weights in adapter.lora_weights.values() for tensor in (weights.a_RI, weights.b_OR)]
+    return factors if adapter.head is None else [*factors, adapter.head.weight_LH]
 
 
 def _give_back(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from longshore.losses import Distillation
 from longshore.training import Lora, SessionRun
 from service.inference.published_models import PublishedModel, PublishedModels
 from shared.errors import InvalidInput, NotFound
+from shared.grading.graders import Grader, MultiGrader, RewardModelGrader, chosen_scalar
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.previews import PreviewRequest
 from shared.runs.requests import RLRun, Run
@@ -117,7 +118,39 @@ class NamedModels:
             ):
                 adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
+        if isinstance(run, RLRun):
+            changes["rollouts"] = self.with_rewards(tenant, run, f"{below}rollouts.grader").rollouts
         return changes
+
+    def with_rewards(self, tenant: str, run: RLRun, place: str) -> RLRun:
+        """Return a run with URIs in place of the names of the reward models that grade it. Raises as `resolved` does.
+
+        Args:
+            place: where its grader stands in the request.
+        """
+        if run.rollouts is None:
+            return run
+        grader = self._grader(tenant, run.rollouts.grader, place)
+        return run.model_copy(update={"rollouts": run.rollouts.model_copy(update={"grader": grader})})
+
+    def _grader(self, tenant: str, grader: Grader, place: str) -> Grader:
+        """Return a grader with URIs in place of the names of its reward models, and of the models that they are on."""
+        if isinstance(grader, MultiGrader):
+            parts = {name: self._grader(tenant, one, f"{place}.graders.{name}") for name, one in grader.graders.items()}
+            return grader.model_copy(update={"graders": parts})
+        if not isinstance(grader, RewardModelGrader):
+            return grader
+        base = grader.base and self.starting_point(tenant, grader.base, f"{place}.base").model
+        if not is_name(grader.model):
+            return grader.model_copy(update={"model": one_form(grader.model), "base": base})
+        found = self._find(tenant, grader.model, f"{place}.model")
+        head = self._published.head(tenant, found)
+        if head is None or found.kind == "models":
+            what = "language model" if head is None else "reward model of all weights"
+            raise InvalidInput(f"{found.id} is a {what}, and a grader wants a reward model's adapter", f"{place}.model")
+        chosen_scalar(grader, head.names, place)
+        base = base or self._published.record(tenant, found).run.model
+        return grader.model_copy(update={"model": self._published.artifact(tenant, found).uri, "base": base})
 
     def _adapter(self, tenant: str, text: str, place: str, may_have_head: bool = False) -> str:
         if not is_name(text):

@@ -118,14 +118,18 @@ class PublishedModels:
         self._records: dict[str, RunRecord] = {}
 
     def list(self, tenant: str) -> list[ServedModel]:
-        """List each name once, with its newest version, in alphabetical order; not those whose run is not on record."""
+        """List each name once, with its newest version, in alphabetical order.
+
+        Those whose run is not on record are left out, and reward models, which answer nothing.
+        """
         newest: dict[str, PublishedModel] = {}
         for kind in reversed(_KINDS):
             newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
         listed = []
         for name, found in sorted(newest.items()):
             with suppress(NotFound):
-                listed.append(self.describe(tenant, found, name))
+                if self.record(tenant, found).run.trainable.head is None:
+                    listed.append(self.describe(tenant, found, name))
         return listed
 
     def views(self, tenant: str) -> builtins.list[ModelView]:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from longshore.fields import Frozen, Sha256
-from shared.chat.completions import SamplerAnswer, SamplerRequest
+from shared.chat.completions import MAX_SAMPLES, SamplerAnswer, SamplerRequest
 
 
 class LoadAdapterRequest(SamplerRequest):
@@ -41,6 +41,16 @@ class NameWeightsRequest(SamplerRequest):
 
     name: str = Field(min_length=1, max_length=512)
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ScoreRequest(SamplerRequest):
+    """`POST /v1/score`: conversations as token ids, of which a reward model gives its scalars at the last token.
+
+    Only our own sampler takes it.
+    """
+
+    model: str
+    prompts: list[list[int]] = Field(min_length=1, max_length=MAX_SAMPLES)
 
 
 class UpdateWeightsRequest(SamplerRequest):
@@ -77,6 +87,15 @@ class ModelCard(SamplerAnswer):
     max_model_len: int | None = None
     policy_version: int | None = None
     weights_sha256: Sha256 | None = None
+
+
+class ScoreAnswer(SamplerAnswer):
+    """The scalars of each conversation, in the order of the head's names; None for one that is no finite number.
+
+    None for a conversation that is longer than what the model reads.
+    """
+
+    scores: list[list[float | None] | None]
 
 
 class ModelList(SamplerAnswer):

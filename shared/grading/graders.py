@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
@@ -148,7 +149,34 @@ class ScoreModelGrader(Frozen):
         return found
 
 
-_Single = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader
+class RewardModelGrader(Frozen):
+    """Longshore's own kind: what a reward model gives of the prompt and the sample, as one conversation.
+
+    It is scored on a sampler that the run leases: on its own where that serves `base`, too, else on another.
+    """
+
+    type: Literal["reward_model"] = "reward_model"
+    name: GraderName
+    model: str = Field(
+        min_length=1, max_length=2048, description="a reward model that is an adapter: published name, or URI"
+    )
+    base: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2048,
+        description="the model that it is on: that of a published name, else the policy's, if absent",
+    )
+    scalar: str | None = Field(
+        default=None, min_length=1, max_length=200, description="which of its scalars; absent where it has one"
+    )
+
+    @property
+    def scorer(self) -> str:
+        """By what it is scored: graders that differ in the scalar alone are scored once."""
+        return self.model if self.base is None else f"{self.model} on {self.base}"
+
+
+_Single = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader | RewardModelGrader
 SingleGrader = Annotated[_Single, Field(discriminator="type")]
 
 
@@ -191,6 +219,33 @@ def parse_grader(fields: JsonValue) -> Grader:
         field, rule = first_error(error, GRADER_TYPES)
         raise InvalidInput(rule, f"grader.{field}".rstrip(".")) from error
     return grader
+
+
+def reward_graders(grader: Grader) -> dict[str, RewardModelGrader]:
+    """Return the graders that are reward models, by their places."""
+    parts = {"grader": grader}
+    if isinstance(grader, MultiGrader):
+        parts = {f"grader.graders.{name}": part for name, part in grader.graders.items()}
+    return {place: part for place, part in parts.items() if isinstance(part, RewardModelGrader)}
+
+
+def chosen_scalar(grader: RewardModelGrader, names: Sequence[str], place: str = "grader") -> int:
+    """Return which of a reward model's scalars grades. Raises InvalidInput where it has no such one, or several."""
+    if grader.scalar is None and len(names) > 1:
+        raise InvalidInput(f"the reward model gives {', '.join(names)}: say which as scalar", f"{place}.scalar")
+    if grader.scalar is not None and grader.scalar not in names:
+        raise InvalidInput(f"the reward model has no {grader.scalar!r}: it gives {', '.join(names)}", f"{place}.scalar")
+    return 0 if grader.scalar is None else names.index(grader.scalar)
+
+
+class SampleRewards(Frozen):
+    """What a reward model gives of a sample: its scalars, of which one may be no finite number; or why there are none.
+
+    `values`: by the scalars' names.
+    """
+
+    values: dict[str, float | None] = Field(default_factory=dict)
+    error: str | None = None
 
 
 class SampledItem(Frozen):

@@ -259,12 +259,15 @@ def metadata_of(lora: Lora) -> dict[str, str]:
     return {} if lora.head is None else {_NAMES: json.dumps(lora.head.names)}
 
 
+def scalar_names(metadata: Mapping[str, str], num: int) -> tuple[str, ...]:
+    """Return the names of a head's scalars by the metadata of its file; their numbers, where PEFT has written it."""
+    return tuple(json.loads(metadata.get(_NAMES, "[]")) or map(str, range(num)))
+
+
 def _scalars(weights: Path) -> tuple[str, ...]:
-    """Return the names of the scalars that an adapter's head gives; their numbers, where PEFT has written it."""
     try:
         with safe_open(weights, "np") as file:
-            named = json.loads((file.metadata() or {}).get(_NAMES, "[]"))
-            return tuple(named or map(str, range(file.get_slice(HEAD_TENSORS[0]).get_shape()[0])))
+            return scalar_names(file.metadata() or {}, file.get_slice(HEAD_TENSORS[0]).get_shape()[0])
     except (OSError, SafetensorError):
         return ()  # whoever reads the weights says what is wrong with them
 

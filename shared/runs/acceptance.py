@@ -2,6 +2,7 @@
 
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
+from shared.grading.graders import reward_graders
 from shared.jobs.layout import check_ranks
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
@@ -43,6 +44,9 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             if rollouts.weight_sync.in_flight == "continue" and settings.sampling.url is not None:
                 rule = "this installation's sampler is a server behind a URL: samples end on the weights they began on"
                 raise InvalidInput(rule, f"{below}rollouts.weight_sync.in_flight")
+            if reward_graders(rollouts.grader) and (rollouts.sampler_url or settings.sampling.url) is not None:
+                rule = "reward models are scored on a sampler that a host leases, and here one is a server behind a URL"
+                raise InvalidInput(rule, f"{below}rollouts.grader")
             backend, is_served = rollouts.weight_sync.backend, rollouts.sampler_url or settings.sampling.url
             if backend not in ("auto", "store") and is_served is not None:
                 rule = f"a sampler behind a URL loads weights from the store: {backend} needs one that a host leases"

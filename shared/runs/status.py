@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from longshore.fields import Artifact, Frozen, Sha256
+from longshore.training import ScalarHead
 from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
@@ -153,6 +154,19 @@ class Policy(Frozen):
     num_refuted: int = 0
 
 
+class RewardModel(Frozen):
+    """A reward model that grades, as found at the run's beginning: its adapter, and the model that this is on.
+
+    `scorer`: as its graders say. `is_beside`: it is scored on a sampler of its own, and not on the policy's.
+    """
+
+    scorer: str
+    model: Artifact
+    adapter: Artifact
+    head: ScalarHead
+    is_beside: bool
+
+
 class RolloutData(Frozen):
     """The rendered prompts of a run's own rollouts, as found at the run's beginning.
 
@@ -163,6 +177,7 @@ class RolloutData(Frozen):
     num_steps: int
     probe: tuple[int, ...]
     held_out: Artifact | None = None
+    rewards: tuple[RewardModel, ...] = ()
 
 
 class RLState(Frozen):

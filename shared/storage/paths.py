@@ -298,6 +298,10 @@ def graded_part(key: str, first: int) -> str:
     return f"graded/{key}-parts/{first:010d}.jsonl"
 
 
+def rewarded(key: str) -> str:
+    return f"rewarded/{key}"
+
+
 def published(tenant: str, kind: str, name: str = "") -> str:
     """The prefix of a tenant's published versions of one name. `kind` is `adapters` or `models`."""
     return f"{tenant_folder(tenant)}/{kind}/{name}"

@@ -14,6 +14,7 @@ import pytest
 
 from service.dev.connection import Connection
 from tests.depth import drawn, one_of
+from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
@@ -120,7 +121,7 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
 
 
 POINTS: list[Point] = [before_the_claim, mid_step, between_save_and_manifest, after_save, at_the_sentinel]
-KILLED = ["at every point", "around a limit"]
+KILLED = ["at every point", "around a limit", "of a reward model"]
 VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_server]
 
 
@@ -142,6 +143,30 @@ def test_a_kill_at_every_point_changes_nothing(
     run_id = _submit(stack, sft_options)
     for place, point in enumerate(POINTS):
         _kill(stack, run_id, point, VICTIMS[(turn + place) % len(VICTIMS)])
+    _assert_undisturbed(stack, run_id, undisturbed)
+
+
+@one_of(KILLED, "of a reward model")
+def test_kills_change_nothing_of_a_reward_model(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    """Its head included, which is no other run's: a kill of the worker in the middle of a step, then of its host."""
+    rows = [{"prompt": f"Ship {n}?", "chosen": f"{n} z" * 2, "rejected": f"{n} crates"} for n in range(64)]
+    options = [
+        *(
+            "submit",
+            "reward",
+            "--json",
+            "--model",
+            str(tiny_model),
+            "--dataset",
+            str(jsonl(tmp_path / "rows.jsonl", rows)),
+        ),
+        *("--steps", "40", "--batch-size", "16", "--max-tokens", "256", "--checkpoint-every", "10", "--seed", "7"),
+        *("--lora-rank", "4", "--learning-rate", "0.01"),
+    ]
+    undisturbed = stack.cli(*options, "--wait")
+    run_id = _submit(stack, options)
+    _kill(stack, run_id, mid_step, a_rank)
+    _kill(stack, run_id, after_save, gpu_host)
     _assert_undisturbed(stack, run_id, undisturbed)
 
 

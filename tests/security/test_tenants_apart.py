@@ -223,6 +223,15 @@ def _with(body: Any, place: tuple[str | int, ...], value: str) -> Any:
     return {name: _with(item, rest, value) if name == first else item for name, item in body.items()}
 
 
+@pytest.mark.parametrize("field", ["model", "base"])
+def test_a_reward_model_grades_its_tenant_alone(field: str, belongings: Belongings, stranger: httpx.Client) -> None:
+    for uri in (belongings.adapter_uri, belongings.adapter_uri.removeprefix("file://")):
+        grader = {"type": "reward_model", "name": "taste", "model": "file:///r"} | {field: uri}
+        run = {"model": "org/tiny", "rollouts": ROLLOUTS | {"grader": grader}}
+        answer = stranger.post("/api/v1/runs/rl", json=run)
+        assert answer.status_code == 422 and "nothing of yours" in answer.json()["error"]["message"], answer.text
+
+
 def test_what_was_kept_apart_is_there(service: Service, belongings: Belongings, owner: httpx.Client) -> None:
     """The same URI in its owner's hands is accepted: what is refused above is refused for whose it is."""
     answer = owner.post("/api/v1/runs/sft", json=sft(dataset={"uri": belongings.file_uri}))

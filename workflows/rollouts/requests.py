@@ -64,16 +64,21 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
     )
 
 
-def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
-    """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker."""
-    run, rollouts = start.run, rollouts_of(start.run)
+def sampler_key(start: RLStart, model: Artifact, is_policys: bool = True) -> SamplerKey:
+    """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker.
+
+    `is_policys`: it draws from the policy; else it only scores, by a reward model.
+    """
+    run, rollouts, threads = start.run, rollouts_of(start.run), start.threads_per_rank * start.run.layout.world_size
+    if not is_policys:
+        return SamplerKey(model=model, dtype=dtype_of(run), threads=threads, slots=1, max_model_len=run.max_tokens)
     rank = run.trainable.max_rank if isinstance(run.trainable, Lora) else 0
     return SamplerKey(
         model=model,
         sampler=rollouts.sampler,
         max_lora_rank=rank if rollouts.sampler == "vllm" else 0,
         dtype=dtype_of(run),
-        threads=start.threads_per_rank * run.layout.world_size,
+        threads=threads,
         slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
         max_model_len=run.max_tokens,
         tells_routes=rollouts.sampler == "vllm" and rollouts.routing_replay == "on",

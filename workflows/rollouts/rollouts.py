@@ -35,6 +35,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
+    from workflows.rollouts.rewards import find_rewards, scored
     from workflows.rollouts.sampling import REPLACES_MISMATCHED, LeasedSamplers
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
@@ -60,9 +61,10 @@ async def prepare_rollouts(start: RLStart, model: Artifact, shape: ModelShape) -
         raise RunFailed(Problem(kind="invalid_input", message=message))
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
+    rewards = await find_rewards(start, model, shape)
     prompts = await _render(start, model, "train", rollouts.prompts)
     held_out = await _render(start, model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
-    return rollout_requests.rollout_data(start.run, prompts, held_out)
+    return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
 
 async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
@@ -176,7 +178,7 @@ class RolloutSource:
         self._grading.add(step)
         began = workflow.time()
         try:
-            graded = await self._grade(sampled)
+            graded = await self._grade(sampled, self.data.prompts, rollouts_of(self.start.run).prompts)
         finally:
             self._grading.discard(step)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
@@ -192,7 +194,10 @@ class RolloutSource:
                 self.start, self.model, held_out, self.policies, policy, place
             )
         )
-        return rollout_requests.held_out_metrics(sampled, (await self._grade(sampled)).summary)
+        source = rollouts_of(self.start.run).held_out
+        assert source is not None
+        graded = await self._grade(sampled, held_out, source.prompts)
+        return rollout_requests.held_out_metrics(sampled, graded.summary)
 
     async def beginning(self, run: ActiveRun, state: RLState) -> StepStatus | None:
         """Evaluate the policy before any training, and record that as step 0; None without held-out prompts."""
@@ -302,6 +307,7 @@ class RolloutSource:
         sampled = await self.sampling.do(SamplerActivities.sample, request, self.model, self._prove_once)
         return sampled, {"samplers": float(num_samplers)} if self.sampling.is_shared_out else {}
 
-    async def _grade(self, sampled: Sampled) -> Graded:
-        request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader)
+    async def _grade(self, sampled: Sampled, prompts: Artifact, source: DatasetSource) -> Graded:
+        rewards = await scored(self.start, self.sampling, sampled.samples, prompts, source, self.data.rewards)
+        request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader, rewards=rewards)
         return await control.do(Grade.grade, request)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -30,6 +31,7 @@ DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn
 # Samplers in a row, in one of a run's places for them, that fail the proof with weights from the store: then that place
 # stays empty, since another one would fail, too.
 _MAX_MISMATCHES = 2
+_SHARED_AFTER = timedelta(minutes=1)  # in which a process starts where a host is free for it
 
 
 @dataclass
@@ -39,6 +41,8 @@ class LeasedSamplers:
     A sampler whose weights are not the trainer's, even when it has loaded them from the store, is given up like one
     that was lost: `num_mismatched` counts those. `num_reloaded` counts the proofs that succeeded only then.
 
+    `policys`: the policy's samplers, where these are of a reward model's base (`beside`): then there is one.
+
     `waits` is called before the run waits for a sampler, so that it can give up an idle worker first. A sampler that
     shares its device with the trainer sleeps while a job has that, and is woken when it is asked something; `_asleep`
     has the epochs of leases whose samplers sleep.
@@ -46,6 +50,7 @@ class LeasedSamplers:
 
     start: RLStart
     waits: Callable[[], None]
+    policys: "LeasedSamplers | None" = None
     leasings: tuple[Leasing, ...] = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_reloaded: int = 0
@@ -55,11 +60,12 @@ class LeasedSamplers:
     _asleep: set[int] = field(default_factory=set)
     _num_at_work: int = 0
     _is_lent: bool = False
+    _beside: "dict[str, LeasedSamplers]" = field(default_factory=dict)  # by the SHA-256 of their models
 
     def __post_init__(self) -> None:
         queue, rollouts = policies.sampler_queue(self.start.shape), self.start.run.rollouts
         avoid = self.start.state.avoid_for_samplers if self.start.state else ()
-        num_samplers = rollouts.samplers if rollouts else 1
+        num_samplers = rollouts.samplers if rollouts and self.policys is None else 1
         self.leasings = tuple(Leasing(queue, self.start.timing, avoid=avoid) for _ in range(num_samplers))
 
     @property
@@ -67,9 +73,23 @@ class LeasedSamplers:
         """The queues of hosts that lost a sampler of this run at its start."""
         return tuple(dict.fromkeys(host for leasing in self.leasings for host in leasing.avoid))
 
+    def beside(self, model: Artifact) -> "LeasedSamplers":
+        """Return the run's sampler of another model than the policy's, by which a reward model scores."""
+        if model.sha256 not in self._beside:
+            self._beside[model.sha256] = LeasedSamplers(self.start, self.waits, self)
+        return self._beside[model.sha256]
+
+    @property
+    def _of_run(self) -> tuple[Leasing, ...]:
+        """The leases of the policy's samplers and of those beside them."""
+        first = self.policys or self
+        return tuple(one for each in (first, *first._beside.values()) for one in each.leasings)
+
     @property
     def is_served(self) -> bool:
         rollouts = self.start.run.rollouts
+        if self.policys is not None:
+            return False
         return self.start.serves_sampler or (rollouts is not None and rollouts.sampler_url is not None)
 
     @property
@@ -81,7 +101,7 @@ class LeasedSamplers:
     def is_colocated(self) -> bool:
         """True where trainer and sampler share one device."""
         rollouts = self.start.run.rollouts
-        return rollouts is not None and rollouts.colocate and not self.is_served
+        return rollouts is not None and rollouts.colocate and not self.is_served and self.policys is None
 
     @property
     def draws_unproven(self) -> bool:
@@ -100,8 +120,8 @@ class LeasedSamplers:
 
     @property
     def is_awaited(self) -> bool:
-        """True while the run waits for its first sampler."""
-        return self._lock.locked() and not self.grants
+        """True while the run waits for its first sampler, or one of a reward model."""
+        return any(one._lock.locked() and not one.grants for one in (self, *self._beside.values()))
 
     @property
     def grants(self) -> tuple[LeaseGrant, ...]:
@@ -111,16 +131,16 @@ class LeasedSamplers:
     @property
     def held_s(self) -> float:
         """Seconds that samplers were leased and up, over all leases so far."""
-        return sum(leasing.held_s for leasing in self.leasings)
+        return sum(leasing.held_s for leasing in self._of_run)
 
     def granted(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a sampler is up. No two leases of a run have the same epoch."""
-        for leasing in self.leasings:
+        for leasing in self._of_run:
             leasing.granted(grant)
 
     def release(self) -> None:
         """Give all samplers back, and ask for no more."""
-        for leasing in self.leasings:
+        for leasing in self._of_run:
             leasing.release()
 
     async def do(
@@ -244,14 +264,15 @@ class LeasedSamplers:
 
     def _ask_for_missing(self, model: Artifact) -> None:
         """Ask for all samplers that are not up, without waiting. One that fails again and again is left out."""
-        key, grants = sampler_key(self.start, model), self.grants
+        key, grants = sampler_key(self.start, model, is_policys=self.policys is None), self.grants
         for number, leasing in self._places.items():
             if leasing.is_warm or leasing.is_pending:
                 continue
             self._num_failed[number] += leasing.has_failed
             if not grants or self._num_failed[number] < self.start.timing.max_losses:
-                epoch = 1 + max(one.epoch for one in self.leasings)
-                leasing.take_sampler(self.start.run_id, key, epoch, rollouts_of(self.start.run).weight_sync.backend)
+                epoch = 1 + max(one.epoch for one in self._of_run)
+                backend = rollouts_of(self.start.run).weight_sync.backend if self.policys is None else "auto"
+                leasing.take_sampler(self.start.run_id, key, epoch, backend)
 
     async def _first(self, model: Artifact) -> LeaseGrant:
         """Return a sampler that is up; if there is none, wait for the first that comes.
@@ -265,10 +286,29 @@ class LeasedSamplers:
             if not self.grants:
                 self.waits()
                 self._ask_for_missing(model)
+            await self._share()
             if len(self.leasings) == 1:
                 return await self.leasings[0].wait()
             await workflow.wait_condition(lambda: bool(self.grants) or not any(one.is_pending for one in self.leasings))
             return self.grants[0] if self.grants else await next(iter(self._places.values())).wait()
+
+    async def _share(self) -> None:
+        """Give the run's samplers of other models back where those of this one do not come.
+
+        Else two runs could each hold what the other waits for; and with one sampler host a run would wait for itself.
+        """
+        others = [one for one in self._of_run if one not in self.leasings]
+
+        def is_over() -> bool:
+            return bool(self.grants) or not any(one.is_pending for one in self.leasings)
+
+        while others and not is_over():
+            try:
+                await workflow.wait_condition(is_over, timeout=_SHARED_AFTER)
+            except TimeoutError:
+                for one in others:
+                    if one.is_warm:
+                        one.release()
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
@@ -327,5 +367,8 @@ class LeasedSamplers:
         rollouts = self.start.run.rollouts
         assert rollouts is not None
         return LeasedSampler(
-            run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id, sampler=rollouts.sampler
+            run_id=self.start.run_id,
+            fence=grant.fence,
+            worker_id=grant.worker_id,
+            sampler=rollouts.sampler if self.policys is None else "own",
         )

@@ -25,7 +25,7 @@ from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobOb
 from service.backend import Backed, Backend, IdempotencyKey
 from service.runs.views.run_view import RunView
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import MAX_METADATA, RunId
+from shared.runs.requests import MAX_METADATA, RLRun, RunId
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
@@ -170,6 +170,9 @@ async def submit_job(
         validation = await _examples(backend, asking.tenant, request.validation_file, "validation_file")
     start = await asyncio.to_thread(backend.names.starting_point, asking.tenant, request.model)
     run, hyperparameters = run_of_job(request, start, training, validation)
+    if isinstance(run, RLRun):
+        place = "method.reinforcement.grader"
+        run = await asyncio.to_thread(backend.names.with_rewards, asking.tenant, run, place)
     key = given_key or await idempotency_key(backend.store, backend.quotas, asking, request, retry_count)
     return await backend.runs.submit(asking, run, key, openai_source(request, hyperparameters), asked=request)
 

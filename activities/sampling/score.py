@@ -1,0 +1,156 @@
+"""Score samples by a reward model on a sampler: each as the conversation that its training would have made of it."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.formats.dataset import question_of
+from activities.formats.examples import Chat, PromptCompletion, Question
+from activities.formats.rows import Row
+from activities.grading.grade import REWARDS, sampled_items
+from activities.host_context import HostContext
+from activities.sampling.client import Sampler
+from activities.sampling.samplers import Samplers, adapter_name, refusal
+from activities.tokenizing.encoding import encoded
+from activities.tokenizing.render_prompts import REPORT, PromptsReport
+from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
+from longshore.fields import Artifact, Frozen
+from longshore.training import Dtype
+from shared.errors import InvalidInput
+from shared.grading.graders import SampleRewards
+from shared.runs.requests import RunId
+from shared.runs.sources import DatasetSource
+from shared.runs.status import RewardModel
+from shared.serving import SamplerPlace
+from shared.storage.paths import content_key, rewarded
+
+_VERSION = "rewards-1"  # raise it when the same samples would get other scores
+_SAMPLES_A_REQUEST = 16
+_PREFIX = "grader."
+"""Before the names of reward models in samplers, which no run's own adapters begin with."""
+
+
+class ScoreSamplesRequest(Frozen):
+    """Samples to score, and by whom. `prompts`: what they answer, as rendered from `source`.
+
+    `dtype`: of the sampler at `place`, which decides the scores with the model, and so is a part of the key.
+    """
+
+    run_id: RunId
+    samples: Artifact
+    source: DatasetSource
+    prompts: Artifact
+    reward: RewardModel
+    dtype: Dtype
+    place: SamplerPlace
+
+    @property
+    def key(self) -> str:
+        """The store key, by content: neither the run nor the lease matters."""
+        fields = self.source.model_dump_json(include={"format", "prompt_field"})
+        model, adapter = self.reward.model.sha256, self.reward.adapter.sha256
+        return content_key(_VERSION, self.samples.sha256, fields, self.prompts.sha256, model, adapter, self.dtype)
+
+
+class Conversation(Frozen):
+    """A sample as a reward model reads it, or why it cannot be rendered."""
+
+    token_ids: tuple[int, ...] = ()
+    refusal: str | None = None
+
+
+class ScoreSamples:
+    """The activity `score_samples`."""
+
+    def __init__(self, host: HostContext, samplers: Samplers) -> None:
+        self._host = host
+        self._samplers = samplers
+
+    @activity.defn(name="score_samples")
+    def score_samples(self, request: ScoreSamplesRequest) -> Artifact:
+        """Score every sample, once: `rewards.jsonl`, a `SampleRewards` a line.
+
+        Raises:
+            InvalidInput: the sampler refuses the reward model or a conversation; its model has no chat template.
+            SamplerUnavailable, WorkerLost: there is no sampler at this place now. StoreUnavailable: the store is away.
+        """
+
+        def write(folder: Path) -> None:
+            host, reward = self._host, request.reward
+            report = (host.stage(request.prompts, only=(REPORT,)) / REPORT).read_bytes()
+            source = request.source.model_copy(update={"format": PromptsReport.model_validate_json(report).format})
+            asked = host.stage(request.samples), tokenizer_files(host, reward.model), source, reward.head.per == "token"
+            with (
+                self._samplers.open(request.place) as opened,
+                closing(confined.stream(host.settings.confined, conversations, *asked)) as found,
+                (folder / REWARDS).open("w") as file,
+            ):
+                name = adapter_name(_PREFIX, reward.adapter)
+                if name not in opened.client.models():
+                    opened.client.load_adapter(name, str(host.stage(reward.adapter)))
+                while some := list(islice(found, _SAMPLES_A_REQUEST)):
+                    file.writelines(
+                        f"{each.model_dump_json()}\n" for each in _scored(opened.client, name, some, reward)
+                    )
+
+        return self._host.made_once(rewarded(request.key), "score", write)
+
+
+def _scored(client: Sampler, name: str, rows: list[Conversation], reward: RewardModel) -> Iterator[SampleRewards]:
+    asked = [row.token_ids for row in rows if row.refusal is None]
+    try:
+        found = iter(client.rewards(name, asked) if asked else [])
+    except InvalidInput as error:
+        raise refusal(client, name, error, reward.scorer) from error
+    for row in rows:
+        if row.refusal is None and (values := next(found)) is not None:
+            yield SampleRewards(values=dict(zip(reward.head.names, values, strict=True)))
+        else:
+            too_long = f"{len(row.token_ids)} tokens of prompt and sample are more than the reward model reads"
+            yield SampleRewards(error=row.refusal or too_long)
+
+
+def conversations(
+    samples: Path, tokenizer: TokenizerFiles, source: DatasetSource, ends_with_answer: bool
+) -> Iterator[Conversation]:
+    """Yield the samples' conversations, in order.
+
+    Args:
+        source: how the prompts are read from the samples' rows.
+        ends_with_answer: they end with the token that ends the answer, where labels of turns are learned; else with
+            whatever the chat template puts last.
+
+    Raises:
+        InvalidInput: the tokenizer cannot be used, or its model has no chat template.
+    """
+    read, order = question_of(source), dict[str, int]()
+
+    def examples() -> Iterator[Chat | PromptCompletion]:
+        for place, item in sampled_items(samples):
+            order[place] = len(order)
+            yield answered(read(Row(place, item.item)), str(item.sample["output_text"]))
+
+    with closing(encoded(examples(), tokenizer.load())) as batches:
+        for batch in batches:
+            block = batch.block
+            told = {place: Conversation(refusal=reason) for place, reason in batch.refused.items()}
+            for place, first, num in zip(
+                block.places, block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True
+            ):
+                trained = np.flatnonzero(block.weight_T[first : first + num])
+                end = int(trained[-1]) + 1 if ends_with_answer and len(trained) else num
+                told[place] = Conversation(token_ids=tuple(block.id_T[first : first + end].tolist()))
+            yield from (told[place] for place in sorted(told, key=order.__getitem__))
+
+
+def answered(question: Question, text: str) -> Chat | PromptCompletion:
+    """Return a prompt with a sample as an example of the same kind as training would read."""
+    if question.text is not None:
+        return PromptCompletion(question.place, question.text, text)
+    messages = [*question.messages, {"role": "assistant", "content": text}]
+    return Chat(question.place, messages, question.tools, [0.0] * len(question.messages) + [1.0])

@@ -1,0 +1,75 @@
+"""The reward models of a run's grader: found and checked before any lease, and asked on a sampler of their model."""
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.models.resolve import AdapterRequest, Resolve
+    from activities.sampling.score import ScoreSamples, ScoreSamplesRequest
+    from longshore.fields import Artifact
+    from shared.errors import InvalidInput
+    from shared.grading.graders import chosen_scalar, reward_graders
+    from shared.models.shape import ModelShape
+    from shared.runs.models import ModelRequest
+    from shared.runs.requests import dtype_of
+    from shared.runs.sources import DatasetSource
+    from shared.runs.start import RLStart
+    from shared.runs.status import Problem, RewardModel
+    from shared.serving import SamplerPlace
+    from workflows import control
+    from workflows.outcomes import RunFailed
+    from workflows.rollouts.requests import rollouts_of
+    from workflows.rollouts.sampling import LeasedSamplers
+
+
+async def find_rewards(start: RLStart, model: Artifact, shape: ModelShape) -> tuple[RewardModel, ...]:
+    """Find the reward models that grade, and the models that they are on. `model`, `shape`: the policy's.
+
+    Raises:
+        RunFailed: a grader asks for a scalar that its reward model does not give.
+    """
+    found: dict[str, RewardModel] = {}
+    rollouts, who = rollouts_of(start.run), {"tenant": start.tenant}
+    keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # a sampler that can score, too
+    for place, grader in reward_graders(rollouts.grader).items():
+        base, size = model, shape
+        if grader.base is not None:
+            told = await control.do(Resolve.resolve_model, ModelRequest(uri=grader.base, any_family=True, **who))
+            base, size = told.model, told.shape
+        request = AdapterRequest(run_id=start.run_id, role="reward_model", uri=grader.model, shape=size, **who)
+        adapter = await control.do(Resolve.resolve_adapter, request)
+        head = adapter.lora.head
+        assert head is not None  # the activity has refused what has none
+        try:
+            chosen_scalar(grader, head.names, f"rollouts.{place}")
+        except InvalidInput as error:
+            raise RunFailed(Problem(kind="invalid_input", message=str(error))) from error
+        is_beside = not keeps_base or base.sha256 != model.sha256
+        found[grader.scorer] = RewardModel(
+            scorer=grader.scorer, model=base, adapter=adapter.adapter, head=head, is_beside=is_beside
+        )
+    return tuple(found.values())
+
+
+async def scored(
+    start: RLStart,
+    sampling: LeasedSamplers,
+    samples: Artifact,
+    prompts: Artifact,
+    source: DatasetSource,
+    rewards: tuple[RewardModel, ...],
+) -> dict[str, Artifact]:
+    """Score samples by each reward model, for `GradeRequest.rewards`. Raises as `LeasedSamplers.do` does.
+
+    Args:
+        prompts, source: what the samples answer, and how those rows are read.
+    """
+    given = {"run_id": start.run_id, "samples": samples, "source": source, "prompts": prompts}
+
+    async def scored_by(reward: RewardModel) -> Artifact:
+        def request(place: SamplerPlace) -> ScoreSamplesRequest:
+            return ScoreSamplesRequest(reward=reward, dtype=dtype_of(start.run), place=place, **given)
+
+        asked = sampling.beside(reward.model) if reward.is_beside else sampling
+        return await asked.do(ScoreSamples.score_samples, request, reward.model)
+
+    return {reward.scorer: await scored_by(reward) for reward in rewards}
