@@ -7,6 +7,7 @@ Shape suffixes: N targets of all units, M moves of them (gae.py).
 """
 
 import math
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -200,6 +201,7 @@ class CriticSlot:
             NotFinite: its loss is not, or the gradient's norm. No weight has changed.
         """
         assert self._data is not None, "nothing was estimated"
+        began = time.perf_counter()
         self.dispatcher.set_recompute(self.slot, self.policy in self.dispatcher.recomputing)
         with self._in_place_of_the_policy():
             sums = yield from self.dispatcher.forward_backward(self.slot, self._data, done, value_loss(self.plan.clip))
@@ -215,4 +217,9 @@ class CriticSlot:
         clipped = {n: v for n, v in reported(sums).items() if n == "clipped_fraction"}
         metrics = {"loss": sums["loss"] / sums["weight"], "grad_norm": norms.grad_norm, "learning_rate": learning_rate}
         metrics |= clipped | {"memory_bytes": float(device_bytes)}
-        return {f"critic_{name}": value for name, value in metrics.items()} | self.facts
+        named = {f"critic_{name}": value for name, value in metrics.items()} | self.facts
+        if not self.plan.alone:
+            return named
+        counts = {name: sums[name] for name in ("tokens", "target_tokens", "num_bins")}  # which else are the policy's
+        seconds = time.perf_counter() - began
+        return named | counts | {"step_s": seconds, "tokens_per_s": sums["tokens"] / seconds}

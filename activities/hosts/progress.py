@@ -45,8 +45,8 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
 class JobMetrics:
     """Combines the metrics of a job's optimizer steps, which are given in order.
 
-    Skipped steps are counted. Of a policy loss: counts and seconds are added up; `learning_rate` is the last; of
-    `..._max` and `memory_bytes` the greatest counts; means over tokens (ratios, divergences, entropy, fractions) are
+    Skipped steps are counted. Of a policy loss: counts and seconds are added up; learning rates are the last; of
+    `..._max` and `...memory_bytes` the greatest counts; means over tokens (ratios, divergences, entropy, fractions) are
     weighed by each step's trained tokens; everything else (loss, norm) is the mean of the steps that have it. Of any
     other loss: the newest value of each.
     """
@@ -80,11 +80,11 @@ class JobMetrics:
 
 def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
     """Return the rule by which a metric's values of several optimizer steps are combined into one."""
-    if name == "learning_rate":
+    if name.endswith("learning_rate"):
         return "last"
     if name in _SUMS:
         return "sum"
-    if name.endswith("_max") or name == "memory_bytes":
+    if name.endswith(("_max", "memory_bytes")):
         return "max"
     if name in _MEANS_OF_TOKENS or name.startswith("kl_") or name.endswith("_fraction"):
         return "mean_of_tokens"

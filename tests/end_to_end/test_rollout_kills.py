@@ -74,7 +74,8 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def with_critic(rollout_options: list[str]) -> list[str]:
-    return [*rollout_options, "--algorithm", "ppo", "--critic-value-scale", "running"]
+    critic = ("--critic-value-scale", "running", "--critic-warmup-steps", "1")
+    return [*rollout_options, "--algorithm", "ppo", *critic]
 
 
 @pytest.fixture(scope="module")
