@@ -1,0 +1,132 @@
+"""Views of sweeps in the API, and what they are made of: a sweep's trials as they stand."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from longshore.fields import Frozen
+from service.runs.rows import IndexedRun
+from service.runs.views.history import RunHistory
+from shared.automation.sweeps import Refusal, Report, Sweep, SweepEnd, SweepId, SweepRecord, Values
+from shared.runs.requests import RunId
+from shared.runs.status import State
+
+TrialState = State | Literal["pruned", "refused"]
+
+
+class TrialView(Frozen):
+    """A trial. `pruned`: successive halving ended it, or would have; `refused`: no run could be started, see problem.
+
+    `value`: the sweep's metric, as the run reported it last; of a pruned one as it was compared.
+    """
+
+    number: int
+    run_id: RunId | None
+    values: Values
+    state: TrialState
+    step: int = 0
+    value: float | None = None
+    gpu_seconds: float = 0.0
+    problem: str | None = None
+
+
+class SweepView(Frozen):
+    """A sweep. Times are seconds since 1970."""
+
+    sweep_id: SweepId
+    sweep: Sweep
+    created_at: float
+    state: Literal["running", "succeeded", "failed", "cancelled"]
+    ended_at: float | None = None
+    problem: str | None = None
+    metric: str
+    direction: Literal["minimize", "maximize"]
+    num_trials: int
+    trials: tuple[TrialView, ...] = Field(description="those that have begun, in order")
+    best: int | None = Field(default=None, description="the number of the best trial so far, of those that succeeded")
+    adapter: str | None = Field(default=None, description="URI of what was published of the best trial")
+    version: int | None = Field(default=None, description="that it is of the sweep's name")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial as it stands. `run`: None where none could be started, for which there is a refusal."""
+
+    number: int
+    run: IndexedRun | None
+    refusal: Refusal | None = None
+    pruned_by: Report | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.run is None or self.run.status.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def values(self) -> Values:
+        if self.run is None:
+            return self.refusal.values if self.refusal is not None else {}
+        return self.run.record.source.trial.values if self.run.record.source.trial is not None else {}
+
+    def value(self, metric: str) -> float | None:
+        """Return the metric, where it is a number."""
+        found = self.run.status.metrics.get(metric) if self.run is not None else None
+        found = self.pruned_by.value if self.pruned_by is not None else found
+        return found if found is not None and math.isfinite(found) else None
+
+    def view(self, metric: str) -> TrialView:
+        if self.run is None:
+            reason = self.refusal.reason if self.refusal is not None else None
+            return TrialView(number=self.number, run_id=None, values=self.values, state="refused", problem=reason)
+        status = self.run.status
+        return TrialView(
+            number=self.number,
+            run_id=self.run.run_id,
+            values=self.values,
+            state=status.state if self.pruned_by is None else "pruned",
+            step=status.step,
+            value=self.value(metric),
+            gpu_seconds=status.gpu_seconds,
+            problem=status.problem.message if status.problem else None,
+        )
+
+
+def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
+    """Return the best of the trials that succeeded and were not pruned: of equal ones the first."""
+    best, found = None, None
+    for trial in trials:
+        value = trial.value(sweep.measured)
+        if trial.run is None or trial.run.status.state != "succeeded" or trial.pruned_by or value is None:
+            continue
+        if found is None or sweep.better(value, found):
+            best, found = trial, value
+    return best
+
+
+def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: SweepEnd | None) -> SweepView:
+    sweep, best = record.sweep, best_of(record.sweep, trials)
+    return SweepView(
+        sweep_id=record.sweep_id,
+        sweep=sweep,
+        created_at=record.created_at,
+        metric=sweep.measured,
+        direction="maximize" if sweep.maximizes else "minimize",
+        num_trials=sweep.num_trials,
+        trials=tuple(trial.view(sweep.measured) for trial in trials),
+        best=best.number if best is not None else None,
+        state="running" if end is None else end.state,
+        **({} if end is None else end.model_dump(include={"ended_at", "problem", "adapter", "version"})),
+    )
+
+
+def reports_of(run: IndexedRun, history: RunHistory, metric: str) -> dict[int, float]:
+    """Return a run's metric by train step of an RL run, else by optimizer step. Evaluations' are `eval_...`."""
+    found = history.metrics()
+    if run.record.run.kind == "rl":
+        reported = [(step.step, step.metrics) for step in found.train_steps]
+    else:
+        reported = [(step.step, step.metrics) for step in found.steps]
+        reported += [(e.step, {f"eval_{name}": value for name, value in e.metrics.items()}) for e in found.evaluations]
+    return {step: metrics[metric] for step, metrics in reported if metric in metrics}
