@@ -105,7 +105,7 @@ class Sweeps:
         )
         key, data = SweepKeys(tenant, sweep_id).record, record.model_dump_json(indent=1).encode()
         async with self._locks.of(tenant):
-            others = await asyncio.to_thread(self._open, f"{SweepKeys.ALL}{tenant}/")
+            others = await asyncio.to_thread(self._open, f"{tenant}/")
             if len(others) >= _MOST_OPEN and (tenant, sweep_id) not in others:
                 raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
             await self._quotas.put_record(tenant, key, data, only_new=True)
@@ -114,7 +114,7 @@ class Sweeps:
 
     async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
         """The tenant's last sweeps, newest first."""
-        ids = await asyncio.to_thread(self._ids, f"{SweepKeys.ALL}{tenant}/")
+        ids = await asyncio.to_thread(self._ids, SweepKeys.ALL, f"{tenant}/")
         return tuple([await self.show(tenant, sweep_id) for _, sweep_id in sorted(ids, reverse=True)[:limit]])
 
     async def show(self, tenant: str, sweep_id: str) -> SweepView:
@@ -129,12 +129,12 @@ class Sweeps:
         if await asyncio.to_thread(self._end, tenant, sweep_id) is not None:
             raise Conflict(f"{sweep_id} has ended")
         audit.touched(sweep_id)
-        await self._quotas.put_record(tenant, SweepKeys(tenant, sweep_id).is_cancelled, b"")
+        await asyncio.to_thread(self._store.put_bytes, SweepKeys(tenant, sweep_id).is_cancelled, b"")
         return await self.show(tenant, sweep_id)
 
     async def restore(self) -> None:
         """Make sure that every sweep that goes on has its workflow, though Temporal has lost it."""
-        for tenant, sweep_id in await asyncio.to_thread(self._open, SweepKeys.ALL):
+        for tenant, sweep_id in await asyncio.to_thread(self._open):
             await self._begin(tenant, sweep_id)
 
     async def _begin(self, tenant: str, sweep_id: str) -> None:
@@ -179,7 +179,7 @@ class Sweeps:
         trials = await self._trials(record, None)
         is_cancelled = await asyncio.to_thread(self._is_cancelled, ref)
         if not is_cancelled and ending.adapter is None and problem is None:
-            problem = f"no trial ended with {record.sweep.measured}"
+            problem = f"no trial succeeded with {record.sweep.measured}, and published something"
         end = SweepEnd(
             state="cancelled" if is_cancelled and ending.adapter is None else "failed" if problem else "succeeded",
             pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},
@@ -189,8 +189,6 @@ class Sweeps:
             ended_at=time.time(),
         )
         key, data = SweepKeys(ref.tenant, ref.sweep_id).end, end.model_dump_json(indent=1).encode()
-        with suppress(QuotaExceeded):  # an end is recorded though nothing more may be stored
-            await self._quotas.put_record(ref.tenant, key, data, only_new=True)
         await asyncio.to_thread(self._store.put_if_absent, key, data)
 
     async def _trials(self, record: SweepRecord, end: SweepEnd | None) -> list[Trial]:
@@ -263,18 +261,19 @@ class Sweeps:
     def _check(self, tenant: str, sweep: Sweep) -> None:
         """Refuse values that no run could have, before anything is started."""
         self._names.resolved(tenant, sweep.run, "run.")
+        self._access.check(tenant, sweep)
         for values in candidates(sweep):
             run = with_values(sweep.run, values)
             check_startable(run, self._settings, "run.")
             self._access.check(tenant, run)
 
-    def _ids(self, prefix: str, name: str = "sweep.json") -> set[tuple[str, str]]:
-        """The tenants and ids of sweeps that have an object of this name."""
-        keys = (info.key.removeprefix(SweepKeys.ALL).split("/") for info in self._store.list(prefix))
-        return {(parts[0], parts[1]) for parts in keys if parts[2:] == [name]}
+    def _ids(self, root: str, below: str = "") -> set[tuple[str, str]]:
+        """The tenants and ids of sweeps that have something below this key."""
+        keys = (info.key.removeprefix(root).split("/") for info in self._store.list(root + below))
+        return {(parts[0], parts[1]) for parts in keys}
 
-    def _open(self, prefix: str) -> set[tuple[str, str]]:
-        return self._ids(prefix) - self._ids(prefix, "end.json")
+    def _open(self, below: str = "") -> set[tuple[str, str]]:
+        return self._ids(SweepKeys.ALL, below) - self._ids(SweepKeys.ENDS, below)
 
     def _read(self, tenant: str, sweep_id: str) -> SweepRecord:
         try:

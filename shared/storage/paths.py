@@ -202,14 +202,18 @@ def schedule_record(tenant: str = "", name: str = "") -> str:
 
 
 class SweepKeys:
-    """Keys of one sweep of a tenant; without a sweep, `prefix` is that of all of them. ALL: of those of all tenants."""
+    """Keys of one sweep of a tenant; without a sweep, `prefix` is that of all of them.
+
+    ALL, ENDS: the prefixes of the records of all tenants, and of their ends.
+    """
 
     ALL = "records/sweeps/"
+    ENDS = "records/sweep_ends/"
 
     def __init__(self, tenant: str, sweep_id: str = "") -> None:
         self.prefix = f"{self.ALL}{tenant}/{sweep_id}"
         self.record = f"{self.prefix}/sweep.json"
-        self.end = f"{self.prefix}/end.json"
+        self.end = f"{self.ENDS}{tenant}/{sweep_id}"
         self.is_cancelled = f"{self.prefix}/cancelled"
 
     def refusal(self, number: int) -> str:

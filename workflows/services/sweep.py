@@ -45,6 +45,6 @@ async def _ask_service(activity: str, request: Frozen, answer: Any) -> Any:
         result_type=answer,
         task_queue=policies.service_queue(workflow.info().task_queue),
         start_to_close_timeout=timedelta(minutes=5),
-        heartbeat_timeout=policies.DATA_HEARTBEAT,
+        heartbeat_timeout=timedelta(seconds=10),
         retry_policy=policies.ENDLESS,
     )

@@ -47,7 +47,7 @@ def create(
         raise Stop("give exactly one of --cron and --every", USAGE)
     fields = {
         "name": name,
-        "run": _run_of(context, command),
+        "run": run_of_command(context, command),
         "cron": cron,
         "every_s": None if every is None else seconds_of(every, "--every"),
         "timezone": timezone,
@@ -129,11 +129,12 @@ def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     return CommandAnswer(view, partial(say, f"schedule {name} is removed; its runs stay"))
 
 
-def _run_of(context: typer.Context, command: list[str]) -> "Run":
+def run_of_command(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
+    """Return the run of the `submit` command that stands after `--`."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
-        raise Stop("after -- goes what to start: -- submit sft, dpo or rl, and their options", USAGE)
+        raise Stop(f"after -- goes what to start: -- submit KIND ({kinds}), and its options", USAGE)
     return run_of(context, command[1:], "longshore submit")
 
 
