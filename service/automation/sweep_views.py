@@ -10,23 +10,21 @@ from pydantic import Field
 from longshore.fields import Frozen
 from service.runs.rows import IndexedRun
 from service.runs.views.history import RunHistory
-from shared.automation.sweeps import Refusal, Report, Sweep, SweepEnd, SweepId, SweepRecord, Values
+from shared.automation.sweeps import Report, Sweep, SweepEnd, SweepId, SweepRecord, Values
 from shared.runs.requests import RunId
 from shared.runs.status import State
 
-TrialState = State | Literal["pruned", "refused"]
-
 
 class TrialView(Frozen):
-    """A trial. `pruned`: successive halving ended it, or would have; `refused`: no run could be started, see problem.
+    """A trial. `pruned`: successive halving ended it, or would have.
 
     `value`: the sweep's metric, as the run reported it last; of a pruned one as it was compared.
     """
 
     number: int
-    run_id: RunId | None
+    run_id: RunId
     values: Values
-    state: TrialState
+    state: State | Literal["pruned"]
     step: int = 0
     value: float | None = None
     gpu_seconds: float = 0.0
@@ -53,33 +51,27 @@ class SweepView(Frozen):
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial as it stands. `run`: None where none could be started, for which there is a refusal."""
+    """A trial as it stands."""
 
     number: int
-    run: IndexedRun | None
-    refusal: Refusal | None = None
+    run: IndexedRun
     pruned_by: Report | None = None
 
     @property
     def has_ended(self) -> bool:
-        return self.run is None or self.run.status.state in ("succeeded", "failed", "cancelled")
+        return self.run.status.state in ("succeeded", "failed", "cancelled")
 
     @property
     def values(self) -> Values:
-        if self.run is None:
-            return self.refusal.values if self.refusal is not None else {}
-        return self.run.record.source.trial.values if self.run.record.source.trial is not None else {}
+        assert self.run.record.source.trial is not None
+        return self.run.record.source.trial.values
 
     def value(self, metric: str) -> float | None:
         """Return the metric, where it is a number."""
-        found = self.run.status.metrics.get(metric) if self.run is not None else None
-        found = self.pruned_by.value if self.pruned_by is not None else found
-        return found if found is not None and math.isfinite(found) else None
+        found = self.run.status.metrics.get(metric, math.nan) if self.pruned_by is None else self.pruned_by.value
+        return found if math.isfinite(found) else None
 
     def view(self, metric: str) -> TrialView:
-        if self.run is None:
-            reason = self.refusal.reason if self.refusal is not None else None
-            return TrialView(number=self.number, run_id=None, values=self.values, state="refused", problem=reason)
         status = self.run.status
         return TrialView(
             number=self.number,
@@ -95,14 +87,10 @@ class Trial:
 
 def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
     """Return the best of the trials that succeeded and were not pruned: of equal ones the first."""
-    best, found = None, None
-    for trial in trials:
-        value = trial.value(sweep.measured)
-        if trial.run is None or trial.run.status.state != "succeeded" or trial.pruned_by or value is None:
-            continue
-        if found is None or sweep.better(value, found):
-            best, found = trial, value
-    return best
+    able = [trial for trial in trials if trial.run.status.state == "succeeded" and trial.pruned_by is None]
+    valued = [(value, trial) for trial in able if (value := trial.value(sweep.measured)) is not None]
+    best = (max if sweep.maximizes else min)(valued, key=lambda each: each[0], default=None)
+    return None if best is None else best[1]
 
 
 def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: SweepEnd | None) -> SweepView:

@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from temporalio import activity
@@ -29,7 +31,6 @@ from service.runs.views.history import Histories
 from service.temporal import Temporal
 from shared.automation.sweeps import (
     BestRequest,
-    Refusal,
     Reports,
     Sweep,
     SweepEnd,
@@ -37,7 +38,6 @@ from shared.automation.sweeps import (
     SweepRecord,
     SweepRef,
     SweepTurn,
-    Values,
     candidates,
     pruned,
     with_values,
@@ -54,33 +54,24 @@ SWEEP_WORKFLOW = "SweepWorkflow"
 _MOST_OPEN = 16
 _TURN_S, _LOOK_EVERY_S = 15.0, 0.5
 _MOST_KEPT = 4096
+_MOST_DRAWN = 16  # values that do not go together are drawn anew
 
 
+@dataclass(frozen=True, eq=False)
 class Sweeps:
     """Creates, lists, shows and cancels sweeps, and looks after their trials. Those of other tenants are not found."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: ObjectStore,
-        temporal: Temporal,
-        runs: Runs,
-        names: NamedModels,
-        histories: Histories,
-        access: Access,
-        quotas: Quotas,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._temporal = temporal
-        self._runs = runs
-        self._names = names
-        self._histories = histories
-        self._access = access
-        self._quotas = quotas
-        self._locks = KeyedLocks()
-        self._reported: dict[tuple[str, float], dict[int, float]] = {}  # of trials that have ended
-        self._told_to_end: set[str] = set()
+    _settings: Settings
+    _store: ObjectStore
+    _temporal: Temporal
+    _runs: Runs
+    _names: NamedModels
+    _histories: Histories
+    _access: Access
+    _quotas: Quotas
+    _locks: KeyedLocks = field(default_factory=KeyedLocks)
+    _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
+    _told_to_end: set[str] = field(default_factory=set)
 
     async def create(self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None) -> SweepView:
         """Accept a sweep and begin it. The same key gives the same sweep.
@@ -156,98 +147,73 @@ class Sweeps:
         Repeated, and by several services at once, it starts no trial twice.
         """
         record = await asyncio.to_thread(self._read, ref.tenant, ref.sweep_id)
-        until = time.monotonic() + _TURN_S
+        until, problem = time.monotonic() + _TURN_S, None
         while time.monotonic() < until:
             activity.heartbeat()
             trials = await self._trials(record, None)
             is_cancelled = await asyncio.to_thread(self._is_cancelled, ref)
             for trial in trials:
-                if trial.run is not None and not trial.has_ended and (is_cancelled or trial.pruned_by):
+                if not trial.has_ended and (is_cancelled or trial.pruned_by is not None):
                     await self._end_trial(trial.run)
-            if not is_cancelled and may_start(record.sweep, trials) and await self._start_next(record, trials):
-                continue
-            if all(t.has_ended for t in trials) and (is_cancelled or len(trials) == record.sweep.num_trials):
-                return SweepTurn(has_ended=True, best=None if is_cancelled else _to_publish(record, trials))
+            if not is_cancelled and problem is None and may_start(record.sweep, trials):
+                try:
+                    await self._start_next(record, trials)
+                    continue
+                except InvalidInput as error:  # a name may stand for nothing any more
+                    problem = f"trial {len(trials)} cannot be started: {error}"
+                except QuotaExceeded:
+                    pass  # it waits for room
+            is_whole = is_cancelled or problem or len(trials) == record.sweep.num_trials
+            if is_whole and all(trial.has_ended for trial in trials):
+                return _ended(record, trials, problem, is_cancelled)
             await asyncio.sleep(_LOOK_EVERY_S)
         return SweepTurn()
 
     @activity.defn(name="end_sweep")
     async def end_sweep(self, ending: SweepEnding) -> None:
-        """Record the end of a sweep whose trials have ended."""
-        ref, problem = ending.ref, ending.problem
-        record = await asyncio.to_thread(self._read, ref.tenant, ref.sweep_id)
-        trials = await self._trials(record, None)
-        is_cancelled = await asyncio.to_thread(self._is_cancelled, ref)
-        if not is_cancelled and ending.adapter is None and problem is None:
-            problem = f"no trial succeeded with {record.sweep.measured}, and published something"
-        end = SweepEnd(
-            state="cancelled" if is_cancelled and ending.adapter is None else "failed" if problem else "succeeded",
-            pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},
-            problem=problem,
-            adapter=ending.adapter,
-            version=ending.version,
-            ended_at=time.time(),
-        )
-        key, data = SweepKeys(ref.tenant, ref.sweep_id).end, end.model_dump_json(indent=1).encode()
-        await asyncio.to_thread(self._store.put_if_absent, key, data)
+        """Record the end of a sweep."""
+        data = ending.end.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_if_absent, SweepKeys(ending.tenant, ending.sweep_id).end, data)
 
     async def _trials(self, record: SweepRecord, end: SweepEnd | None) -> list[Trial]:
-        """Return the trials that have begun, in order, and with a sweep's end those that it says were pruned."""
+        """Return the trials that have begun, in order; with a sweep's end, those that it says were pruned as such."""
         ids = [record.trial_id(number) for number in range(record.sweep.num_trials)]
         runs = {run.run_id: run for run in await self._runs.of(record.tenant, ids)}
-        trials: list[Trial] = []
-        for number, run_id in enumerate(ids):
-            run, refusal = runs.get(run_id), None
-            if run is None and (refusal := await asyncio.to_thread(self._refusal, record, number)) is None:
-                break
-            trials.append(Trial(number, run, refusal))
-        if end is not None:
-            found = end.pruned
-        elif (halving := record.sweep.halving) is not None:
-            reports = [await self._reports(record.sweep, trial) for trial in trials]
+        begun = [runs[run_id] for run_id in takewhile(runs.__contains__, ids)]
+        found = end.pruned if end is not None else {}
+        if end is None and (halving := record.sweep.halving) is not None:
+            reports = [await self._reports(record.sweep, Trial(number, run)) for number, run in enumerate(begun)]
             found = pruned(reports, halving, record.sweep.maximizes)
-        else:
-            return trials
-        return [Trial(trial.number, trial.run, trial.refusal, found.get(trial.number)) for trial in trials]
+        return [Trial(number, run, found.get(number)) for number, run in enumerate(begun)]
 
     async def _reports(self, sweep: Sweep, trial: Trial) -> Reports:
-        if trial.run is None:
-            return Reports({}, has_ended=True)
         key = trial.run.run_id, trial.run.updated_at
-        if (kept := self._reported.get(key)) is not None:
-            return Reports(kept, has_ended=True)
-        reports = reports_of(trial.run, await self._histories.of(trial.run.run_id), sweep.measured)
+        reports = self._reported.get(key)
+        if reports is None:
+            reports = reports_of(trial.run, await self._histories.of(trial.run.run_id), sweep.measured)
         if trial.has_ended:
             self._reported[key] = reports
             while len(self._reported) > _MOST_KEPT:
                 self._reported.pop(next(iter(self._reported)))
         return Reports(reports, trial.has_ended)
 
-    async def _start_next(self, record: SweepRecord, trials: list[Trial]) -> bool:
-        """Start the next trial, or put on record why it cannot be. False while a quota has no room for it."""
+    async def _start_next(self, record: SweepRecord, trials: list[Trial]) -> None:
+        """Start the next trial. Raises QuotaExceeded; InvalidInput: all values that were drawn for it are refused."""
         number, tenant = len(trials), record.tenant
-        values = await asyncio.to_thread(next_values, record.sweep, trials)
-        try:
-            run = await asyncio.to_thread(
-                lambda: self._names.resolved(tenant, with_values(record.sweep.run, values), "run.")
-            )
-            await self._runs.check_run(tenant, run, "run.")
-            source = Source(trial=SweepTrial(sweep=record.sweep_id, number=number, values=values))
-            accepted, is_new = await self._runs.accept(record.trial_id(number), run, tenant, record.owner, source)
-        except QuotaExceeded:
-            return False
-        except InvalidInput as error:  # values that do not go together, or a name that stands for nothing any more
-            await self._refuse(record, number, values, str(error))
-            return True
+        for attempt in range(_MOST_DRAWN):
+            values = await asyncio.to_thread(next_values, record.sweep, trials, attempt)
+            try:
+                run = with_values(record.sweep.run, values)
+                run = await asyncio.to_thread(self._names.resolved, tenant, run, "run.")
+                await self._runs.check_run(tenant, run, "run.")
+                break
+            except InvalidInput:
+                if record.sweep.sampler == "grid" or attempt == _MOST_DRAWN - 1:
+                    raise
+        source = Source(trial=SweepTrial(sweep=record.sweep_id, number=number, values=values))
+        accepted, _ = await self._runs.accept(record.trial_id(number), run, tenant, record.owner, source)
         await self._runs.make_sure(accepted)
-        if not is_new:
-            await self._runs.record(tenant, accepted.run_id)  # its row may be lost
-        return True
-
-    async def _refuse(self, record: SweepRecord, number: int, values: Values, reason: str) -> None:
-        key = SweepKeys(record.tenant, record.sweep_id).refusal(number)
-        data = Refusal(values=values, reason=reason).model_dump_json().encode()
-        await self._quotas.put_record(record.tenant, key, data, only_new=True)
+        await self._runs.record(tenant, accepted.run_id)  # if it was accepted before, its row may be lost
 
     async def _end_trial(self, run: IndexedRun) -> None:
         """Cancel a run, once: it takes a while to end."""
@@ -286,24 +252,28 @@ class Sweeps:
             return read_record(self._store, SweepKeys(tenant, sweep_id).end, SweepEnd)
         return None
 
-    def _refusal(self, record: SweepRecord, number: int) -> Refusal | None:
-        with suppress(NotFound):
-            return read_record(self._store, SweepKeys(record.tenant, record.sweep_id).refusal(number), Refusal)
-        return None
-
     def _is_cancelled(self, ref: SweepRef) -> bool:
         return self._store.head(SweepKeys(ref.tenant, ref.sweep_id).is_cancelled) is not None
 
 
-def _to_publish(record: SweepRecord, trials: list[Trial]) -> BestRequest | None:
-    best = best_of(record.sweep, trials)
-    if best is None or best.run is None or best.run.status.adapter is None or best.run.status.adapter_sha256 is None:
-        return None
-    status = best.run.status
-    return BestRequest(
-        tenant=record.tenant,
-        name=record.sweep.name,
-        run_id=best.run.run_id,
-        kind="adapters" if best.run.record.run.trainable.kind == "lora" else "models",
-        artifact=Artifact(uri=status.adapter, sha256=status.adapter_sha256),
+def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_cancelled: bool) -> SweepTurn:
+    """Return the end of a sweep whose trials have ended. Nothing is published of one that was cancelled, or failed."""
+    found = best_of(record.sweep, trials)
+    status, best = found.run.status if found is not None else None, None
+    if status is not None and status.adapter and status.adapter_sha256 and not problem and not is_cancelled:
+        best = BestRequest(
+            tenant=record.tenant,
+            name=record.sweep.name,
+            run_id=status.run_id,
+            kind="adapters" if record.sweep.run.trainable.kind == "lora" else "models",
+            artifact=Artifact(uri=status.adapter, sha256=status.adapter_sha256),
+        )
+    elif not is_cancelled:
+        problem = problem or f"no trial succeeded with {record.sweep.measured}, and published something"
+    end = SweepEnd(
+        state="cancelled" if is_cancelled else "failed" if problem else "succeeded",
+        pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},
+        problem=problem,
+        ended_at=time.time(),
     )
+    return SweepTurn(end=end, best=best)

@@ -20,8 +20,10 @@ def may_start(sweep: Sweep, trials: Sequence[Trial]) -> bool:
     return len(trials) < sweep.num_trials and has_room and is_known
 
 
-def next_values(sweep: Sweep, trials: Sequence[Trial]) -> Values:
+def next_values(sweep: Sweep, trials: Sequence[Trial], attempt: int = 0) -> Values:
     """Return the values of the trial after these. They follow from the trials alone, whenever they are asked for.
+
+    `attempt`: counts values that did not go together.
 
     TPE is told of the ends of the trials that `parallel` and more are before it: these have always ended, where others
     may have. Of those between it knows the values. Blocking.
@@ -31,7 +33,7 @@ def next_values(sweep: Sweep, trials: Sequence[Trial]) -> Values:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    seed = int(content_key(str(sweep.seed), str(len(trials)))[:8], 16)
+    seed = int(content_key(f"{sweep.seed} {len(trials)} {attempt}")[:8], 16)
     samplers = optuna.samplers
     sampler = samplers.RandomSampler(seed) if sweep.sampler == "random" else samplers.TPESampler(seed=seed)
     study = optuna.create_study(sampler=sampler, direction="maximize" if sweep.maximizes else "minimize")
@@ -53,7 +55,7 @@ def _told(sweep: Sweep, trial: Trial, spaces: "dict[str, BaseDistribution]", is_
     from optuna.trial import TrialState, create_trial
 
     value, state = trial.value(sweep.measured), TrialState.RUNNING
-    if trial.run is None or (is_known and value is None):
+    if is_known and value is None:
         return None
     given: dict[str, Any] = {}
     if is_known and trial.pruned_by is not None:

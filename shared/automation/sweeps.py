@@ -150,9 +150,6 @@ class Sweep(Frozen):
         looks_better_high = "reward" in self.measured or "accuracy" in self.measured
         return looks_better_high if self.direction is None else self.direction == "maximize"
 
-    def better(self, one: float, other: float) -> bool:
-        return one > other if self.maximizes else one < other
-
 
 class SweepRecord(Frozen):
     """The record of an accepted sweep. Its trials are on record as runs, in the source of which they have numbers."""
@@ -177,13 +174,6 @@ class SweepRef(Frozen):
     sweep_id: SweepId
 
 
-class Refusal(Frozen):
-    """A trial that no run was started for, and why."""
-
-    values: Values
-    reason: str
-
-
 class BestRequest(Frozen):
     """Asks for the best trial's adapter or model to be published once more, as a version of the sweep's name."""
 
@@ -192,13 +182,6 @@ class BestRequest(Frozen):
     run_id: RunId
     kind: Literal["adapters", "models"]
     artifact: Artifact
-
-
-class SweepTurn(Frozen):
-    """The outcome of looking after a sweep's trials once. `best`: to be published, of a sweep that has ended well."""
-
-    has_ended: bool = False
-    best: BestRequest | None = None
 
 
 class Report(NamedTuple):
@@ -219,13 +202,17 @@ class SweepEnd(Frozen):
     ended_at: float
 
 
-class SweepEnding(Frozen):
-    """Asks for a sweep's end to be recorded. `problem`: why the best trial could not be published."""
+class SweepTurn(Frozen):
+    """What came of looking after a sweep's trials: its end, once all have ended, and what to publish before that."""
 
-    ref: SweepRef
-    adapter: str | None = None
-    version: int | None = None
-    problem: str | None = None
+    end: SweepEnd | None = None
+    best: BestRequest | None = None
+
+
+class SweepEnding(SweepRef):
+    """Asks for a sweep's end to be recorded."""
+
+    end: SweepEnd
 
 
 class Reports(NamedTuple):

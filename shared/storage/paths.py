@@ -216,10 +216,6 @@ class SweepKeys:
         self.end = f"{self.ENDS}{tenant}/{sweep_id}"
         self.is_cancelled = f"{self.prefix}/cancelled"
 
-    def refusal(self, number: int) -> str:
-        """The record of a trial that no run was started for."""
-        return f"{self.prefix}/refused/{number:04d}.json"
-
 
 def last_scheduled(tenant: str, name: str) -> str:
     """The last run that a schedule made, and of which data."""

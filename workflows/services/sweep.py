@@ -24,17 +24,17 @@ class SweepWorkflow:
 
     @workflow.run
     async def run(self, ref: SweepRef) -> None:
-        while not (turn := await _ask_service("advance_sweep", ref, SweepTurn)).has_ended:
+        while (end := (turn := await _ask_service("advance_sweep", ref, SweepTurn)).end) is None:
             if workflow.info().is_continue_as_new_suggested():
                 workflow.continue_as_new(ref)
-        ending = SweepEnding(ref=ref)
         if turn.best is not None:
             try:
                 published = await control.do(Publish.publish_best, turn.best)
-                ending = SweepEnding(ref=ref, adapter=published.uri, version=published.version)
+                found = {"adapter": published.uri, "version": published.version}
             except ActivityError as error:
-                ending = SweepEnding(ref=ref, problem=problem_of_error(error).message)
-        await _ask_service("end_sweep", ending, None)
+                found = {"state": "failed", "problem": problem_of_error(error).message}
+            end = end.model_copy(update=found)
+        await _ask_service("end_sweep", SweepEnding(**dict(ref), end=end), None)
 
 
 async def _ask_service(activity: str, request: Frozen, answer: Any) -> Any:

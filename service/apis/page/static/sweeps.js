@@ -42,7 +42,7 @@ function coordinates(view) {
 }
 
 function row(view, trial) {
-  const run = trial.run_id ? make("a", { href: `/runs/${encodeURIComponent(trial.run_id)}` }, trial.run_id) : trial.problem ?? "";
+  const run = trial.run_id ? make("a", { href: `/runs/${encodeURIComponent(trial.run_id)}` }, trial.run_id) : "";
   const name = trial.number === view.best ? make("strong", {}, `${trial.number} (best)`) : `${trial.number}`;
   const cells = [name, stateBadge(trial.state), number(trial.value), number(trial.step), ...Object.keys(view.sweep.parameters).map((path) => text(trial.values[path])), run];
   return make("tr", {}, cells.map((cell) => make("td", {}, cell)));

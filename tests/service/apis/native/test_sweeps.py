@@ -15,7 +15,12 @@ from shared.automation.sweeps import Report, Sweep
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, Source, SweepTrial
 from shared.runs.status import RunStatus
+from shared.storage.paths import RunKeys
 from tests.service.apis.native.sweep_stack import GREATEST, HELD, STEPS, TENANT, SweepStack, loss_of, started
+from tests.service.conftest import put_versions
+
+RUN = {"kind": "sft", "model": "org/m", "dataset": {"uri": "file:///r"}, "steps": 1, "batch_size": 1}
+GONE = RunRecord.model_validate({"run_id": "r", "tenant": TENANT, "run": RUN, "created_at": 0})
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +98,7 @@ async def test_a_service_that_is_killed_goes_on_with_the_same_sweep(temporal_add
         assert again.best == whole.best
 
 
-async def test_a_failed_trial_is_left_out_and_one_that_cannot_be_is_refused(stack: SweepStack) -> None:
+async def test_a_failed_trial_is_left_out(stack: SweepStack) -> None:
     view = await stack.done(name="some", parameters={"learning_rate": {"choices": [GREATEST, 1e-3]}})
     assert [trial.state for trial in view.trials] == ["failed", "succeeded"] and view.best == 1
 
@@ -106,10 +111,21 @@ async def test_a_failed_trial_is_left_out_and_one_that_cannot_be_is_refused(stac
 
     sizes = {"max_tokens": {"choices": [32, 64, 48]}, "bin_tokens": {"choices": [64, 32, 48]}}
     view = await stack.done(name="pairs", sampler="random", trials=8, run={"max_tokens": 32}, parameters=sizes)
-    refused = [trial for trial in view.trials if trial.state == "refused"]
-    assert refused and all(t.values["max_tokens"] > t.values["bin_tokens"] for t in refused)
-    assert "bin_tokens must hold an example" in (refused[0].problem or "") and view.state == "succeeded"
-    assert len(view.trials) == 8
+    assert view.state == "succeeded" and len(view.trials) == 8
+    assert all(t.values["max_tokens"] <= t.values["bin_tokens"] for t in view.trials), "others are drawn anew"
+
+
+async def test_a_sweep_whose_model_has_gone_ends_when_its_runs_have(stack: SweepStack) -> None:
+    put_versions(stack.store, TENANT, "base", stack.settings.root_path / "v", 1, 1, "models")
+    stack.store.put_bytes(RunKeys("r").record, GONE.model_dump_json().encode())
+    view = await stack.sweeps.create(stack.asking, stack.asked(name="gone", run={"model": "base"}, parallel=1))
+    while not view.trials:
+        await asyncio.sleep(0.1)
+        view = await stack.sweeps.show(TENANT, view.sweep_id)
+    stack.backend.published.delete_model(TENANT, "base")
+    view = await stack.ended(view.sweep_id)
+    assert view.state == "failed" and "cannot be started: run.model: " in (view.problem or "")
+    assert view.trials and view.adapter is None and {trial.state for trial in view.trials} == {"succeeded"}
 
 
 async def test_a_cancelled_sweep_cancels_its_runs(stack: SweepStack) -> None:
@@ -155,20 +171,18 @@ async def test_what_no_run_could_have_is_refused_before_anything_starts(
 
 def trial(number: int, value: float | None, rank: int, pruned_by: Report | None = None) -> Trial:
     """A trial that has ended with this value; that goes on if it has none."""
-    run = {"kind": "sft", "model": "org/m", "dataset": {"uri": "file:///r"}, "steps": 1, "batch_size": 1}
     source = Source(trial=SweepTrial(sweep="s", number=number, values={"trainable.rank": rank}))
-    record = RunRecord(run_id=f"sft-{number}", source=source, run=run, created_at=0)
+    record = RunRecord(run_id=f"sft-{number}", source=source, run=RUN, created_at=0)
     state, metrics = ("running", {}) if value is None else ("succeeded", {"loss": value})
     return Trial(
-        number, IndexedRun(record, RunStatus(run_id=f"sft-{number}", state=state, metrics=metrics), 0), None, pruned_by
+        number, IndexedRun(record, RunStatus(run_id=f"sft-{number}", state=state, metrics=metrics), 0), pruned_by
     )
 
 
 def test_tpe_learns_from_the_trials_that_have_ended_for_certain() -> None:
-    run = {"kind": "sft", "model": "org/m", "dataset": {"uri": "file:///r"}, "steps": 1, "batch_size": 1}
     space = {"trainable.rank": {"min": 1, "max": 64, "integer": True}}
     sweep = Sweep.model_validate(
-        {"name": "s", "run": run, "parameters": space, "trials": 64, "parallel": 2, "metric": "loss"}
+        {"name": "s", "run": RUN, "parameters": space, "trials": 64, "parallel": 2, "metric": "loss"}
     )
     ranks = [1 + 7 * n % 64 for n in range(24)]
     good = [trial(n, abs(rank - 40), rank) for n, rank in enumerate(ranks)]
