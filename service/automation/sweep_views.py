@@ -10,7 +10,7 @@ from pydantic import Field
 from longshore.fields import Frozen
 from service.runs.rows import IndexedRun
 from service.runs.views.history import RunHistory
-from shared.automation.sweeps import Report, Sweep, SweepEnd, SweepId, SweepRecord, Values
+from shared.automation.sweeps import Report, Sweep, SweepEnd, SweepRecord, Values
 from shared.runs.requests import RunId
 from shared.runs.status import State
 
@@ -31,12 +31,9 @@ class TrialView(Frozen):
     problem: str | None = None
 
 
-class SweepView(Frozen):
+class SweepView(SweepRecord):
     """A sweep. Times are seconds since 1970."""
 
-    sweep_id: SweepId
-    sweep: Sweep
-    created_at: float
     state: Literal["running", "succeeded", "failed", "cancelled"]
     ended_at: float | None = None
     problem: str | None = None
@@ -96,9 +93,7 @@ def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
 def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: SweepEnd | None) -> SweepView:
     sweep, best = record.sweep, best_of(record.sweep, trials)
     return SweepView(
-        sweep_id=record.sweep_id,
-        sweep=sweep,
-        created_at=record.created_at,
+        **dict(record),
         metric=sweep.measured,
         direction="maximize" if sweep.maximizes else "minimize",
         num_trials=sweep.num_trials,

@@ -72,6 +72,7 @@ class Sweeps:
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
     _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
     _told_to_end: set[str] = field(default_factory=set)
+    _waiting: dict[str, str] = field(default_factory=dict)  # for which quota, while this process looks after the sweep
 
     async def create(self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None) -> SweepView:
         """Accept a sweep and begin it. The same key gives the same sweep.
@@ -112,7 +113,8 @@ class Sweeps:
         """Return a sweep and its trials, as they stood a second ago at most. Raises NotFound."""
         record = await asyncio.to_thread(self._read, tenant, sweep_id)
         end = await asyncio.to_thread(self._end, tenant, sweep_id)
-        return sweep_view(record, await self._trials(record, end), end)
+        view = sweep_view(record, await self._trials(record, end), end)
+        return view if end is not None else view.model_copy(update={"problem": self._waiting.get(sweep_id)})
 
     async def cancel(self, tenant: str, sweep_id: str) -> SweepView:
         """Start no more trials, and cancel those that go on. Raises NotFound; Conflict when the sweep has ended."""
@@ -158,11 +160,12 @@ class Sweeps:
             if not is_cancelled and problem is None and may_start(record.sweep, trials):
                 try:
                     await self._start_next(record, trials)
+                    self._waiting.pop(ref.sweep_id, None)
                     continue
                 except InvalidInput as error:  # a name may stand for nothing any more
                     problem = f"trial {len(trials)} cannot be started: {error}"
-                except QuotaExceeded:
-                    pass  # it waits for room
+                except QuotaExceeded as error:
+                    self._waiting[ref.sweep_id] = str(error)
             is_whole = is_cancelled or problem or len(trials) == record.sweep.num_trials
             if is_whole and all(trial.has_ended for trial in trials):
                 return _ended(record, trials, problem, is_cancelled)

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -11,11 +11,13 @@ from service.cli.exits import USAGE, Stop
 from service.cli.output.render import ago, print_table, say, seconds_of
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from service.automation.schedule_views import ScheduleView
     from service.cli.client import CliClient
-    from shared.automation.schedules import ScheduledRun
     from shared.runs.requests import Run
 
+M = TypeVar("M", bound="BaseModel")
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
 app = group("schedule", help="Start runs at set times.")
@@ -57,8 +59,9 @@ def create(
         "even_unchanged": even_unchanged,
     }
     from service.automation.schedule_views import ScheduleView
+    from shared.automation.schedules import ScheduledRun
 
-    body = _checked(fields).model_dump()
+    body = checked(ScheduledRun, fields).model_dump()
     return _answer(client.post("/schedules", ScheduleView, is_repeatable=True, json=body))
 
 
@@ -138,14 +141,14 @@ def run_of_command(context: typer.Context, command: list[str], kinds: str = "sft
     return run_of(context, command[1:], "longshore submit")
 
 
-def _checked(fields: dict[str, Any]) -> "ScheduledRun":
+def checked(model: type[M], fields: dict[str, Any]) -> M:
+    """Validate a request. Raises Stop with the first rule that it breaks."""
     from pydantic import ValidationError
 
-    from shared.automation.schedules import ScheduledRun
     from shared.field_rules import first_rule
 
     try:
-        return ScheduledRun.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise Stop(first_rule(error), USAGE, "--help lists the options") from None
 

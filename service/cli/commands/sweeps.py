@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.commands.schedules import run_of_command
+from service.cli.commands.schedules import checked, run_of_command
 from service.cli.exits import DONE, NOT_FINISHED, OF_STATE, USAGE, Stop
 from service.cli.output.render import ago, plain, print_table, say
 
 if TYPE_CHECKING:
     from service.automation.sweep_views import SweepView, TrialView
     from service.cli.client import CliClient
-    from shared.automation.sweeps import Sweep
 
 _EXAMPLES = """\b
 Examples:
@@ -74,9 +73,10 @@ def create(
         "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
     }
     from service.automation.sweep_views import SweepView
+    from shared.automation.sweeps import Sweep
 
     unset = {"trainable"} - fields["run"].model_fields_set  # as `submit` leaves it out
-    body = _checked(fields).model_dump(exclude={"run": unset})
+    body = checked(Sweep, fields).model_dump(exclude={"run": unset})
     headers = {"idempotency-key": idempotency_key or f"cli-{secrets.token_hex(16)}"}
     view = client.post("/sweeps", SweepView, is_repeatable=True, json=body, headers=headers)
     if not wait:
@@ -148,18 +148,6 @@ def _json(text: str) -> Any:
         return text
 
 
-def _checked(fields: dict[str, Any]) -> "Sweep":
-    from pydantic import ValidationError
-
-    from shared.automation.sweeps import Sweep
-    from shared.field_rules import first_rule
-
-    try:
-        return Sweep.model_validate(fields)
-    except ValidationError as error:
-        raise Stop(first_rule(error), USAGE, "--help lists the options") from None
-
-
 def _answer(view: "SweepView", code: int = DONE) -> CommandAnswer:
     return CommandAnswer(view, partial(_print, view), code)
 
@@ -173,7 +161,7 @@ def _print(view: "SweepView") -> None:
     def row(trial: "TrialView") -> tuple[str, ...]:
         number = f"{trial.number}*" if trial.number == view.best else f"{trial.number}"
         values = (plain(json.dumps(trial.values.get(path))) for path in paths)
-        return number, trial.state, _number(trial.value), f"{trial.step}", *values, trial.run_id or plain(trial.problem)
+        return number, trial.state, _number(trial.value), f"{trial.step}", *values, trial.run_id
 
     print_table(("trial", "state", view.metric, "step", *paths, "run"), map(row, view.trials))
     if view.adapter:

@@ -146,8 +146,13 @@ async def test_a_quota_holds_trials_back(
 ) -> None:
     monkeypatch.setenv("LONGSHORE_QUOTAS__CONCURRENT_RUNS", "1")
     async with started(temporal_address, tmp_path / "quota") as stack:
-        view = await stack.done(name="one", parallel=4)
-        assert view.state == "succeeded" and len(view.trials) == 4
+        view = await stack.sweeps.create(stack.asking, stack.asked(name="one", parallel=4))
+        told = set()
+        while (view := await stack.sweeps.show(TENANT, view.sweep_id)).state == "running":
+            told.add(view.problem)
+            await asyncio.sleep(0.1)
+        assert view.state == "succeeded" and len(view.trials) == 4 and view.problem is None
+        assert any("1 of sweepers's runs are going on" in (problem or "") for problem in told)
 
 
 @pytest.mark.parametrize(
