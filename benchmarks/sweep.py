@@ -2,17 +2,20 @@
 
     python -m benchmarks.sweep [--runs 16] [--steps 40] [--parallel 8] [--hidden 64] [--layers 2]
 
-Starts `longshore dev` twice in a temporary folder, and warms each up with one run, so that both have a warm base: the
-first then does the runs by `longshore submit`, each when the one before has ended, the second does them as a grid. Both
-evaluate held-out rows before and after. Prints JSON: seconds from the first submission to the last end (of the sweep
-with the best published), GPU seconds as the runs' status tells them, and how many adapters have the same SHA-256.
+Starts `longshore dev` three times in a temporary folder. The first does the runs by `longshore submit`, each when the
+one before has ended and its worker too (LONGSHORE_WORKER_IDLE_S 0), so that each loads the base; the second does so
+too, but keeps the worker, after a run that warms it up; the third, as warm, does them as a grid. All evaluate held-out
+rows before and after. Prints JSON: seconds from the first submission to the last end (of the sweep with the best
+published), GPU seconds as the runs' status tells them, and how many adapters have the same SHA-256 in all three.
 """
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
@@ -41,22 +44,30 @@ def main() -> None:
         texts = ["how many crates are on the quay? seven crates."] * 8
         model = make_tiny_model(root / "model", texts, hidden_size=given.hidden, num_layers=given.layers)
         sweep = _sweep(root, model, given.runs, given.steps, given.parallel)
-        alone_s, alone = _one_after_another(root / "alone", sweep)
-        swept_s, swept, view = _swept(root / "swept", sweep)
-    gpu = [sum(run.gpu_seconds for run in runs) for runs in (alone, swept)]
+        measured = {
+            "one_after_another_cold": _one_after_another(root / "cold", sweep, LONGSHORE_WORKER_IDLE_S="0"),
+            "one_after_another_warm": _one_after_another(root / "warm", sweep),
+            "sweep": _swept(root / "swept", sweep),
+        }
+    adapters = [[run.adapter_sha256 for run in each.runs] for each in measured.values()]
     result = {
         "what": "runs of a grid, one after another, and as a sweep on one warm base",
         **vars(given),
-        "seconds_one_after_another": round(alone_s, 2),
-        "seconds_sweep": round(swept_s, 2),
-        "speedup": round(alone_s / swept_s, 2),
-        "gpu_seconds_one_after_another": round(gpu[0], 2),
-        "gpu_seconds_sweep": round(gpu[1], 2),
-        "equal_adapters": sum(a.adapter_sha256 == b.adapter_sha256 for a, b in zip(alone, swept, strict=True)),
-        "best": {"values": view.trials[view.best or 0].values, "eval_loss": view.trials[view.best or 0].value},
+        "seconds": {name: round(each.seconds, 2) for name, each in measured.items()},
+        "gpu_seconds": {name: round(sum(run.gpu_seconds for run in each.runs), 2) for name, each in measured.items()},
+        "load": {name: each.load for name, each in measured.items()},
+        "equal_adapters": sum(len(set(of_one)) == 1 for of_one in zip(*adapters, strict=True)),
         **provenance(),
     }
     print(json.dumps(result, indent=1))
+
+
+class Measured(NamedTuple):
+    """Runs that have ended. `load`: of the machine in that minute, this included."""
+
+    seconds: float
+    runs: list[RunView]
+    load: float
 
 
 def _sweep(root: Path, model: Path, runs: int, steps: int, parallel: int) -> Sweep:
@@ -75,16 +86,16 @@ def _sweep(root: Path, model: Path, runs: int, steps: int, parallel: int) -> Swe
     )
 
 
-def _one_after_another(root: Path, sweep: Sweep) -> tuple[float, list[RunView]]:
-    with stack(root) as connection, CliClient(connection.api_url, connection.api_key) as client:
+def _one_after_another(root: Path, sweep: Sweep, **settings: str) -> Measured:
+    with stack(root, **settings) as connection, CliClient(connection.api_url, connection.api_key) as client:
         _warm_up(client, sweep)
         began = time.perf_counter()
         runs = [with_values(sweep.run, grid_values(sweep, number)) for number in range(sweep.num_trials)]
         ended = [_ended(client, client.submit(run, f"run-{number}").run_id) for number, run in enumerate(runs)]
-        return time.perf_counter() - began, ended
+        return Measured(time.perf_counter() - began, ended, os.getloadavg()[0])
 
 
-def _swept(root: Path, sweep: Sweep) -> tuple[float, list[RunView], SweepView]:
+def _swept(root: Path, sweep: Sweep) -> Measured:
     with stack(root) as connection, CliClient(connection.api_url, connection.api_key) as client:
         _warm_up(client, sweep)
         began = time.perf_counter()
@@ -94,7 +105,7 @@ def _swept(root: Path, sweep: Sweep) -> tuple[float, list[RunView], SweepView]:
             view = client.get(f"/sweeps/{view.sweep_id}", SweepView)
         seconds = time.perf_counter() - began
         assert view.state == "succeeded", view
-        return seconds, [client.run(trial.run_id or "") for trial in view.trials], view
+        return Measured(seconds, [client.run(trial.run_id) for trial in view.trials], os.getloadavg()[0])
 
 
 def _warm_up(client: CliClient, sweep: Sweep) -> None:

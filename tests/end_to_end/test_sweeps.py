@@ -58,5 +58,5 @@ def test_a_kill_changes_nothing(stack: Stack, asked: list[str], undisturbed: Ans
 
     view = wait_until(ended, "the sweep's end")
     assert outcome(view) == outcome(undisturbed.json)
-    assert view["version"] == undisturbed.json["version"] + 1
+    assert view["version"] > undisturbed.json["version"]
     assert weights(view) == weights(undisturbed.json)
