@@ -145,9 +145,8 @@ def control_workflows() -> list[type]:
     """Return the workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
-    from workflows.services import single_activity
+    from workflows.services import single_activity, sweep
     from workflows.services.scheduled import ScheduledRunWorkflow
-    from workflows.services.sweep import SweepWorkflow
     from workflows.services.webhook import WebhookWorkflow
     from workflows.session import SessionWorkflow
     from workflows.sft import SFTWorkflow
@@ -162,7 +161,7 @@ def control_workflows() -> list[type]:
         single_activity.ExportWorkflow,
         single_activity.TrackWorkflow,
         ScheduledRunWorkflow,
-        SweepWorkflow,
+        sweep.SweepWorkflow,
         WebhookWorkflow,
         ServingWorkflow,
     ]

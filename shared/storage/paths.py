@@ -202,19 +202,15 @@ def schedule_record(tenant: str = "", name: str = "") -> str:
 
 
 class SweepKeys:
-    """Keys of one sweep of a tenant; without a sweep, `prefix` is that of all of them.
+    """Keys of one sweep. ALL, ENDS: the prefixes of the records of all tenants' sweeps, and of their ends."""
 
-    ALL, ENDS: the prefixes of the records of all tenants, and of their ends.
-    """
-
-    ALL = "records/sweeps/"
-    ENDS = "records/sweep_ends/"
+    ALL, ENDS = "records/sweeps/", "records/sweep_ends/"
 
     def __init__(self, tenant: str, sweep_id: str = "") -> None:
         self.prefix = f"{self.ALL}{tenant}/{sweep_id}"
         self.record = f"{self.prefix}/sweep.json"
-        self.end = f"{self.ENDS}{tenant}/{sweep_id}"
         self.is_cancelled = f"{self.prefix}/cancelled"
+        self.end = f"{self.ENDS}{tenant}/{sweep_id}"
 
 
 def last_scheduled(tenant: str, name: str) -> str:
