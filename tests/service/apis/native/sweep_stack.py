@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from temporalio import activity, workflow
+from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from activities.host_context import HostContext
@@ -68,8 +69,9 @@ class Measured:
                 await self._end(state="failed", metrics={})
                 return self._status
             made = await self._do("make", [start.run_id, start.tenant, rate])
-        except asyncio.CancelledError:
-            await self._end(state="cancelled")
+        except (asyncio.CancelledError, ActivityError) as error:  # the latter while it waits for an activity
+            if is_cancelled_exception(error):
+                await self._end(state="cancelled")
             raise
         await self._end(state="succeeded", adapter=made["uri"], adapter_sha256=made["sha256"])
         return self._status
