@@ -74,6 +74,8 @@ def test_values_are_put_into_the_fields_that_paths_name() -> None:
     untouched = with_values(asked, {"learning_rate": 0.5})
     assert untouched == asked.model_copy(update={"learning_rate": 0.5})
     assert "trainable" not in untouched.model_fields_set
+    shaped = with_values(sweep(run=SFT | {"trainable": {"kind": "lora", "rank": 5}}).run, {"learning_rate": 0.5})
+    assert shaped.kind == "sft" and shaped.trainable.kind == "lora" and shaped.trainable.rank == 5
 
 
 @pytest.mark.parametrize(
