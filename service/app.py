@@ -207,7 +207,11 @@ def _chores(
         ("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict),
         ("spending limits are not held", _SWEEP_EVERY_S, backend.spending.enforce),
         ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
-        ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
+        (
+            "scheduled runs and sweeps wait",
+            _SWEEP_EVERY_S,
+            partial(backend.scheduled_runs.serve, *backend.sweeps.activities),
+        ),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
         (
@@ -237,6 +241,7 @@ class _Sweep:
         if not self._swept:
             await runs.sweep()
             await self._backend.schedules.restore()
+            await self._backend.sweeps.restore()
             self._swept = True
         await runs.start_waiting()
 

@@ -12,6 +12,7 @@ from service.accounts.tenants import Quotas, Tenants
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
 from service.automation.spending import SpendingLimits
+from service.automation.sweeps import Sweeps
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
@@ -89,6 +90,7 @@ class Backend:
         self.audit = Audit(database, settings.audit_days)
         self.webhooks = Webhooks(settings, store, temporal, self.quotas)
         self.schedules = Schedules(settings, store, temporal, access, self.quotas)
+        self.sweeps = Sweeps(settings, store, temporal, self.runs, self.names, self.histories, access, self.quotas)
         self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
 
 

@@ -110,7 +110,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.trajectories.pack_trajectories import PackTrajectories
 
     records, resolve, grade, deliver = RunRecords(host), Resolve(host), Grade(host), Deliver(host)
-    commands = CommandRecords(host)
+    commands, publish = CommandRecords(host), Publish(host)
     return [
         records.record_result,
         records.begin,
@@ -122,7 +122,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         commands.fill_gap,
         FindCheckpoint(host).find_checkpoint,
         AskTeacher(host).ask_teacher,
-        Publish(host).publish,
+        *(publish.publish, publish.publish_best),
         Exports(host).export,
         resolve.resolve_model,
         resolve.resolve_adapter,
@@ -145,7 +145,7 @@ def control_workflows() -> list[type]:
     """Return the workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
-    from workflows.services import single_activity
+    from workflows.services import single_activity, sweep
     from workflows.services.scheduled import ScheduledRunWorkflow
     from workflows.services.webhook import WebhookWorkflow
     from workflows.session import SessionWorkflow
@@ -161,6 +161,7 @@ def control_workflows() -> list[type]:
         single_activity.ExportWorkflow,
         single_activity.TrackWorkflow,
         ScheduledRunWorkflow,
+        sweep.SweepWorkflow,
         WebhookWorkflow,
         ServingWorkflow,
     ]

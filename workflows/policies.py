@@ -36,6 +36,8 @@ DATA_HEARTBEAT = timedelta(seconds=30)
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
+# Of what a sweep asks of the web service: it goes on when that is back, whenever that is.
+ENDLESS = RetryPolicy(maximum_interval=timedelta(minutes=1), non_retryable_error_types=FINAL_ERRORS)
 # Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # For records in the store. Without its result a run is lost, so even a full disk is retried.
@@ -92,6 +94,7 @@ _POOLS: dict[str, Pool] = {
     "recover_steps": "records",
     "find_checkpoint": "records",
     "publish": "publishing",
+    "publish_best": "publishing",
     "export": "exports",
     "resolve_model": "models",
     "resolve_adapter": "models",

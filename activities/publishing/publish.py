@@ -13,6 +13,7 @@ from activities.host_context import HostContext, beating
 from activities.publishing.card import model_card
 from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen
+from shared.automation.sweeps import BestRequest
 from shared.errors import CorruptArtifact
 from shared.models.end_tokens import GENERATION, with_end_ids
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
@@ -81,6 +82,22 @@ class Publish:
             key = published_version(request.tenant, kind, name, version)
             artifact = self._host.made_once(key, "publish", partial(self._fill, request))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
+
+    @activity.defn(name="publish_best")
+    def publish_best(self, request: BestRequest) -> Published:
+        """Publish what a sweep's best trial published once more, as a version of the sweep's name.
+
+        It is a copy: either of the two may be deleted. Raises as `publish`.
+        """
+        with beating():
+            claim = Claim(run_id=request.run_id)
+            version = claim_version(self._host.store, request.tenant, request.kind, request.name, claim)
+            key = published_version(request.tenant, request.kind, request.name, version)
+            stage = self._host.stage
+            artifact = self._host.made_once(
+                key, "publish", lambda folder: _copy(stage(request.artifact), folder, lambda name: True)
+            )
+        return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
     def _fill(self, request: PublishRequest, folder: Path) -> None:
         checkpoint = self._host.stage(request.checkpoint.artifact)

@@ -5,8 +5,10 @@ workflow asks the service to accept the run, on a queue that the service polls.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from temporalio import activity
 from temporalio.worker import Worker
@@ -39,14 +41,14 @@ class ScheduledRuns:
     _published: PublishedModels
     _names: NamedModels
 
-    async def serve(self) -> None:
-        """Answer the workflows of schedules, until cancelled.
+    async def serve(self, *others: Callable[..., Any]) -> None:
+        """Answer the workflows of schedules, until cancelled. `others`: activities of the service for other workflows.
 
         Raises TemporalUnavailable: before the first question. Later ones wait for the server.
         """
         async with self._temporal.client() as client:
             queue = service_queue(self._settings.control_queue)
-            await Worker(client, task_queue=queue, activities=[self.accept_scheduled]).run()
+            await Worker(client, task_queue=queue, activities=[self.accept_scheduled, *others]).run()
 
     @activity.defn(name="accept_scheduled")
     async def accept_scheduled(self, request: AcceptRequest) -> Decision:

@@ -290,7 +290,7 @@ def _problem(answer: httpx.Response) -> Stop:
 def _where_to_look(path: str) -> str:
     """Name the command that lists the resources of a kind."""
     kinds = {"files": "files", "keys": "keys", "tenants": "tenants", "schedules": "schedule", "webhooks": "webhook"}
-    kinds |= {"models": "models", "chat": "models"}
+    kinds |= {"models": "models", "chat": "models", "sweeps": "sweep"}
     kind = path.removeprefix("/api").removeprefix("/v1/").partition("/")[0]
     command = f"longshore {kinds[kind]} ls" if kind in kinds else "longshore ls"
     return f"`{command}` shows what there is"

@@ -16,7 +16,7 @@ HEADINGS = {
     "Start runs": {
         "submit": "submit",
         **dict.fromkeys(("step", "finish"), "runs"),
-        **{"schedule": "schedules", "import": "importing"},
+        **{"sweep": "schedules", "schedule": "schedules", "import": "importing"},
     },
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),

@@ -92,7 +92,7 @@ class Runs:
         )
         run_id = new_run_id(run.kind)
         if idempotency_key:
-            run_id = await self._claim(asking.tenant, idempotency_key, run_id, asked or run)
+            run_id = await self.claim(asking.tenant, idempotency_key, run_id, asked or run)
         audit.touched(run_id)
         record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
         try:
@@ -119,7 +119,8 @@ class Runs:
         """Return a request without the queries of its URIs, as `Quotas.sealed` does."""
         return await self._quotas.sealed(tenant, request)
 
-    async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
+    async def claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
+        """Return the run or sweep that a key made: `run_id` the first time. Raises InvalidInput for another request."""
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
         if await self._quotas.put_record(tenant, place, mine.model_dump_json().encode(), only_new=True):

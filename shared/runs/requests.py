@@ -246,11 +246,20 @@ class WandbRun(Frozen):
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(default=(), max_length=32)
 
 
+class SweepTrial(Frozen):
+    """The place of a run in a sweep. `values`: what it has in its fields, by their paths."""
+
+    sweep: str
+    number: int
+    values: dict[str, JsonValue]
+
+
 class Source(Frozen):
     """The API through which a run was submitted, and labels of its client."""
 
     api: Literal["native", "page", "openai", "art", "tinker"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")
+    trial: SweepTrial | None = Field(default=None, description="of the sweep that started it")
     metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
     wandb: WandbRun | None = None
     request: dict[str, JsonValue] | None = Field(

@@ -201,6 +201,18 @@ def schedule_record(tenant: str = "", name: str = "") -> str:
     return f"records/schedules/{tenant}/{name}" if tenant else "records/schedules/"
 
 
+class SweepKeys:
+    """Keys of one sweep. ALL, ENDS: the prefixes of the records of all tenants' sweeps, and of their ends."""
+
+    ALL, ENDS = "records/sweeps/", "records/sweep_ends/"
+
+    def __init__(self, tenant: str, sweep_id: str = "") -> None:
+        self.prefix = f"{self.ALL}{tenant}/{sweep_id}"
+        self.record = f"{self.prefix}/sweep.json"
+        self.is_cancelled = f"{self.prefix}/cancelled"
+        self.end = f"{self.ENDS}{tenant}/{sweep_id}"
+
+
 def last_scheduled(tenant: str, name: str) -> str:
     """The last run that a schedule made, and of which data."""
     return f"records/last_scheduled/{tenant}/{name}"
@@ -222,7 +234,7 @@ def counted_records(tenant: str) -> tuple[str, ...]:
     Records that lie elsewhere, such as a run's, are noted in the tenant's ledger (stored_bytes.py).
     """
     ours = (tinker_records, art_model, art_name, schedule_record, webhook_record, file_record, chunked_upload)
-    return *(prefix(tenant) for prefix in ours), idempotency(tenant), sent_request(tenant)
+    return *(prefix(tenant) for prefix in ours), SweepKeys(tenant).prefix, idempotency(tenant), sent_request(tenant)
 
 
 def art_name(tenant: str, sha256: str = "") -> str:

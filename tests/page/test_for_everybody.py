@@ -70,6 +70,7 @@ def test_pages_fit_the_screen_and_can_be_read(
         ("rl", f"/runs/{trained['rl']}", "Where the time goes"),
         ("failed", f"/runs/{trained['failed']}", "no assistant turn"),
         ("compare", compared, "fields of the request differ"),
+        ("sweeps", "/sweeps", "No sweeps"),
         ("schedules", "/schedules", "No schedules"),
         ("new", "/new", "What is trained"),
         ("models", "/models", "harbour-chat"),

@@ -9,7 +9,7 @@ import httpx
 
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
-from tests.service.conftest import Service, sft
+from tests.service.conftest import Service, sft, wait_until
 from tests.service.stand_in import SUCCEEDS, WAITS
 from tests.workflows.published import publish
 
@@ -18,6 +18,14 @@ DATA = "file:///data/rows.jsonl"
 STRING_CHECK = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
 ROLLOUTS = {"prompts": {"uri": DATA}, "grader": STRING_CHECK, "steps": 2}
 NIGHTLY = {"name": "nightly", "run": sft(kind="sft", dataset={"uri": DATA}), "cron": "0 2 1 1 *"}
+
+SWEEP = {
+    "name": "best",
+    "run": sft(kind="sft", dataset={"uri": DATA}, seed=WAITS),
+    "parameters": {"learning_rate": {"choices": [0.1]}},
+    "sampler": "grid",
+    "metric": "loss",
+}
 
 # What an operation is sent that demands a body: enough for the request to be understood.
 BODIES: dict[str, Any] = {
@@ -40,6 +48,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/webhooks/{webhook_id}": {},
     "/api/v1/schedules": NIGHTLY,
     "/api/v1/schedules/{name}/backfill": {"begin": 0, "end": 1},
+    "/api/v1/sweeps": SWEEP,
     "/api/v1/graders/run": {"grader": STRING_CHECK},
     "/v1/uploads": {"filename": "a", "purpose": "fine-tune", "bytes": 1, "mime_type": "text/plain"},
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_0"]},
@@ -64,6 +73,7 @@ NOBODYS = {
     "file_id": "file-000000000000000000000000",
     "upload_id": "upload_000000000000000000000000",
     "webhook_id": "wh-000000000000000000000000",
+    "sweep_id": "sweep-00000000000000000",
     "name": "nobodys",
     "key_id": "key-000000000000",
     "model_id": "nobodys",
@@ -174,6 +184,8 @@ def acquire(service: Service, tiny_model: Path, paths: set[str], tenant: str = T
             "key_id": _made(acme.post("/api/v1/keys", json={"title": "second"}))["key_id"],
             "model_id": "harbour",
         }
+        ids["sweep_id"] = _made(acme.post("/api/v1/sweeps", json=SWEEP))["sweep_id"]
+        wait_for_trials(acme)
         job = {"model": str(tiny_model), "training_file": file["uri"], "seed": WAITS}
         openai_run = _made(acme.post("/v1/fine_tuning/jobs", json=job))["id"]
         session = _made(acme.post("/api/v1/sessions", json={"model": tiny_model.as_uri()}))["run_id"]
@@ -186,6 +198,21 @@ def acquire(service: Service, tiny_model: Path, paths: set[str], tenant: str = T
             art_run = _made(acme.post("/v1/preview/sft-training-jobs", json=asked))["id"]
     adapter_uri = _published(service.store, tenant, service.settings.root_path / "made" / tenant)
     return Belongings(key, ids, openai_run, session, art_model, art_run, file["uri"], adapter_uri)
+
+
+def wait_for_trials(asking: httpx.Client) -> None:
+    """Until every sweep has begun its trials, and cancelled ones have ended: nothing more is made of them."""
+
+    def are_settled() -> bool:
+        views = asking.get("/api/v1/sweeps").json()
+        return all(view["state"] != "running" or _goes_on(view) for view in views)
+
+    wait_until(are_settled, "trials of sweeps")
+
+
+def _goes_on(view: dict[str, Any]) -> bool:
+    trials = view["trials"]
+    return len(trials) == view["num_trials"] and all(trial["state"] == "running" for trial in trials)
 
 
 def _made(answer: httpx.Response) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from service.apis.tinker.gateway import Gateway
 from service.apis.tinker.records import CheckpointRecord, TinkerRecords
 from service.app import create_app
 from shared.storage.stored_bytes import Ledger
-from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation, acquire
+from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation, acquire, wait_for_trials
 from tests.security.conftest import client
 from tests.service.conftest import Service, sft, wait_until
 
@@ -32,7 +32,7 @@ ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 BOUNDED = re.compile(
     r"hosts/|models/imported/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
     r"|runs/sft-[0-9a-f]{8}/"
-    r"|records/(deliveries|keys|tenants|reserved|brought|last_scheduled)/"
+    r"|records/(deliveries|keys|tenants|reserved|brought|last_scheduled|sweep_ends)/"
 )
 BESIDE = ("/api/v1/openapi.json", "/", "/schedules", "/runs/sft-1", "/nothing", "/v1/nothing", "/v1/preview/nothing")
 
@@ -152,7 +152,7 @@ def test_whatever_a_tenant_makes_counts_at_every_route(
         told = asking.get("/api/v1/usage").json()["stored_bytes"]
     made = {key: size for key, size in _objects(service).items() if size != before.get(key)}
     kinds = ("/run.json", "/commands/", "idempotency/", "sent/", "queries/", "files/", "uploads/", "webhooks/")
-    for kind in (*kinds, "schedules/", "art_models/", "art_names/", "tinker/"):
+    for kind in (*kinds, "schedules/", "sweeps/", "art_models/", "art_names/", "tinker/"):
         assert any(kind in key for key in made), kind
     assert Ledger(service.store, "counted").count().num_bytes == sum(made.values()), made
     assert told == sum(made.values()), "as it was counted meanwhile"
@@ -190,6 +190,7 @@ def _ask_all(asking: httpx.Client, walk: tuple[Operation, ...], theirs: Belongin
     ):
         answers.append((path, asking.request(method, path, json=body)))
     answers += [(o.path, o.ask(asking, theirs.ids_for(o))) for o in ending]
+    wait_for_trials(asking)
     return {path for path, answer in answers if answer.status_code in (403, 429) and "stored_bytes" in answer.text}
 
 

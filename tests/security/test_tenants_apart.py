@@ -161,6 +161,7 @@ RICH: dict[str, Any] = {
     "/api/v1/validate": BODIES["/api/v1/validate"],
     "/api/v1/preview": BODIES["/api/v1/preview"],
     "/api/v1/schedules": BODIES["/api/v1/schedules"],
+    "/api/v1/sweeps": BODIES["/api/v1/sweeps"] | {"parameters": {"dataset.uri": {"choices": ["file:///d"]}}},
     "/api/v1/graders/run": {"grader": STRING_CHECK, "sample": {"sample": {"output_text": "a"}, "item": {"q": "a"}}},
     "/v1/fine_tuning/jobs": BODIES["/v1/fine_tuning/jobs"] | {"validation_file": "file:///e"},
     "/v1/preview/models": {"base_model": "tiny"},
@@ -177,6 +178,7 @@ MUST_REFUSE = {
     "/api/v1/validate": {"source.uri", "model_uri"},
     "/api/v1/preview": {"source.uri", "model_uri"},
     "/api/v1/schedules": {"run.model", "run.dataset.uri"},
+    "/api/v1/sweeps": {"run.model", "run.dataset.uri", "parameters.dataset.uri.choices.0"},
     "/v1/fine_tuning/jobs": {"model", "training_file", "validation_file"},
     "/v1/preview/models": {"base_model"},
 }

@@ -42,6 +42,7 @@ from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
 from workflows.services.scheduled import ScheduledRunWorkflow
 from workflows.services.single_activity import GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
+from workflows.services.sweep import SweepWorkflow
 from workflows.services.webhook import WebhookWorkflow
 from workflows.session import SessionWorkflow
 
@@ -177,7 +178,7 @@ def polling(settings: Settings) -> Iterator[None]:
             deliver.give_up,
         ]
         workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, UntrainedModelWorkflow]
-        workflows += [ScheduledRunWorkflow, WebhookWorkflow, SessionWorkflow]
+        workflows += [ScheduledRunWorkflow, SweepWorkflow, WebhookWorkflow, SessionWorkflow]
         async with control_workers(client, settings.control_queue, activities, workflows):
             ready.set()
             await asyncio.to_thread(stopped.wait)

@@ -35,6 +35,7 @@ HAS_MORE_RULES = {
     r"POST /v1/fine_tuning/alpha/graders/.*": "the same",
     r"POST /api/v1/webhooks|PATCH /api/v1/webhooks/{webhook_id}": "a host and a port as URLs have them",
     r"POST /api/v1/schedules": "a cron expression, a time zone; and the rules of runs",
+    r"POST /api/v1/sweeps": "fields that the run has, and values that it takes; and the rules of runs",
     r"POST /api/v1/schedules/{name}/backfill": "a span that has passed, and ends after it begins",
     r"GET /api/v1/runs/{run_id}/events": "a cursor that was told before",
     r"GET /v1/(files|fine_tuning/jobs(/{run_id}/(events|checkpoints))?)": "the same: `after`",

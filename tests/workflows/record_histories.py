@@ -45,7 +45,7 @@ from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import started as whole_stack
 from tests.end_to_end.victims import a_rank, kill, sampler
-from tests.service.apis.native import schedule_stack, webhook_stack
+from tests.service.apis.native import schedule_stack, sweep_stack, webhook_stack
 from tests.workflows import test_rl
 from tests.workflows.leases.harbour import started as started_harbour
 from tests.workflows.leases.test_serving import questions_and_a_kill
@@ -217,6 +217,15 @@ async def record_scheduled(address: str) -> None:
             await _write(stack.client, "scheduled", started)
             await _write(stack.client, "scheduled_skipped", skipped)
             await stack.schedules.delete(schedule_stack.TENANT, "nightly")
+
+
+async def record_sweep(address: str) -> None:
+    """A grid of four, two at once; the best is published."""
+    with tempfile.TemporaryDirectory() as root:
+        async with sweep_stack.started(address, Path(root)) as stack:
+            view = await stack.done(name="grid")
+            client = await connect_temporal(stack.settings)
+            await _write(client, "sweep", f"{sweep_stack.TENANT}/{view.sweep_id}")
 
 
 async def record_webhook(address: str) -> None:

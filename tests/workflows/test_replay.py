@@ -19,6 +19,7 @@ from workflows.services.single_activity import (
     TrackWorkflow,
     UntrainedModelWorkflow,
 )
+from workflows.services.sweep import SweepWorkflow
 from workflows.services.webhook import WebhookWorkflow
 from workflows.session import SessionWorkflow
 from workflows.sft import SFTWorkflow
@@ -28,6 +29,7 @@ WORKFLOWS = [
     RLWorkflow,
     SessionWorkflow,
     ScheduledRunWorkflow,
+    SweepWorkflow,
     WebhookWorkflow,
     ServingWorkflow,
     GraderWorkflow,
@@ -55,6 +57,7 @@ def test_there_are_histories() -> None:
         "serving",
         "session",
         "succeeded",
+        "sweep",
         "track",
         "untrained_model",
         "webhook",

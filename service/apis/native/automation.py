@@ -1,4 +1,4 @@
-"""The native API's webhooks, `/api/v1/webhooks`, and schedules, `/api/v1/schedules`."""
+"""The native API's webhooks, `/api/v1/webhooks`, schedules, `/api/v1/schedules`, and sweeps, `/api/v1/sweeps`."""
 
 import asyncio
 from typing import Annotated
@@ -9,9 +9,11 @@ from longshore.fields import Name
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.automation.schedule_views import Backfill, ScheduleView
+from service.automation.sweep_views import SweepView
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
-from service.backend import Backed
+from service.backend import Backed, IdempotencyKey
 from shared.automation.schedules import ScheduledRun
+from shared.automation.sweeps import Sweep, SweepId
 from shared.automation.webhooks import Delivery, WebhookId
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
@@ -120,3 +122,31 @@ async def trigger_schedule(name: Name, backend: Backed, asking: Asking) -> Sched
 async def backfill_schedule(name: Name, span: JsonBody[Backfill], backend: Backed, asking: Asking) -> ScheduleView:
     """Start runs for the times of a span in the past."""
     return await backend.schedules.backfill(asking.tenant, name, span)
+
+
+@router.post("/sweeps", status_code=201)
+async def create_sweep(
+    sweep: JsonBody[Sweep], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
+) -> SweepView:
+    """Start runs that differ in a few fields, and publish the best. The same Idempotency-Key gives the same sweep."""
+    return await backend.sweeps.create(asking, sweep, idempotency_key)
+
+
+@router.get("/sweeps")
+async def list_sweeps(
+    backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> tuple[SweepView, ...]:
+    """Sweeps, newest first."""
+    return await backend.sweeps.of(asking.tenant, limit)
+
+
+@router.get("/sweeps/{sweep_id}")
+async def get_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
+    """A sweep: its trials with their values, states and metric, and which is the best."""
+    return await backend.sweeps.show(asking.tenant, sweep_id)
+
+
+@router.post("/sweeps/{sweep_id}/cancel", status_code=202)
+async def cancel_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
+    """Start no more trials, and cancel those that are going on. 409 when the sweep has ended."""
+    return await backend.sweeps.cancel(asking.tenant, sweep_id)

@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
 HEALTH_PATHS = ("/health", "/healthz", "/readyz")
-_PAGES = ("/", "/new", "/compare", "/models", "/files", "/schedules", "/account")
+_PAGES = ("/", "/new", "/compare", "/models", "/files", "/sweeps", "/schedules", "/account")
 STATIC = "/static"
 # Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
 _POLICY = (
@@ -93,7 +93,7 @@ def _plain_page(name: str) -> Callable[..., Awaitable[Response]]:
     return page
 
 
-for _name in ("new", "compare", "files", "models", "schedules"):
+for _name in ("new", "compare", "files", "models", "sweeps", "schedules"):
     router.get(f"/{_name}")(_plain_page(_name))
 
 

@@ -1,27 +1,46 @@
-"""`longshore schedule`: start runs at set times."""
+"""`longshore schedule`: start runs at set times. `longshore sweep`: runs that differ in a few fields."""
 
+import json
+import secrets
+import time
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.exits import USAGE, Stop
+from service.cli.exits import DONE, NOT_FINISHED, OF_STATE, USAGE, Stop
 from service.cli.output.render import ago, print_table, say, seconds_of
+from service.cli.output.sweeps import best, print_sweep, progress
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from service.automation.schedule_views import ScheduleView
+    from service.automation.sweep_views import SweepView
     from service.cli.client import CliClient
-    from shared.automation.schedules import ScheduledRun
     from shared.runs.requests import Run
 
+_EXAMPLES = """\b
+Examples:
+  longshore sweep create rates -p learning_rate=1e-5..1e-3:log -p trainable.rank=4,8,16 --trials 16 \\
+      -- submit sft -m org/model -d train.jsonl --eval-dataset held_out.jsonl --steps 200
+  longshore sweep create grid --sampler grid -p learning_rate=1e-4,3e-4 -- submit sft …
+"""
+M = TypeVar("M", bound="BaseModel")
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
-app = group("schedule", help="Start runs at set times.")
+_POLL_S = 1.0
+SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="The id that `longshore sweep ls` shows.")]
+app = typer.Typer(rich_markup_mode=None)
+schedule = group(help="Start runs at set times.")
+sweep = group(help="Start runs that differ in a few fields, and publish the best.", epilog=_EXAMPLES)
+app.add_typer(schedule, name="schedule")
+app.add_typer(sweep, name="sweep")
 
 
-@command(app, patience_s=20)
+@command(schedule, patience_s=20)
 def create(
     context: typer.Context,
     client: "CliClient",
@@ -57,12 +76,13 @@ def create(
         "even_unchanged": even_unchanged,
     }
     from service.automation.schedule_views import ScheduleView
+    from shared.automation.schedules import ScheduledRun
 
-    body = _checked(fields).model_dump()
+    body = _checked(ScheduledRun, fields).model_dump()
     return _answer(client.post("/schedules", ScheduleView, is_repeatable=True, json=body))
 
 
-@command(app)
+@command(schedule)
 def ls(client: "CliClient") -> CommandAnswer:
     """List schedules."""
     from service.automation.schedule_views import ScheduleView
@@ -75,7 +95,7 @@ def ls(client: "CliClient") -> CommandAnswer:
     return CommandAnswer(found, partial(print_table, ("schedule", "run", "when", "next", "triggered"), rows))
 
 
-@command(app)
+@command(schedule)
 def show(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Show a schedule, its next time, and its last runs."""
     from service.automation.schedule_views import ScheduleView
@@ -83,7 +103,7 @@ def show(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     return _answer(client.get(f"/schedules/{name}", ScheduleView))
 
 
-@command(app)
+@command(schedule)
 def pause(
     client: "CliClient",
     name: ScheduleName,
@@ -93,19 +113,19 @@ def pause(
     return _tell(client, name, "pause", params={"note": note} if note else {})
 
 
-@command(app)
+@command(schedule)
 def resume(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Resume a paused schedule."""
     return _tell(client, name, "resume")
 
 
-@command(app)
+@command(schedule)
 def trigger(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Trigger a schedule now, once. Its rules about overlap and unchanged data hold."""
     return _tell(client, name, "trigger")
 
 
-@command(app)
+@command(schedule)
 def backfill(
     client: "CliClient",
     name: ScheduleName,
@@ -122,29 +142,30 @@ def backfill(
     return _tell(client, name, "backfill", json=span)
 
 
-@command(app)
+@command(schedule)
 def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
     """Delete a schedule. Its runs stay, also one that is running."""
     view = client.ask("DELETE", f"/schedules/{name}")
     return CommandAnswer(view, partial(say, f"schedule {name} is removed; its runs stay"))
 
 
-def _run_of(context: typer.Context, command: list[str]) -> "Run":
+def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
+    """Return the run of the `submit` command that stands after `--`."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
-        raise Stop("after -- goes what to start: -- submit sft, dpo or rl, and their options", USAGE)
+        raise Stop(f"after -- goes what to start: -- submit KIND ({kinds}), and its options", USAGE)
     return run_of(context, command[1:], "longshore submit")
 
 
-def _checked(fields: dict[str, Any]) -> "ScheduledRun":
+def _checked(model: type[M], fields: dict[str, Any]) -> M:
+    """Validate a request. Raises Stop with the first rule that it breaks."""
     from pydantic import ValidationError
 
-    from shared.automation.schedules import ScheduledRun
     from shared.field_rules import first_rule
 
     try:
-        return ScheduledRun.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise Stop(first_rule(error), USAGE, "--help lists the options") from None
 
@@ -182,3 +203,126 @@ def _next(view: "ScheduleView") -> str:
     if not view.next_times:
         return "never"
     return datetime.fromtimestamp(view.next_times[0], UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
+
+
+@command(sweep, "create", patience_s=20)
+def create_sweep(
+    context: typer.Context,
+    client: "CliClient",
+    name: Annotated[str, typer.Argument(help="What the best trial is published as.")],
+    command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: the run, with all of its options.")],
+    parameter: Annotated[
+        list[str],
+        typer.Option(
+            "--parameter", "-p", help="PATH=a,b,c or PATH=low..high[:log][:int]; PATH=[…] for choices in JSON."
+        ),
+    ],
+    sampler: Annotated[Literal["grid", "random", "tpe"], typer.Option(help="What chooses the values.")] = "tpe",
+    trials: Annotated[int | None, typer.Option(help="How many; of a grid all combinations.")] = None,
+    parallel: Annotated[int, typer.Option(help="Runs at once.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    metric: Annotated[
+        str | None, typer.Option(help="Held-out loss, or an rl run's held-out reward, if absent.")
+    ] = None,
+    direction: Annotated[Literal["minimize", "maximize"] | None, typer.Option(help="Of the metric.")] = None,
+    halving: Annotated[
+        str | None, typer.Option(help="FIRST_STEP or FIRST_STEP/REDUCTION: successive halving, from that step on.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the sweep has ended.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same sweep.")] = None,
+) -> CommandAnswer:
+    """Create a sweep. After `--` comes a `longshore submit` command without --name.
+
+    All values are checked before anything starts.
+    """
+    first, _, reduction = (halving or "").partition("/")
+    fields: dict[str, Any] = {
+        "name": name,
+        "run": _run_of(context, command, "sft, dpo, distill, reward or rl"),
+        "parameters": dict(_parameter(text) for text in parameter),
+        "sampler": sampler,
+        "seed": seed,
+        "trials": trials,
+        "parallel": parallel,
+        "metric": metric,
+        "direction": direction,
+        "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
+    }
+    from service.automation.sweep_views import SweepView
+    from shared.automation.sweeps import Sweep
+
+    unset = {"trainable"} - fields["run"].model_fields_set  # as `submit` leaves it out
+    body = _checked(Sweep, fields).model_dump(exclude={"run": unset})
+    headers = {"idempotency-key": idempotency_key or f"cli-{secrets.token_hex(16)}"}
+    view = client.post("/sweeps", SweepView, is_repeatable=True, json=body, headers=headers)
+    if not wait:
+        return CommandAnswer(view, partial(print, view.sweep_id))
+    say(f"sweep {view.sweep_id}")
+    return _at_its_end(client, view, timeout)
+
+
+@command(sweep, "ls")
+def list_sweeps(client: "CliClient") -> CommandAnswer:
+    """List sweeps, newest first."""
+    from service.automation.sweep_views import SweepView
+
+    found = client.get("/sweeps", tuple[SweepView, ...])
+    rows = (
+        (view.sweep_id, view.sweep.name, view.state, progress(view), best(view), ago(view.created_at)) for view in found
+    )
+    return CommandAnswer(found, partial(print_table, ("sweep", "name", "state", "trials", "best", "created"), rows))
+
+
+@command(sweep, "show")
+def show_sweep(client: "CliClient", sweep_id: SweepId) -> CommandAnswer:
+    """Show a sweep and its trials."""
+    from service.automation.sweep_views import SweepView
+
+    return _swept(client.get(f"/sweeps/{sweep_id}", SweepView))
+
+
+@command(sweep, "cancel")
+def cancel_sweep(client: "CliClient", sweep_id: SweepId) -> CommandAnswer:
+    """Cancel a sweep, and those of its runs that have not ended."""
+    from service.automation.sweep_views import SweepView
+
+    return _swept(client.post(f"/sweeps/{sweep_id}/cancel", SweepView))
+
+
+def _at_its_end(client: "CliClient", view: "SweepView", timeout_s: float | None) -> CommandAnswer:
+    from service.automation.sweep_views import SweepView
+
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while view.state == "running" and (until is None or time.monotonic() < until):
+        time.sleep(_POLL_S)
+        view = client.get(f"/sweeps/{view.sweep_id}", SweepView)
+    return _swept(view, NOT_FINISHED if view.state == "running" else OF_STATE[view.state])
+
+
+def _parameter(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse PATH=VALUES."""
+    path, equals, values = text.partition("=")
+    if not equals or not values:
+        raise Stop(f"--parameter: {text!r} is no PATH=a,b,c or PATH=low..high", USAGE)
+    if values.startswith("["):
+        return path, {"choices": _json(values)}
+    low, dots, rest = values.partition("..")
+    if dots and "://" not in values and "/" not in values:
+        high, *flags = rest.split(":")
+        if set(flags) - {"log", "int"}:
+            raise Stop(f"--parameter: after low..high comes :log, :int or both, and not {rest}", USAGE)
+        return path, {"min": low, "max": high, "log": "log" in flags, "integer": "int" in flags}
+    return path, {"choices": [_json(each) for each in values.split(",")]}
+
+
+def _json(text: str) -> Any:
+    """Return a JSON value; what is none is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _swept(view: "SweepView", code: int = DONE) -> CommandAnswer:
+    return CommandAnswer(view, partial(print_sweep, view), code)

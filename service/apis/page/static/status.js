@@ -4,7 +4,7 @@ import { make, now } from "./page.js";
 
 // Going on from a checkpoint would meet the same data, model or numbers again.
 const BEYOND_RESUMING = new Set(["invalid_input", "corrupt_artifact", "sampler_mismatch", "not_finite"]);
-const MARKS = { queued: "○", running: "●", paused: "❚❚", succeeded: "✓", failed: "✕", cancelled: "⊘" };
+const MARKS = { queued: "○", running: "●", paused: "❚❚", succeeded: "✓", failed: "✕", cancelled: "⊘", pruned: "⊘" };
 
 export const canResume = (run) => ["paused", "failed", "cancelled"].includes(run.state) && !BEYOND_RESUMING.has(run.problem?.kind);
 

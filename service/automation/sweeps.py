@@ -1,0 +1,282 @@
+"""Sweeps behind the APIs, and what their workflows ask for: trials are started, followed, pruned, and the best found.
+
+Nothing is remembered but caches. A sweep is a record; its trials are runs whose ids follow from the sweep's and whose
+records have their values; which one is pruned and which is best follows from their metrics.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from temporalio import activity
+from temporalio.exceptions import WorkflowAlreadyStartedError
+
+from longshore.fields import Artifact
+from service.accounts import audit
+from service.accounts.access import Access
+from service.accounts.principals import Principal
+from service.accounts.tenants import Quotas
+from service.automation.sweep_views import SweepView, Trial, best_of, reports_of, sweep_view
+from service.automation.trial_samplers import may_start, next_values
+from service.database.locks import KeyedLocks
+from service.errors import Conflict, QuotaExceeded
+from service.inference.named_models import NamedModels
+from service.runs.rows import IndexedRun
+from service.runs.runs import Runs, new_run_id
+from service.runs.views.history import Histories
+from service.temporal import Temporal
+from shared.automation.sweeps import (
+    BestRequest,
+    Reports,
+    Sweep,
+    SweepEnd,
+    SweepEnding,
+    SweepRecord,
+    SweepRef,
+    SweepTurn,
+    candidates,
+    pruned,
+    with_values,
+)
+from shared.errors import InvalidInput, NotFound
+from shared.runs.acceptance import check_startable
+from shared.runs.requests import Source, SweepTrial
+from shared.settings import Settings
+from shared.storage.artifacts import read_record
+from shared.storage.paths import SweepKeys
+from shared.storage.store import ObjectStore
+
+SWEEP_WORKFLOW = "SweepWorkflow"
+_MOST_OPEN = 16
+_TURN_S, _LOOK_EVERY_S = 15.0, 0.5
+_MOST_KEPT = 4096
+_MOST_DRAWN = 16  # values that do not go together are drawn anew
+
+
+@dataclass(frozen=True, eq=False)
+class Sweeps:
+    """Creates, lists, shows and cancels sweeps, and looks after their trials. Those of other tenants are not found."""
+
+    _settings: Settings
+    _store: ObjectStore
+    _temporal: Temporal
+    _runs: Runs
+    _names: NamedModels
+    _histories: Histories
+    _access: Access
+    _quotas: Quotas
+    _locks: KeyedLocks = field(default_factory=KeyedLocks)
+    _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
+    _told_to_end: set[str] = field(default_factory=set)
+    _waiting: dict[str, str] = field(default_factory=dict)  # for which quota, while this process looks after the sweep
+
+    async def create(self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None) -> SweepView:
+        """Accept a sweep and begin it. The same key gives the same sweep.
+
+        Raises:
+            Conflict: too many of the tenant's sweeps are going on.
+            InvalidInput: values that the run's model or this installation refuses, a URI that the tenant may not read.
+            QuotaExceeded
+        """
+        tenant = asking.tenant
+        await asyncio.to_thread(self._check, tenant, sweep)
+        sweep_id = new_run_id("sweep")
+        if idempotency_key:
+            sweep_id = await self._runs.claim(tenant, idempotency_key, sweep_id, sweep)
+        audit.touched(sweep_id)
+        record = SweepRecord(
+            sweep_id=sweep_id,
+            tenant=tenant,
+            owner=asking.key_id,
+            sweep=await self._quotas.sealed(tenant, sweep),
+            created_at=time.time(),
+        )
+        key, data = SweepKeys(tenant, sweep_id).record, record.model_dump_json(indent=1).encode()
+        async with self._locks.of(tenant):
+            others = await asyncio.to_thread(self._open, f"{tenant}/")
+            if len(others) >= _MOST_OPEN and (tenant, sweep_id) not in others:
+                raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
+            await self._quotas.put_record(tenant, key, data, only_new=True)
+        await self._begin(tenant, sweep_id)
+        return await self.show(tenant, sweep_id)
+
+    async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
+        """The tenant's last sweeps, newest first."""
+        ids = await asyncio.to_thread(self._ids, SweepKeys.ALL, f"{tenant}/")
+        return tuple([await self.show(tenant, sweep_id) for _, sweep_id in sorted(ids, reverse=True)[:limit]])
+
+    async def show(self, tenant: str, sweep_id: str) -> SweepView:
+        """Return a sweep and its trials, as they stood a second ago at most. Raises NotFound."""
+        record = await asyncio.to_thread(self._read, tenant, sweep_id)
+        end = await asyncio.to_thread(self._end, tenant, sweep_id)
+        view = sweep_view(record, await self._trials(record, end), end)
+        return view if end is not None else view.model_copy(update={"problem": self._waiting.get(sweep_id)})
+
+    async def cancel(self, tenant: str, sweep_id: str) -> SweepView:
+        """Start no more trials, and cancel those that go on. Raises NotFound; Conflict when the sweep has ended."""
+        await asyncio.to_thread(self._read, tenant, sweep_id)
+        if await asyncio.to_thread(self._end, tenant, sweep_id) is not None:
+            raise Conflict(f"{sweep_id} has ended")
+        audit.touched(sweep_id)
+        await asyncio.to_thread(self._store.put_bytes, SweepKeys(tenant, sweep_id).is_cancelled, b"")
+        return await self.show(tenant, sweep_id)
+
+    async def restore(self) -> None:
+        """Make sure that every sweep that goes on has its workflow, though Temporal has lost it."""
+        for tenant, sweep_id in await asyncio.to_thread(self._open):
+            await self._begin(tenant, sweep_id)
+
+    async def _begin(self, tenant: str, sweep_id: str) -> None:
+        ref = SweepRef(tenant=tenant, sweep_id=sweep_id)
+        if await asyncio.to_thread(self._end, tenant, sweep_id) is None:
+            with suppress(WorkflowAlreadyStartedError):
+                await self._temporal.start(SWEEP_WORKFLOW, ref, f"{tenant}/{sweep_id}", tenant)
+
+    # What a sweep's workflow asks for.
+
+    @property
+    def activities(self) -> tuple[Callable[..., Any], ...]:
+        return self.advance_sweep, self.end_sweep
+
+    @activity.defn(name="advance_sweep")
+    async def advance_sweep(self, ref: SweepRef) -> SweepTurn:
+        """Start the trials that may begin and end those that are to; for a while, or until all have ended.
+
+        Repeated, and by several services at once, it starts no trial twice.
+        """
+        record = await asyncio.to_thread(self._read, ref.tenant, ref.sweep_id)
+        until, problem = time.monotonic() + _TURN_S, None
+        while time.monotonic() < until:
+            activity.heartbeat()
+            trials = await self._trials(record, None)
+            is_cancelled = await asyncio.to_thread(self._is_cancelled, ref)
+            for trial in trials:
+                if not trial.has_ended and (is_cancelled or trial.pruned_by is not None):
+                    await self._end_trial(trial.run)
+            if not is_cancelled and problem is None and may_start(record.sweep, trials):
+                try:
+                    await self._start_next(record, trials)
+                    self._waiting.pop(ref.sweep_id, None)
+                    continue
+                except InvalidInput as error:  # a name may stand for nothing any more
+                    problem = f"trial {len(trials)} cannot be started: {error}"
+                except QuotaExceeded as error:
+                    self._waiting[ref.sweep_id] = str(error)
+            is_whole = is_cancelled or problem or len(trials) == record.sweep.num_trials
+            if is_whole and all(trial.has_ended for trial in trials):
+                return _ended(record, trials, problem, is_cancelled)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return SweepTurn()
+
+    @activity.defn(name="end_sweep")
+    async def end_sweep(self, ending: SweepEnding) -> None:
+        """Record the end of a sweep."""
+        data = ending.end.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_if_absent, SweepKeys(ending.tenant, ending.sweep_id).end, data)
+
+    async def _trials(self, record: SweepRecord, end: SweepEnd | None) -> list[Trial]:
+        """Return the trials that have begun, in order; with a sweep's end, those that it says were pruned as such."""
+        ids = [record.trial_id(number) for number in range(record.sweep.num_trials)]
+        runs = {run.run_id: run for run in await self._runs.of(record.tenant, ids)}
+        begun = [runs[run_id] for run_id in takewhile(runs.__contains__, ids)]
+        found = end.pruned if end is not None else {}
+        if end is None and (halving := record.sweep.halving) is not None:
+            reports = [await self._reports(record.sweep, Trial(number, run)) for number, run in enumerate(begun)]
+            found = pruned(reports, halving, record.sweep.maximizes)
+        return [Trial(number, run, found.get(number)) for number, run in enumerate(begun)]
+
+    async def _reports(self, sweep: Sweep, trial: Trial) -> Reports:
+        key = trial.run.run_id, trial.run.updated_at
+        reports = self._reported.get(key)
+        if reports is None:
+            reports = reports_of(trial.run, await self._histories.of(trial.run.run_id), sweep.measured)
+        if trial.has_ended:
+            self._reported[key] = reports
+            while len(self._reported) > _MOST_KEPT:
+                self._reported.pop(next(iter(self._reported)))
+        return Reports(reports, trial.has_ended)
+
+    async def _start_next(self, record: SweepRecord, trials: list[Trial]) -> None:
+        """Start the next trial. Raises QuotaExceeded; InvalidInput: all values that were drawn for it are refused."""
+        number, tenant = len(trials), record.tenant
+        for attempt in range(_MOST_DRAWN):
+            values = await asyncio.to_thread(next_values, record.sweep, trials, attempt)
+            try:
+                run = with_values(record.sweep.run, values)
+                run = await asyncio.to_thread(self._names.resolved, tenant, run, "run.")
+                await self._runs.check_run(tenant, run, "run.")
+                break
+            except InvalidInput:
+                if record.sweep.sampler == "grid" or attempt == _MOST_DRAWN - 1:
+                    raise
+        source = Source(trial=SweepTrial(sweep=record.sweep_id, number=number, values=values))
+        accepted, _ = await self._runs.accept(record.trial_id(number), run, tenant, record.owner, source)
+        await self._runs.make_sure(accepted)
+        await self._runs.record(tenant, accepted.run_id)  # if it was accepted before, its row may be lost
+
+    async def _end_trial(self, run: IndexedRun) -> None:
+        """Cancel a run, once: it takes a while to end."""
+        if run.run_id not in self._told_to_end:
+            with suppress(Conflict, NotFound):  # it has just ended
+                await self._runs.cancel(run.record.tenant, run.run_id)
+            self._told_to_end.add(run.run_id)
+
+    # Blocking.
+
+    def _check(self, tenant: str, sweep: Sweep) -> None:
+        """Refuse values that no run could have, before anything is started."""
+        self._names.resolved(tenant, sweep.run, "run.")
+        self._access.check(tenant, sweep)
+        for values in candidates(sweep):
+            run = with_values(sweep.run, values)
+            check_startable(run, self._settings, "run.")
+            self._access.check(tenant, run)
+
+    def _ids(self, root: str, below: str = "") -> set[tuple[str, str]]:
+        """The tenants and ids of sweeps that have something below this key."""
+        keys = (info.key.removeprefix(root).split("/") for info in self._store.list(root + below))
+        return {(parts[0], parts[1]) for parts in keys}
+
+    def _open(self, below: str = "") -> set[tuple[str, str]]:
+        return self._ids(SweepKeys.ALL, below) - self._ids(SweepKeys.ENDS, below)
+
+    def _read(self, tenant: str, sweep_id: str) -> SweepRecord:
+        try:
+            return read_record(self._store, SweepKeys(tenant, sweep_id).record, SweepRecord)
+        except NotFound:
+            raise NotFound(f"there is no sweep {sweep_id}") from None
+
+    def _end(self, tenant: str, sweep_id: str) -> SweepEnd | None:
+        with suppress(NotFound):
+            return read_record(self._store, SweepKeys(tenant, sweep_id).end, SweepEnd)
+        return None
+
+    def _is_cancelled(self, ref: SweepRef) -> bool:
+        return self._store.head(SweepKeys(ref.tenant, ref.sweep_id).is_cancelled) is not None
+
+
+def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_cancelled: bool) -> SweepTurn:
+    """Return the end of a sweep whose trials have ended. Nothing is published of one that was cancelled, or failed."""
+    found = best_of(record.sweep, trials)
+    status, best = found.run.status if found is not None else None, None
+    if status is not None and status.adapter and status.adapter_sha256 and not problem and not is_cancelled:
+        best = BestRequest(
+            tenant=record.tenant,
+            name=record.sweep.name,
+            run_id=status.run_id,
+            kind="adapters" if record.sweep.run.trainable.kind == "lora" else "models",
+            artifact=Artifact(uri=status.adapter, sha256=status.adapter_sha256),
+        )
+    elif not is_cancelled:
+        problem = problem or f"no trial succeeded with {record.sweep.measured}, and published something"
+    end = SweepEnd(
+        state="cancelled" if is_cancelled else "failed" if problem else "succeeded",
+        pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},
+        problem=problem,
+        ended_at=time.time(),
+    )
+    return SweepTurn(end=end, best=best)

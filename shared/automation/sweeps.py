@@ -1,0 +1,311 @@
+"""Sweeps: runs that differ in a few fields, of which the best one is published.
+
+What a sweep decides follows from its trials' metrics in the order of their numbers, never from the order in which runs
+happen to end: a service that is killed decides the same once more.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from longshore.fields import Artifact, Frozen, Name, pattern
+from longshore.training import SessionRun
+from shared.errors import InvalidInput
+from shared.field_rules import first_rule
+from shared.runs.requests import RLRun, Run, RunId, Tenant
+from shared.storage.paths import content_key
+
+MAX_TRIALS = 256
+_MAX_VALUES = 256
+_NOT_SWEPT = ("kind", "schema_version", "name", "algorithm")
+_QUERY = re.compile(r'://[^"\s]*\?')
+SweepId = Annotated[str, pattern(r"^sweep-[0-9a-f]{17}$", "a sweep's id is sweep- and 17 hexadecimal digits")]
+FieldPath = Annotated[
+    str,
+    pattern(
+        r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+){0,4}$", "a field of the run, such as learning_rate or trainable.rank",
+        max_length=128,
+    ),
+]  # fmt: skip
+Values = dict[FieldPath, JsonValue]
+
+
+class Space(Frozen):
+    """The values of one field: choices, or all numbers from min to max."""
+
+    choices: tuple[JsonValue, ...] | None = Field(default=None, min_length=1, max_length=64)
+    min: float | None = Field(default=None, allow_inf_nan=False)
+    max: float | None = Field(default=None, allow_inf_nan=False)
+    log: bool = Field(default=False, description="of a range: drawn by its logarithm")
+    integer: bool = Field(default=False, description="of a range: whole numbers")
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if self.choices is not None:
+            if self.min is not None or self.max is not None or self.log or self.integer:
+                raise ValueError("give choices, or min and max: log and integer go with these")
+            if len({json.dumps(each, sort_keys=True) for each in self.choices}) < len(self.choices):
+                raise ValueError("choices: one is there twice")
+            if _QUERY.search(json.dumps(self.choices)):
+                raise ValueError("choices: a URI with a query may hold a secret, and these are shown: upload the file")
+            return self
+        if self.min is None or self.max is None or self.min >= self.max:
+            raise ValueError("give choices, or min and a greater max")
+        if self.log and self.min <= 0:
+            raise ValueError("log: min must be greater than 0")
+        if self.integer and not (self.min.is_integer() and self.max.is_integer()):
+            raise ValueError("integer: min and max must be whole numbers")
+        return self
+
+    @property
+    def ends(self) -> tuple[JsonValue, ...]:
+        """All choices; of a range its least and its greatest number."""
+        if self.choices is not None:
+            return self.choices
+        assert self.min is not None and self.max is not None
+        return (int(self.min), int(self.max)) if self.integer else (self.min, self.max)
+
+
+class Halving(Frozen):
+    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials go on."""
+
+    first_step: int = Field(ge=1, le=10_000_000, description="the first rung: a trial's first report from this step on")
+    reduction: int = Field(default=3, ge=2, le=16, description="each rung is at so many times the step before it")
+
+
+class Sweep(Frozen):
+    """A sweep, as a user asks for it: trials are runs like `run`, with values of `parameters` in their fields."""
+
+    name: Name = Field(description="what the best trial is published as")
+    run: Run
+    parameters: dict[FieldPath, Space] = Field(min_length=1, max_length=16)
+    sampler: Literal["grid", "random", "tpe"] = Field(
+        default="tpe", description="every combination of choices; at random; or Optuna's TPE, which learns from trials"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of the sampler")
+    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="of a grid all combinations if absent")
+    parallel: int = Field(default=4, ge=1, le=64, description="runs at once")
+    metric: str | None = Field(
+        default=None, min_length=1, max_length=128, description="of a run's last step; eval_loss, or an rl run's reward"
+    )
+    direction: Literal["minimize", "maximize"] | None = Field(
+        default=None, description="maximize for a metric with reward or accuracy in its name, if absent"
+    )
+    halving: Halving | None = None
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if isinstance(self.run, SessionRun) or (isinstance(self.run, RLRun) and self.run.rollouts is None):
+            raise ValueError("run: a trial ends by itself: no session, and no rl run that waits for groups")
+        if self.run.name is not None:
+            raise ValueError(
+                "run.name: trials are published under their ids, and the best as the sweep's name: drop it"
+            )
+        if banned := next((path for path in self.parameters if path in _NOT_SWEPT), None):
+            raise ValueError(f"parameters.{banned}: this cannot differ between trials")
+        if sum(len(space.ends) for space in self.parameters.values()) > _MAX_VALUES:
+            raise ValueError(f"parameters: at most {_MAX_VALUES} choices in all")
+        if self.sampler == "grid":
+            if ranged := next((path for path, space in self.parameters.items() if space.choices is None), None):
+                raise ValueError(f"parameters.{ranged}: a grid is of choices, and this is a range")
+            if self.num_trials > MAX_TRIALS:
+                raise ValueError(f"{self.num_trials} combinations, and a sweep has at most {MAX_TRIALS}: give trials")
+        elif self.trials is None:
+            raise ValueError("trials is missing: only a grid has an end of its own")
+        return self._has_its_metric()
+
+    def _has_its_metric(self) -> Self:
+        every = self._evaluated_every
+        if every is None and self.measured.startswith("eval_"):
+            raise ValueError("metric: the run evaluates nothing: give it held-out data, or name a metric of its steps")
+        if every == 0 and self.halving is not None and self.measured.startswith("eval_"):
+            raise ValueError("halving: the run evaluates at its end alone: say every how many steps it is to do so")
+        return self
+
+    @property
+    def _evaluated_every(self) -> int | None:
+        """Steps from one evaluation of a run to the next; 0: at its end alone; None: never."""
+        if isinstance(self.run, RLRun):
+            held_out = self.run.rollouts.held_out if self.run.rollouts else None
+            return held_out.every_steps or 0 if held_out else None
+        assert not isinstance(self.run, SessionRun)
+        return self.run.eval_every if self.run.eval_dataset is not None else None
+
+    @property
+    def num_trials(self) -> int:
+        combinations = math.prod(len(space.ends) for space in self.parameters.values())
+        return min(self.trials or combinations, combinations) if self.sampler == "grid" else self.trials or 0
+
+    @property
+    def measured(self) -> str:
+        """The metric by which trials are compared."""
+        return self.metric or ("eval_reward_mean" if self.run.kind == "rl" else "eval_loss")
+
+    @property
+    def maximizes(self) -> bool:
+        looks_better_high = "reward" in self.measured or "accuracy" in self.measured
+        return looks_better_high if self.direction is None else self.direction == "maximize"
+
+
+class SweepRecord(Frozen):
+    """The record of an accepted sweep. Its trials are on record as runs, in the source of which they have numbers."""
+
+    schema_version: Literal[1] = 1
+    sweep_id: SweepId
+    tenant: Tenant
+    owner: str | None = None
+    sweep: Sweep
+    created_at: float
+
+    def trial_id(self, number: int) -> str:
+        """Return a trial's run id, of the service's form: ids sort by time of the sweep and number of the trial."""
+        chance = content_key(self.sweep_id, str(number))[:6]
+        return f"{self.sweep.run.kind}-{int(self.created_at * 1000) + number:011x}{chance}"
+
+
+class SweepRef(Frozen):
+    """The input of a sweep's workflow: all else is on record."""
+
+    tenant: Tenant
+    sweep_id: SweepId
+
+
+class BestRequest(Frozen):
+    """Asks for the best trial's adapter or model to be published once more, as a version of the sweep's name."""
+
+    tenant: Tenant
+    name: Name
+    run_id: RunId
+    kind: Literal["adapters", "models"]
+    artifact: Artifact
+
+
+class Report(NamedTuple):
+    """What a trial has reported: the metric after a step."""
+
+    step: int
+    value: float
+
+
+class SweepEnd(Frozen):
+    """The end of a sweep, as it is on record."""
+
+    state: Literal["succeeded", "failed", "cancelled"]
+    pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
+    problem: str | None = None
+    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    version: int | None = None
+    ended_at: float
+
+
+class SweepTurn(Frozen):
+    """What came of looking after a sweep's trials: its end, once all have ended, and what to publish before that."""
+
+    end: SweepEnd | None = None
+    best: BestRequest | None = None
+
+
+class SweepEnding(SweepRef):
+    """Asks for a sweep's end to be recorded."""
+
+    end: SweepEnd
+
+
+class Reports(NamedTuple):
+    """What a trial has reported so far: its metric by step; and whether its run has ended."""
+
+    by_step: Mapping[int, float]
+    has_ended: bool
+
+
+def grid_values(sweep: Sweep, number: int) -> Values:
+    """Return one combination of a grid. The last parameter changes first, as in nested loops."""
+    found: Values = {}
+    for path, space in reversed(sweep.parameters.items()):
+        number, index = divmod(number, len(space.ends))
+        found[path] = space.ends[index]
+    return {path: found[path] for path in sweep.parameters}
+
+
+def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
+    """Return a run with these values in its fields, as its own model validates it.
+
+    Raises:
+        InvalidInput: at `parameters.PATH`: there is no such field, or the run's model refuses the values.
+    """
+    tops = {path.partition(".")[0] for path in values}
+    # Without a `trainable`, an adapter that `model` names says of what shape it is.
+    fields: Any = run.model_dump(mode="json", exclude={"trainable"} - run.model_fields_set - tops)
+    for path, value in values.items():
+        *above, last = path.split(".")
+        place = fields
+        for part in above:
+            place = place.get(part)
+            if not isinstance(place, dict):
+                raise InvalidInput(f"there is no field {part} in the run, or it is not set", f"parameters.{path}")
+        place[last] = value
+    try:
+        return type(run).model_validate(fields)
+    except ValidationError as error:
+        loc = [str(part) for part in error.errors(include_url=False)[0]["loc"]]
+        named = next((path for path in values if path.split(".") == [p for p in loc if p in path.split(".")]), None)
+        shown = ", ".join(f"{path}={json.dumps(value)[:64]}" for path, value in values.items())
+        place = f"parameters.{named}" if named else "parameters"
+        raise InvalidInput(f"with {shown}: {first_rule(error)}", place) from None
+
+
+def candidates(sweep: Sweep) -> Iterator[Values]:
+    """Yield what is tried on the run's model before a sweep is accepted: every combination of a grid.
+
+    Of other samplers every choice and end of a range, beside the first ones of the other parameters; and the last ones.
+    """
+    if sweep.sampler == "grid":
+        yield from (grid_values(sweep, number) for number in range(sweep.num_trials))
+        return
+    first: Values = {path: space.ends[0] for path, space in sweep.parameters.items()}
+    yield first
+    yield from ({**first, path: end} for path, space in sweep.parameters.items() for end in space.ends[1:])
+    yield {path: space.ends[-1] for path, space in sweep.parameters.items()}
+
+
+def pruned(trials: Sequence[Reports], halving: Halving, maximizes: bool) -> dict[int, Report]:
+    """Return the trials that successive halving ends, by number, each with the report that it ends by.
+
+    The rule is that of Optuna's SuccessiveHalvingPruner, were the trials done one after another: at a rung a trial is
+    compared with those of lower numbers. It is decided once all of these have reached the rung, or never will.
+
+    Args:
+        trials: in order of their numbers.
+    """
+    rungs: list[list[float]] = []
+    found: dict[int, Report] = {}
+    undecided: float = math.inf  # the first rung that a trial of a lower number may still reach
+    for number, trial in enumerate(trials):
+        rung = 0
+        while True:
+            least = halving.first_step * halving.reduction**rung
+            step = min((step for step in trial.by_step if step >= least), default=None)
+            if step is None or rung >= undecided:
+                undecided = undecided if step is None and trial.has_ended else min(undecided, rung)
+                break
+            value = trial.by_step[step]
+            if rung == len(rungs):
+                rungs.append([])
+            if not math.isnan(value):
+                rungs[rung].append(value)
+            if math.isnan(value) or not _goes_on(value, rungs[rung], halving.reduction, maximizes):
+                found[number] = Report(step, value)
+                break
+            rung += 1
+    return found
+
+
+def _goes_on(value: float, competing: list[float], reduction: int, maximizes: bool) -> bool:
+    """True if a value is among the best 1/reduction of a rung's; while they are fewer, if it is the best."""
+    ranked = sorted(competing, reverse=maximizes)
+    least = ranked[max(0, len(ranked) // reduction - 1)]
+    return value >= least if maximizes else value <= least

@@ -1,0 +1,50 @@
+"""A sweep: the web service starts, follows and ends its trials; this workflow sees to it that it goes on doing so."""
+
+from datetime import timedelta
+from typing import Any
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.publishing.publish import Publish
+    from longshore.fields import Frozen
+    from shared.automation.sweeps import SweepEnding, SweepRef, SweepTurn
+    from workflows import control, policies
+    from workflows.outcomes import problem_of_error
+
+
+@workflow.defn
+class SweepWorkflow:
+    """Has a sweep looked after until its trials have ended, publishes the best one and has the end recorded.
+
+    It knows of no trial: runs are accepted, counted, paused and resumed by the service, where a trial that was paused
+    by a limit goes on as another execution. So a service or a host that is killed loses nothing that is here.
+    """
+
+    @workflow.run
+    async def run(self, ref: SweepRef) -> None:
+        while (end := (turn := await _ask_service("advance_sweep", ref, SweepTurn)).end) is None:
+            if workflow.info().is_continue_as_new_suggested():
+                workflow.continue_as_new(ref)
+        if turn.best is not None:
+            try:
+                published = await control.do(Publish.publish_best, turn.best)
+                found = {"adapter": published.uri, "version": published.version}
+            except ActivityError as error:
+                found = {"state": "failed", "problem": problem_of_error(error).message}
+            end = end.model_copy(update=found)
+        await _ask_service("end_sweep", SweepEnding(**dict(ref), end=end), None)
+
+
+async def _ask_service(activity: str, request: Frozen, answer: Any) -> Any:
+    """Execute an activity of the web service; wait while that is away."""
+    return await workflow.execute_activity(
+        activity,
+        request,
+        result_type=answer,
+        task_queue=policies.service_queue(workflow.info().task_queue),
+        start_to_close_timeout=timedelta(minutes=5),
+        heartbeat_timeout=timedelta(seconds=10),
+        retry_policy=policies.ENDLESS,
+    )
