@@ -43,7 +43,13 @@ LETTERS = {
 # A name that Tinker's cookbook knows a renderer for. On the stack it is the tiny model's.
 TINKER_MODEL = "Qwen/Qwen3-8B"
 ROLLOUT_STEPS = 3
-DRAWN_FILES = ("objectives", "distillation", "reward", "reward_grader", "sweeps")  # a run of the suite tries one of them
+DRAWN_FILES = (
+    "objectives",
+    "distillation",
+    "reward",
+    "reward_grader",
+    "sweeps",
+)  # a run of the suite tries one of them
 
 _HERE = Path(__file__).parent
 # Of a test, with its share of fixtures: it ends what hangs. Beside much else a run of seconds takes minutes.
