@@ -135,8 +135,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         GroupSamples(host).group_samples,
         PreviewDataset(host).preview,
         *sampling_activities(host, Samplers(host.settings)),
-        deliver.deliver,
-        deliver.give_up,
+        *(deliver.deliver, deliver.give_up),
         track.track,
     ]
 

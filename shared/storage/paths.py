@@ -275,12 +275,7 @@ def samples(key: str) -> str:
 
 def sampled_part(key: str, group: int) -> str:
     """The finished samples of one prompt, kept while others are drawn."""
-    return f"{sampled_parts(key)}{group:010d}.json"
-
-
-def sampled_parts(key: str) -> str:
-    """The prefix of all parts."""
-    return f"sampled/{key}-parts/"
+    return f"sampled/{key}-parts/{group:010d}.json"
 
 
 def grouped(key: str) -> str:
