@@ -6,10 +6,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from longshore.fields import Frozen, Name, pattern
 from longshore.losses import PPO
-from longshore.training import (
-    Dtype,
-    SessionRun,
-)
+from longshore.training import Dtype, Full, SessionRun, fields_fit_engine
 from shared.field_rules import NO_NUL
 from shared.grading.graders import UNGRADED
 from shared.jobs.losses import (
@@ -152,12 +149,17 @@ class RLRun(TrainedRun):
     def _critic_fits(self) -> None:
         if (self.advantages == "gae") != (self.critic is not None):
             raise ValueError("gae advantages are a critic's, and a critic's are gae: give both, or algorithm ppo")
+        if self.critic is None and self.truncated == "bootstrap":
+            raise ValueError("truncated: bootstrap needs the values of a critic: give one, or train, or mask")
         if self.critic is None:
-            if self.truncated == "bootstrap":
-                raise ValueError("truncated: bootstrap needs the values of a critic: give one, or train, or mask")
-        elif self.trainable.kind == "full":
+            return
+        if isinstance(self.trainable, Full):
             raise ValueError("critic: it has the base beside the policy, which full training changes: train a lora")
-        elif self.rollouts is not None and (steps := self.rollouts.steps) and self.critic.warmup_steps >= steps:
+        try:
+            fields_fit_engine(self.model_copy(update={"trainable": self.critic.trained_beside(self.trainable)}))
+        except ValueError as error:
+            raise ValueError(f"critic.{error}") from error
+        if self.rollouts is not None and (steps := self.rollouts.steps) and self.critic.warmup_steps >= steps:
             raise ValueError(f"critic.warmup_steps: fewer than rollouts.steps, {steps}, or the policy is never trained")
 
     @model_validator(mode="after")
