@@ -22,13 +22,14 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sums import LossSums
 from megatron_worker.tensors.residency import Residency
 from megatron_worker.training.batches import to_batch
-from shared.jobs.events import Failed, Saved, Step, Succeeded
+from shared.jobs.events import Failed, Saved, Step
 from shared.jobs.job import Checkpointing, Job, JobCritic, PackedData, Schedule
 from shared.jobs.packed import Units
 from tests.depth import drawn
 from tests.megatron_worker.engines import checkpoint_bytes
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.test_megatron_job import new_worker
+from tests.megatron_worker.test_policy_megatron import steps
 from tests.megatron_worker.training.test_gae import reference, rows, units_of
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan
 
@@ -62,12 +63,6 @@ def a_job(workshop: Workshop, name: str, start: Artifact | None = None, **change
         "checkpointing": Checkpointing(every_steps=1),
     }
     return workshop.job(name, workshop.plan(**(fields | changes)), start)
-
-
-def steps(job: Job) -> list[dict[str, float]]:
-    events = read_log(job.log_path)
-    assert isinstance(events[-1], Succeeded), events[-1]
-    return [e.metrics for e in events if isinstance(e, Step)]
 
 
 def checkpoint(job: Job, step: int) -> Artifact:
