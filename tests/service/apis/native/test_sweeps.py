@@ -16,7 +16,17 @@ from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, Source, SweepTrial
 from shared.runs.status import RunStatus
 from shared.storage.paths import RunKeys
-from tests.service.apis.native.sweep_stack import GREATEST, HELD, STEPS, TENANT, SweepStack, loss_of, started
+from tests.service.apis.native.sweep_stack import (
+    BEST_RATE,
+    GREATEST,
+    HELD,
+    HELD_AT_THE_END,
+    STEPS,
+    TENANT,
+    SweepStack,
+    loss_of,
+    started,
+)
 from tests.service.conftest import put_versions
 
 RUN = {"kind": "sft", "model": "org/m", "dataset": {"uri": "file:///r"}, "steps": 1, "batch_size": 1}
@@ -67,16 +77,20 @@ async def test_numbers_are_drawn_from_their_ranges(stack: SweepStack) -> None:
 
 
 async def test_halving_cancels_what_is_worse(stack: SweepStack) -> None:
-    choices = [1e-2, 1e-4, 1e-1, 2e-2, 1e-3, 1e-5]
+    choices = [BEST_RATE, 1e-4, 1e-1, 2e-2, 1e-3, 1e-5]
     view = await stack.done(
-        name="halved", parameters={"learning_rate": {"choices": choices}}, halving={"first_step": 2, "reduction": 2}
+        name="halved",
+        run={"seed": HELD_AT_THE_END},  # so that none ends by itself before it is cancelled
+        parameters={"learning_rate": {"choices": choices}},
+        halving={"first_step": 2, "reduction": 2},
     )
     assert [trial.state for trial in view.trials] == ["succeeded", *["pruned"] * 5]
     # The fourth was among the better half at the first rung, and no longer at the second.
     steps = [2, 2, 4, 2, 2]
     compared = [loss_of(rate, step) for rate, step in zip(choices[1:], steps, strict=True)]
     assert [trial.value for trial in view.trials[1:]] == compared
-    assert "cancelled" in {(await stack.backend.runs.view(TENANT, t.run_id or "")).state for t in view.trials}
+    states = [(await stack.backend.runs.view(TENANT, t.run_id or "")).state for t in view.trials]
+    assert states == ["succeeded", *["cancelled"] * 5]
     assert view.best == 0 and view.state == "succeeded"
 
 
