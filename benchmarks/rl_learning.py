@@ -28,8 +28,8 @@ from examples.tiny_model import make_tiny_model
 _OWN: dict[str | None, tuple[str, ...]] = {
     None: (),
     "ppo": (
-        *("--algorithm", "ppo", "--critic-learning-rate", "4e-3", "--critic-gae-lambda", "1"),
-        *("--critic-warmup-steps", "3"),
+        *("--algorithm", "ppo", "--learning-rate", "2e-5", "--steps", "16", "--mini-batches", "4", "--epochs", "4"),
+        *("--critic-learning-rate", "1e-3", "--critic-gae-lambda", "1", "--critic-clip", "10"),
     ),
 }
 TALLY_RATE, EXACT_RATE = "1e-4", "4e-5"  # of full training
