@@ -1,6 +1,6 @@
 """What a warm step of a run's own rollouts costs, with weight sync and without, on-policy and sampled one step ahead.
 
-    python -m benchmarks.rollout_step [--steps 7] [--megabytes 16] [--out FILE.json]
+    python -m benchmarks.rollout_step [--steps 7] [--megabytes 16] [--only WORDS] [--out FILE.json]
 
 Starts `longshore dev` in a temporary folder and trains a model of so many megabytes, every weight or an adapter of rank
 16, once for each case, one after another on one machine. A step has 8 prompts of 4 samples, and 3 passes over them. All
@@ -35,12 +35,13 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance, tell
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
-from longshore.losses import PPO
+from longshore.losses import PPO, Kl
 from longshore.training import Full, Lora, Trainable
 from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.grading.graders import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
+from shared.jobs.losses import Critic
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.requests import RLRun
 from shared.runs.rollouts import Rollouts
@@ -55,13 +56,17 @@ STORE, SYNC = WeightSync(backend="store"), WeightSync()
 
 @dataclass(frozen=True)
 class Case:
-    """`ahead`: steps that are sampled ahead. `publish_every`: how many versions lie between two that are published."""
+    """`ahead`: steps that are sampled ahead. `publish_every`: how many versions lie between two that are published.
+
+    `has_critic`: PPO with a critic, kept near the base: policy, reference and critic on the trainer's device.
+    """
 
     trainable: Trainable
     sync: WeightSync
     ahead: int = 0
     publish_every: int = 1
     is_colocated: bool = False
+    has_critic: bool = False
 
 
 CASES = {
@@ -76,6 +81,8 @@ CASES = {
     "full, sync, one step ahead, samples go on": Case(FULL, WeightSync(in_flight="continue"), 1, 1_000_000),
     "adapter, store, one step ahead": Case(ADAPTER, STORE, 1),
     "adapter, sync, one step ahead": Case(ADAPTER, SYNC, 1),
+    "adapter and critic, sync": Case(ADAPTER, SYNC, has_critic=True),
+    "adapter and critic, sync, one step ahead": Case(ADAPTER, SYNC, 1, has_critic=True),
 }
 
 
@@ -83,19 +90,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=7, help="of each run")
     parser.add_argument("--megabytes", type=int, default=16, help="of weights")
+    parser.add_argument("--only", default="", help="cases whose names begin so")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started = provenance()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
         with stack(root, LONGSHORE_CPU_THREADS="1"):
-            figures = _measure(root, Path(folder), options.steps, options.megabytes)
+            figures = _measure(root, Path(folder), options.steps, options.megabytes, options.only)
     sizes = {"steps": options.steps, "megabytes": options.megabytes}
     result = {"benchmark": "rollout_step", **started, **sizes, "figures": figures}
     tell(result, options.out)
 
 
-def _measure(root: Path, folder: Path, num_steps: int, megabytes: int) -> dict[str, dict[str, float]]:
+def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str) -> dict[str, dict[str, float]]:
     words = [f"how many crates are on quay {n}? {n * 7 % 50} crates." for n in range(64)]
     layers = max(1, round(megabytes * 1e6 / 4 / (12 * HIDDEN * HIDDEN)))
     model = make_tiny_model(folder / "model", words, hidden_size=HIDDEN, num_layers=layers, head_dim=64)
@@ -105,7 +113,7 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int) -> dict[s
     assert connection is not None
     found = {}
     with CliClient(connection.api_url, connection.api_key) as client:
-        for name, case in CASES.items():
+        for name, case in ((name, case) for name, case in CASES.items() if name.startswith(only)):
             run_id = client.submit(_run(model, prompts, num_steps, case), name).run_id
             with Device(root) as device:
                 events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
@@ -123,8 +131,8 @@ def _run(model: Path, prompts: Path, num_steps: int, case: Case) -> RLRun:
     return RLRun(
         model=model.as_uri(),
         trainable=case.trainable,
-        loss=PPO(),
-        equal_rewards="keep",
+        loss=PPO(kl=Kl(coefficient=0.01) if case.has_critic else None),
+        **({"critic": Critic()} if case.has_critic else {"equal_rewards": "keep"}),
         learning_rate=1e-5 if isinstance(case.trainable, Full) else 1e-3,
         epochs=3,
         max_tokens=128,
