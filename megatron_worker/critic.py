@@ -66,7 +66,7 @@ class CriticSlot:
     """See the module's docstring. `policy`: the slot that it sits beside.
 
     Attributes:
-        scale: the unit of its values, if they have one.
+        scale: the unit of its values; what a fresh one says, which changes none, where `value_scale` is none.
         facts: metrics of what was estimated at the job's beginning.
     """
 
@@ -120,35 +120,32 @@ class CriticSlot:
         outputs = Outputs(logprob=False, values=True)
         scores = TargetScores(data, outputs, self.plan.trainable.head)
         yield from self.dispatcher.forward(self.slot, data, range(num_steps), outputs, scores)
-        raw_N = scores.found["values"][:, 0]
-        is_scaled = self.plan.value_scale == "running"
-        value_N = raw_N * self.scale.spread + self.scale.mean if is_scaled else raw_N
+        value_N = scores.found["values"][:, 0] * self.scale.spread + self.scale.mean
         moves = moves_of(data.units, self.plan.per == "turn")
         made = estimate(moves, self._rewards(data, loss), value_N, self.plan)
         advantage_N = self._learn_from(data, moves, made, value_N, num_steps)
         returns_N = made.return_M[moves.of_N]
-        weight_N = np.asarray(data.units.columns["weight"])
-        if self.plan.per == "turn":  # a turn's state is the one before its first token
-            weight_N = np.where(np.isin(np.arange(len(weight_N)), moves.first_M), weight_N, 0)
         self._data = data.again()
-        self._data.put("weight_N", weight_N.astype(np.float32))
+        if self.plan.per == "turn":  # a turn's state is the one before its first token
+            own_N, weight_N = data.column("weight_N"), np.zeros(len(value_N), dtype=np.float32)
+            weight_N[moves.first_M] = own_N[moves.first_M]
+            self._data.put("weight_N", weight_N)
         self._data.put("old_logprob_N", self._in_units(value_N))
         self._data.put("advantage_N", self._in_units(returns_N))
         data.put("advantage_N", advantage_N.astype(np.float32))
 
     def _in_units(self, value_N: NDArray) -> NDArray[np.float32]:
         """Return values in the unit that the head gives them in."""
-        is_scaled = self.plan.value_scale == "running"
-        return ((value_N - self.scale.mean) / self.scale.spread if is_scaled else value_N).astype(np.float32)
+        return ((value_N - self.scale.mean) / self.scale.spread).astype(np.float32)
 
     def _rewards(self, data: PackedBatches, loss: PolicyLoss) -> NDArray[np.float64]:
         """Return the rewards of targets, less the KL penalty of those that are trained where it is part of them."""
-        reward_N = np.asarray(data.units.columns["advantage"], dtype=np.float64)
+        reward_N = data.column("advantage_N").astype(np.float64)
         if loss.kl is None or loss.kl.placement == "loss":
             return reward_N
         old_N, reference_N = (torch.from_numpy(data.column(name)) for name in ("old_logprob_N", "ref_logprob_N"))
         kl_N = divergence(old_N, reference_N, loss.kl.estimator).double().numpy()
-        return reward_N - loss.kl.coefficient * kl_N * (np.asarray(data.units.columns["weight"]) > 0)
+        return reward_N - loss.kl.coefficient * kl_N * (data.column("weight_N") > 0)
 
     def _learn_from(
         self, data: PackedBatches, moves: Moves, made: Estimates, value_N: NDArray, num_steps: int
@@ -160,7 +157,7 @@ class CriticSlot:
         facts, device = self.dispatcher.facts, self.dispatcher.facts.device
         share_U = share_of_rank(data, num_steps, facts.dp_rank, facts.dp_size)
         share_N = np.repeat(share_U, np.diff(data.units.target_offsets))
-        share_N *= np.asarray(data.units.columns["weight"]) > 0
+        share_N *= data.column("weight_N") > 0
         columns = {
             "advantage": made.advantage_M[moves.of_N],
             "value": value_N.astype(np.float64),
