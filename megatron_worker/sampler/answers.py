@@ -151,13 +151,13 @@ class Answers:
         request = parsed(ScoreRequest, body)
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model, scores=True)
-        read = [self._checked(tuple(ids), 0, len(ids)) for ids in request.prompts if len(ids) <= self._limits.longest]
+        fits = [len(ids) <= self._limits.longest for ids in request.prompts]
+        read = [self._checked(tuple(ids), 0, len(ids)) for ids, fit in zip(request.prompts, fits, strict=True) if fit]
         ticket = Ticket(adapter, [Sequence.scored(prompt, self._tokenizer) for prompt in read], num_changes)
         if read and not self._answered(ticket, is_gone):
             return None
         told = iter(ticket.sequences)
-        is_read = (len(ids) <= self._limits.longest for ids in request.prompts)
-        return ScoreAnswer(scores=[next(told).scalars if each else None for each in is_read])
+        return ScoreAnswer(scores=[next(told).scalars if fit else None for fit in fits])
 
     def _answered(self, ticket: Ticket, is_gone: Callable[[], bool], streams: bool = False) -> bool:
         """Wait for a ticket's sequences, of a stream for the first token. False when the client has not waited."""
