@@ -16,10 +16,9 @@ from longshore.fields import Frozen
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
+from shared.jobs.losses import COMPARE_GROUPS
 from shared.runs.requests import RLRun
 
-# Advantages that compare the rewards of a group: a group of one teaches nothing with these.
-_COMPARING = ("group_mean", "group_normalized", "leave_one_out", "batch_scaled", "group_mean_normalized")
 MAX_TRAJECTORIES = 65_536
 _ROUTES = "routes"  # the rule that no run drops trajectories for
 
@@ -257,7 +256,7 @@ def routes_of(one: Trajectory, routes: RoutesFile) -> NDArray[np.integer]:
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
     """Return why a group's advantages are all 0, as the name of a count, or `kept` if the run keeps it; else None."""
-    if run.advantages not in _COMPARING:
+    if run.advantages not in COMPARE_GROUPS:
         return None
     if len(group) == 1:
         return "dropped_single_groups"

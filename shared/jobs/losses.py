@@ -254,6 +254,10 @@ AdvantageKind = Literal[
     "given",
     "none",
 ]
+COMPARE_GROUPS: tuple[AdvantageKind, ...] = (
+    "group_mean", "group_normalized", "leave_one_out", "batch_scaled", "group_mean_normalized"
+)  # fmt: skip
+"""Advantages that compare the rewards of a group: a group of one, or of equal ones, teaches nothing with these."""
 EqualRewards = Literal["drop", "keep"]
 Preset = Literal[
     "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
@@ -341,6 +345,6 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
     chosen = fields | {"loss": whole, "advantages": advantages}
     if advantages == "gae":
         chosen |= {"critic": fields.get("critic") or {}}
-    if advantages in ("batch_normalized", "gae", "given", "none"):  # these do not compare the rewards of a group
+    if advantages not in COMPARE_GROUPS:
         return chosen
     return chosen | {"equal_rewards": fields.get("equal_rewards") or paper.equal_rewards}

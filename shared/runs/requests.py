@@ -10,6 +10,7 @@ from longshore.training import Dtype, Full, SessionRun, fields_fit_engine
 from shared.field_rules import NO_NUL
 from shared.grading.graders import UNGRADED
 from shared.jobs.losses import (
+    COMPARE_GROUPS,
     PRESETS,
     AdvantageKind,
     Critic,
@@ -142,7 +143,7 @@ class RLRun(TrainedRun):
         elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
             raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         self._critic_fits()
-        if self.advantages in ("batch_normalized", "gae", "given") and self.equal_rewards == "keep":
+        if self.advantages not in (*COMPARE_GROUPS, "none") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
 
@@ -184,13 +185,13 @@ class RLRun(TrainedRun):
                 "rollouts.top_p and top_k: samples have the log-probabilities of the tokens that were left, and the "
                 "trainer those of all: set loss.old to trainer, whose ratios are of its own alone"
             )
-        if rollouts.redraws and self.advantages in ("batch_normalized", "gae"):
+        if rollouts.redraws and self.advantages not in (*COMPARE_GROUPS, "none"):
             raise ValueError(f"rollouts.redraws: {self.advantages} does not compare the grades of a group: drop it")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
         if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
             raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
-        if rollouts.group_size == 1 and self.advantages not in ("batch_normalized", "gae", "none"):
+        if rollouts.group_size == 1 and self.advantages in COMPARE_GROUPS:
             raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
         return self
 

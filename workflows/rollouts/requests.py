@@ -13,6 +13,7 @@ from longshore.fields import Artifact
 from longshore.training import Dtype, Full, Lora
 from shared.chat.completions import Sampling
 from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.losses import COMPARE_GROUPS
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
@@ -240,7 +241,7 @@ def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSample
         redrawn=tuple(drawn[1:]),
         tells_equal=len(drawn) <= rollouts.redraws,
         shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
-        shuffles_steps=rollouts.shuffle_rewards and run.advantages in ("batch_normalized", "gae"),
+        shuffles_steps=rollouts.shuffle_rewards and run.advantages not in COMPARE_GROUPS,
         max_ungraded_fraction=rollouts.max_ungraded_fraction,
     )
 
