@@ -204,11 +204,12 @@ def _quantiles(found: list[float]) -> dict[str, float]:
 def _in_process(model: Path, num_commands: int) -> dict[str, float]:
     """The same forward on an engine of this process."""
     from longshore.layout import Layout
-    from megatron_worker.dispatch import Dispatcher, TargetScores
+    from megatron_worker.dispatch import Dispatcher
     from megatron_worker.engine import Outputs
     from megatron_worker.megatron.engine import MegatronEngine
     from megatron_worker.process.process_group import backend, start_group
     from megatron_worker.training.command_data import pack_data
+    from megatron_worker.training.scoring import Role
 
     start_group(backend())
     dispatcher = Dispatcher(MegatronEngine(model, Layout(), "float32"))
@@ -220,10 +221,8 @@ def _in_process(model: Path, num_commands: int) -> dict[str, float]:
         _, units = read_command(sent)
         assert units is not None
         packed = pack_data(units, TOKENS, share_prefixes=False)
-        scores = TargetScores(packed.batches)
-        for _ in dispatcher.forward("one", packed.batches, range(1), Outputs(), scores):
+        for _ in dispatcher.score([Role("one", packed.batches, range(1), Outputs(), packed.scores)]):
             pass
-        packed.scores(scores.found)
         if number >= _WARM_UP:
             found.append(1000 * (time.perf_counter() - began))
     return _quantiles(found)

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from longshore.fields import Frozen
 from longshore.losses import PolicyLoss
 from longshore.training import Optimizer
-from megatron_worker.dispatch import Dispatcher, TargetScores
+from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.losses.divergence import divergence
 from megatron_worker.losses.value import value_loss
 from megatron_worker.process.faults import NotFinite
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import PackedBatches
-from megatron_worker.training.frozen_logprobs import share_of_rank
 from megatron_worker.training.gae import Estimates, Moves, estimate, moves_of
+from megatron_worker.training.scoring import Role
 from shared.errors import CorruptArtifact
 from shared.jobs.job import JobCritic
 
@@ -112,15 +112,19 @@ class CriticSlot:
             self._rest()
             self.dispatcher.engine.place(gradients="device", optimizer="device", slots=[self.policy])
 
-    def estimate(self, data: PackedBatches, loss: PolicyLoss, num_steps: int) -> Iterator[None]:
-        """Score the data, and put advantages into it. Yields between passes, as `Dispatcher.evaluate` does.
+    def role(self, data: PackedBatches, loss: PolicyLoss, num_steps: int) -> Role:
+        """Return it as a role that scores the data, and then puts advantages into it.
 
         The column `advantage` of the units holds rewards until then.
         """
+
+        def take(found: dict[str, NDArray]) -> None:
+            self._estimate(data, loss, num_steps, found["values"][:, 0] * self.scale.spread + self.scale.mean)
+
         outputs = Outputs(logprob=False, values=True)
-        scores = TargetScores(data, outputs, self.plan.trainable.head)
-        yield from self.dispatcher.forward(self.slot, data, range(num_steps), outputs, scores)
-        value_N = scores.found["values"][:, 0] * self.scale.spread + self.scale.mean
+        return Role(self.slot, data, range(num_steps), outputs, take, self.plan.trainable.head)
+
+    def _estimate(self, data: PackedBatches, loss: PolicyLoss, num_steps: int, value_N: NDArray) -> None:
         moves = moves_of(data.units, self.plan.per == "turn")
         made = estimate(moves, self._rewards(data, loss), value_N, self.plan)
         advantage_N = self._learn_from(data, moves, made, value_N, num_steps)
@@ -154,8 +158,7 @@ class CriticSlot:
 
         Means are over the trained targets of all ranks: a unit that several of them score counts as one.
         """
-        facts, device = self.dispatcher.facts, self.dispatcher.facts.device
-        share_U = share_of_rank(data, num_steps, facts.dp_rank, facts.dp_size)
+        share_U = self.dispatcher.scored_share(data, num_steps)
         share_N = np.repeat(share_U, np.diff(data.units.target_offsets))
         share_N *= data.column("weight_N") > 0
         columns = {
@@ -170,7 +173,10 @@ class CriticSlot:
         for name, values_N in columns.items():
             sums |= {f"{name}1": share_N[own_N] @ values_N[own_N], f"{name}2": share_N[own_N] @ values_N[own_N] ** 2}
         found = self.dispatcher.engine.reduce(
-            {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in sums.items()}
+            {
+                name: torch.tensor(value, dtype=torch.float64, device=self.dispatcher.facts.device)
+                for name, value in sums.items()
+            }
         )
         count = found.pop("count") or 1.0
         mean = {name: found[f"{name}1"] / count for name in columns}

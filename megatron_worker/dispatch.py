@@ -5,6 +5,7 @@ device. Every method is collective: all ranks call it, in the same order, with e
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -15,79 +16,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.training import Full, Lora, Optimizer, Recompute, ScalarHead
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs, Scores
+from longshore.training import Full, Lora, Optimizer, Recompute
+from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
 from megatron_worker.memory.planner import Planner
-from megatron_worker.sums import LossSums
-from megatron_worker.training.batches import Flags, PackedBatches, Scored, Sums
+from megatron_worker.training.batches import PackedBatches, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.training.frozen_logprobs import bins_to_score
+from megatron_worker.training.scoring import Role, TargetScores, bins_to_score, share_of_rank
 from megatron_worker.weight_sync.gathering import Giving, LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
-from shared.jobs.packed import Ints
 from shared.jobs.weight_sync import SyncAccess, SyncTarget
 from shared.models.peft import read_config
 
 T = TypeVar("T")
 BINS_A_PASS = 8
-LOGPROBS = Outputs()
 WAYS: dict[Recompute, tuple[bool, ...]] = {"off": (False,), "on": (True,), "auto": (False, True)}
 SlotName = str | None
 """The name of an adapter with its gradients and optimizer state; None: the base model, trained itself or frozen."""
-
-
-class TargetScores:
-    """Collects scores of a data set's targets, a bin at a time. Targets of other ranks' bins have NaN (ids: -1).
-
-    Attributes:
-        found: `logprobs` [N] float32 in nats, and where they were asked for `entropies` [N], `top_ids` [N, K] int64,
-            `top_logprobs` [N, K]; or the `values` [N, L] of the slot's head.
-    """
-
-    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS, head: ScalarHead | None = None) -> None:
-        """Columns are made here, for all outputs: a rank that has no bin must have them, too.
-
-        `head`: that of the slot, if its values are asked for.
-        """
-        self._data = data
-        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.top_k)
-        self.found: dict[str, NDArray] = {}
-        if outputs.logprob:
-            self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
-        if outputs.values and head is not None:
-            self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
-        if outputs.entropy:
-            self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
-        if outputs.top_k:
-            self.found["top_ids"] = np.full(shape_NK, -1, dtype=np.int64)
-            self.found["top_logprobs"] = np.full(shape_NK, np.nan, dtype=np.float32)
-
-    def put(self, units: Ints, scores: Scores) -> None:
-        """Store the scores of a bin's targets."""
-        columns = {
-            "logprobs": scores.logprob_N,
-            "entropies": scores.entropy_N,
-            "top_ids": scores.top_id_NK,
-            "top_logprobs": scores.top_logprob_NK,
-            "values": scores.value_NL,
-        }
-        places = self._data.units.target_indices(units)
-        for name, column in self.found.items():
-            tensor = columns[name]
-            assert tensor is not None, name
-            column[places] = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
-
-    def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
-        """Return a loss that also stores the scores of each bin here, given in the order of `bins`."""
-        left = iter(bins)
-
-        def sums(scores: Scores, batch: Batch) -> LossSums:
-            if not batch.is_empty:
-                self.put(next(left), scores)
-            return loss.sums(scores, batch)
-
-        return LossFunction(loss.outputs, sums)
 
 
 class Dispatcher:
@@ -319,54 +264,30 @@ class Dispatcher:
             self.engine.set_adapter(slot)
             yield dataclasses.replace(batch, teacher=teacher)
 
-    def score(
-        self,
-        slot: SlotName,
-        data: PackedBatches,
-        steps: range,
-        column: Scored,
-        temperature: float = 1.0,
-        at_N: Flags | None = None,
-    ) -> Iterator[None]:
-        """Fill a column of the data with the log-probabilities of its targets, in nats, by the weights as they are.
+    def num_scoring_passes(self, data: PackedBatches, step: int = 0) -> int:
+        """Return the passes of `evaluate` between which it yields."""
+        return math.ceil(len(data.bins(step)) / self.facts.dp_size / BINS_A_PASS)
 
-        Each rank fills in its own share, and NaN elsewhere. Yields between its passes, as `evaluate` does.
+    def scored_share(self, data: PackedBatches, num_steps: int) -> NDArray[np.float64]:
+        """Return of each unit 1 over the number of data-parallel ranks that score it, or 0 where this one does not."""
+        return share_of_rank(data, num_steps, self.facts.dp_rank, self.facts.dp_size)
 
-        Args:
-            steps: the steps whose examples are scored. They end with the last step that is computed at all.
-            temperature: what logits are divided by.
-            at_N: the targets whose column is filled, bool; None: all.
+    def score(self, roles: Iterable[Role]) -> Iterator[None]:
+        """Have each role score its data by its weights as they are. Yields between its passes, as `evaluate` does.
+
+        Roles come one after another: only one at a time has its weights on the device beside the base, and none its
+        optimizer state. The next one is asked for when the one before it is done.
         """
-        scores = TargetScores(data)
-        yield from self.forward(slot, data, steps, Outputs(temperature=temperature), scores)
-        data.put(column, scores.found["logprobs"], at_N)
-
-    def score_likeliest(
-        self,
-        slot: SlotName,
-        data: PackedBatches,
-        steps: range,
-        top_k: int,
-        temperature: float,
-        at_N: Flags | None = None,
-    ) -> Iterator[None]:
-        """Fill the columns of each target's `top_k` likeliest ids and their log-probabilities, as `score` does."""
-        outputs = Outputs(temperature=temperature, top_k=top_k)
-        scores = TargetScores(data, outputs)
-        yield from self.forward(slot, data, steps, outputs, scores)
-        data.put_likeliest(scores.found["top_ids"].astype(np.int32), scores.found["top_logprobs"], at_N)
-
-    def forward(
-        self, slot: SlotName, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores
-    ) -> Iterator[None]:
-        """Score the targets of some steps by the weights as they are. Yields between its passes, as `evaluate` does."""
         facts = self.facts
-        bins = bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size)
-        for some in _in_passes(iter(bins), BINS_A_PASS):
-            with self._scoring(slot):
-                for units in some:
-                    scores.put(units, self.engine.forward(data.batch(units, facts.device), outputs))
-            yield
+        for role in roles:
+            scores = TargetScores(role.data, role.outputs, role.head)
+            bins = bins_to_score(role.data, role.steps.start, role.steps.stop, facts.dp_rank, facts.dp_size)
+            for some in _in_passes(iter(bins), BINS_A_PASS):
+                with self._scoring(role.slot):
+                    for units in some:
+                        scores.put(units, self.engine.forward(role.data.batch(units, facts.device), role.outputs))
+                yield
+            role.take(scores.found)
 
     # Passes that every rank makes with the same data.
 

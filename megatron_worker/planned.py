@@ -1,6 +1,5 @@
 """The program of a job whose plan has its steps: train on packed data, evaluate, save, send, probe."""
 
-import math
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import numpy as np
 
 from longshore.fields import Artifact
 from longshore.losses import Distillation
-from megatron_worker.dispatch import BINS_A_PASS
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, NotFinite
@@ -20,6 +18,7 @@ from megatron_worker.training.batches import Flags, PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
 from megatron_worker.training.schedule import learning_rate
+from megatron_worker.training.scoring import Role, likeliest_role, logprobs_role
 from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
@@ -59,21 +58,23 @@ class PlannedSteps(Program):
         self.slot.ranks.agree(lambda: self._load_reference(kept))
         yield None
         self.slot.ranks.agree(lambda: self._form_micro_batches(before))
-        yield from _agreed(self.slot, self._score_reference())
+        yield from _agreed(self.slot, self.slot.dispatcher.score(self._reference_roles()))
 
     def at_the_beginning(self) -> Generator[None, None, None]:
         """Score the data by the policy of the job's beginning, where its loss needs that.
 
         Without the first step, where the old policy is the policy itself (targets.py).
         """
-        if scores_old(self.plan.loss):
-            has_critic = self.plan.critic is not None  # whose rewards have a penalty of all old log-probabilities
-            steps = range(0 if has_critic else max(self._done(), 1), self.plan.num_steps)
-            score = self.slot.dispatcher.score(self.slot.slot, self.data, steps, "old_logprob_N", self.plan.temperature)
-            yield from _agreed(self.slot, score)
-        if self.slot.critic is not None and is_policy_loss(self.plan.loss):
-            estimates = self.slot.critic.estimate(self.data, self.plan.loss, self.plan.num_steps)
-            yield from _agreed(self.slot, estimates)
+        yield from _agreed(self.slot, self.slot.dispatcher.score(self._roles_at_the_beginning()))
+
+    def _roles_at_the_beginning(self) -> Iterator[Role]:
+        """Yield the old policy, and behind it the critic, whose rewards may have a penalty of all old policy's."""
+        plan, critic = self.plan, self.slot.critic
+        if scores_old(plan.loss):
+            steps = range(0 if critic is not None else max(self._done(), 1), plan.num_steps)
+            yield logprobs_role(self.slot.slot, self.data, steps, plan.temperature, column="old_logprob_N")
+        if critic is not None and is_policy_loss(plan.loss):
+            yield critic.role(self.data, plan.loss, plan.num_steps)
 
     @property
     def _reference(self) -> Artifact | None:
@@ -105,27 +106,28 @@ class PlannedSteps(Program):
             dispatcher.form_micro_batches(slot, self.data, self._loss, *limits, plan.recompute, recorded)
             self.slot.micro_batch_tokens = self.data.most_tokens
 
-    def _score_reference(self) -> Iterator[None]:
-        dispatcher, slot, temperature = self.slot.dispatcher, self._reference_slot, self.plan.temperature
-        match self.plan.loss:
-            case Distillation() if self.plan.data.likeliest is not None:
+    def _reference_roles(self) -> Iterator[Role]:
+        """Yield the loss's reference, or its teachers, for the data of the steps and for that held out."""
+        plan, slot = self.plan, self._reference_slot
+        match plan.loss:
+            case Distillation() if plan.data.likeliest is not None:
                 return
             case Distillation(tokens="all"):  # computed in the steps
-                dispatcher.teachers[self.slot.slot] = slot
+                self.slot.dispatcher.teachers[self.slot.slot] = slot
                 return
             case Distillation(top_k=int(top_k)):
-                if top_k > (most := dispatcher.facts.vocab_size):
+                if top_k > (most := self.slot.dispatcher.facts.vocab_size):
                     raise InvalidInput(f"top_k may be {most} at most, the size of the vocabulary", "loss.top_k")
-                score = partial(dispatcher.score_likeliest, top_k=top_k)
+                role = partial(likeliest_role, top_k=top_k)
             case loss if reference_of(loss) is not None:
-                score = partial(dispatcher.score, column="ref_logprob_N")
+                role = partial(logprobs_role, column="ref_logprob_N")
             case _:
                 return
-        steps = range(0 if self.plan.critic is not None else self._done(), self.plan.num_steps)
+        steps = range(0 if plan.critic is not None else self._done(), plan.num_steps)
         for of, number in self._teachers(slot):
-            yield from score(of, self.data, steps, temperature=temperature, at_N=_targets_of(self.data, number))
+            yield role(of, self.data, steps, plan.temperature, at_N=_targets_of(self.data, number))
             if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
-                yield from score(of, held_out, range(1), temperature=1.0, at_N=_targets_of(held_out, number))
+                yield role(of, held_out, range(1), 1.0, at_N=_targets_of(held_out, number))
 
     def _teachers(self, slot: str | None) -> Iterator[tuple[str | None, int | None]]:
         """Yield the slot of the reference; or of each of several teachers, while it is loaded, with its number.
@@ -212,9 +214,10 @@ class PlannedSteps(Program):
             return True
         assert evaluator.data is not None
         passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
-        num_passes = math.ceil(len(evaluator.data.bins(0)) / dispatcher.facts.dp_size / BINS_A_PASS)
         sums = yield from with_progress(
-            passes, num_passes, lambda done: emit(Evaluating, step=self.slot.at, fraction=done)
+            passes,
+            dispatcher.num_scoring_passes(evaluator.data),
+            lambda done: emit(Evaluating, step=self.slot.at, fraction=done),
         )
         if sums is None:
             return False

@@ -25,7 +25,6 @@ from longshore.commands import (
 )
 from longshore.losses import Distillation
 from longshore.training import check_optimizer
-from megatron_worker.dispatch import TargetScores
 from megatron_worker.engine import Outputs, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.process.background import Awaited
@@ -35,6 +34,7 @@ from megatron_worker.sums import reported
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.checkpoint import check_fits
 from megatron_worker.training.command_data import CommandData, pack_data
+from megatron_worker.training.scoring import Role, TargetScores
 from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
 from shared.jobs import events
@@ -209,9 +209,9 @@ class SessionProgram(Program):
             if asked.entropy or asked.top_k:
                 raise InvalidInput(f"this session trains {head}: it has values, and no tokens", "entropy or top_k")
             outputs = Outputs(logprob=False, values=True)
-        scores = TargetScores(packed.batches, outputs, self.plan.trainable.head)
-        yield from self.slot.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
-        return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))
+        found: dict[str, NDArray] = {}
+        yield from self.slot.dispatcher.score([Role(slot, packed.batches, range(1), outputs, found.update, head)])
+        return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(found)))
 
     def _forward_backward(self, number: int, asked: ForwardBackwardOptions, packed: CommandData) -> Doing:
         head, loss = self.plan.trainable.head, loss_function(asked.loss, asked.temperature)
@@ -226,7 +226,7 @@ class SessionProgram(Program):
         scores = TargetScores(packed.batches, Outputs() if head is None else loss.outputs, head)
         self._is_touched = True
         sums = yield from self.slot.forward_backward(packed.batches, 0, loss, scores)
-        found = packed.scores(self._of_all_ranks(scores))
+        found = packed.scores(self._of_all_ranks(scores.found))
         return CommandResult(number=number, kind=asked.kind, metrics=_metrics(sums), data=found)
 
     def _optim_step(self, number: int, asked: OptimStep) -> CommandResult:
@@ -266,12 +266,12 @@ class SessionProgram(Program):
         score_all = isinstance(asked, ForwardOptions) and asked.score_all
         return pack_data(units, self.plan.max_tokens, asked.share_prefixes, score_all)
 
-    def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:
+    def _of_all_ranks(self, found: dict[str, NDArray]) -> dict[str, NDArray]:
         """Combine the scores of all ranks exactly: the maximum of their bits as integers; missing scores are -1."""
         if self.slot.ranks.world_size == 1:
-            return scores.found
+            return found
         merged = {}
-        for name, values in scores.found.items():
+        for name, values in found.items():
             if values.dtype == np.float32:
                 bits = self._largest(np.where(np.isnan(values), -1, values.view(np.uint32).astype(np.int64)))
                 merged[name] = np.where(bits < 0, _NAN_BITS, bits).astype(np.uint32).view(np.float32)

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from longshore.training import Optimizer
 from megatron_worker.critic import CriticSlot
-from megatron_worker.dispatch import Dispatcher, TargetScores
+from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import LossFunction
 from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import EventLog
@@ -21,6 +21,7 @@ from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sums import MAX, reported
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
+from megatron_worker.training.scoring import TargetScores
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import WarmState
 from shared.jobs.events import Saved, Step

@@ -16,6 +16,7 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory.probes import measure_step
 from megatron_worker.training.batches import PackedBatches, cut
+from megatron_worker.training.scoring import logprobs_role
 from shared.jobs.events import Failed, Step
 from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter
@@ -152,7 +153,8 @@ def test_no_pass_of_a_policy_s_job_exceeds_the_budget(tmp_path, family):
         scored = []
         for slot, column in ((None, "ref_logprob_N"), ("one", "old_logprob_N")):
             with LiveBytes() as live:
-                for _ in dispatcher.score(slot, data, range(1), column, 0.7):
+                role = logprobs_role(slot, data, range(1), 0.7, column=column)
+                for _ in dispatcher.score([role]):
                     scored.append(live.take_peak())
         peaks = [peak_of(engine, data.batch(units, engine.facts.device), loss) for units in data.bins(0)]
         gradient = gradient_of(dispatcher, data, loss)
