@@ -29,6 +29,7 @@ from megatron_worker.training.checkpoint import (
 from megatron_worker.warm_engine import WarmEngine, WarmState, critic_of, make_trainable, slots_of, take_engine
 from shared.jobs.events import Started
 from shared.jobs.job import Job, JobPlan, SessionPlan, WorkerPlan
+from shared.provenance import code_sha256
 
 
 def run_job(
@@ -122,6 +123,7 @@ def _begin(
         num_steps=slot.at if plan.last_step is None else plan.last_step,
         device=dispatcher.facts.device_name,
         world_size=ranks.world_size,
+        code=code_sha256(),
     )
 
 

@@ -44,6 +44,7 @@ from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seals import SealedRunner, sync_key
+from service.signing import Signer
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
@@ -110,7 +111,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.trajectories.pack_trajectories import PackTrajectories
 
     records, resolve, grade, deliver = RunRecords(host), Resolve(host), Grade(host), Deliver(host)
-    commands, publish = CommandRecords(host), Publish(host)
+    commands, publish = CommandRecords(host), Publish(host, Signer(host.settings).sign)
     return [
         records.record_result,
         records.begin,
@@ -118,8 +119,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         records.recover_steps,
         commands.record_command,
         commands.find_commands,
-        commands.drop_commands,
-        commands.fill_gap,
+        *(commands.drop_commands, commands.fill_gap),
         FindCheckpoint(host).find_checkpoint,
         AskTeacher(host).ask_teacher,
         *(publish.publish, publish.publish_best),

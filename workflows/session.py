@@ -14,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.commands import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
-    from shared.jobs.job import SessionPlan
+    from shared.jobs.job import ONLY_JOB, SessionPlan
     from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import dtype_of
     from shared.runs.sessions import CommandArrived, SessionState
@@ -24,7 +24,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.leases.leasing import on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of_error, was_cancelled
     from workflows.training import models
-    from workflows.training.job_plan import ONLY_JOB
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
 
 # For `apply_commands`: repeating it while the session's job goes on does no command twice.

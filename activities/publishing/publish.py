@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,18 +14,25 @@ from activities.host_context import HostContext, beating
 from activities.publishing.card import model_card
 from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen
+from shared import provenance
 from shared.automation.sweeps import BestRequest
-from shared.errors import CorruptArtifact
+from shared.errors import CorruptArtifact, NotFound
+from shared.jobs.events import Started, parse_event
+from shared.jobs.job import ONLY_JOB
 from shared.models.end_tokens import GENERATION, with_end_ids
+from shared.provenance import Envelope, Statement, statement_of
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import read_record
-from shared.storage.paths import MANIFEST, published, published_version, version_claim
+from shared.storage.artifacts import FileEntry, read_manifest, read_record
+from shared.storage.paths import MANIFEST, RunKeys, published, published_version, version_claim
 from shared.storage.store import ObjectStore, open_uri
 
 Kind = Literal["adapters", "models"]
 # Files that come from the checkpoint; all others of a fully fine-tuned model come from the base model's folder.
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_FIRST_LINE_BYTES = 1 << 16
+Sign = Callable[[Statement], Envelope]
+MakeStatement = Callable[[Sequence[FileEntry]], Statement]
 
 
 class PublishRequest(Frozen):
@@ -66,8 +74,10 @@ class Claim(Frozen):
 class Publish:
     """Puts an adapter, or a whole model after full fine-tuning, where users and servers find it."""
 
-    def __init__(self, host: HostContext) -> None:
+    def __init__(self, host: HostContext, sign: Sign | None = None) -> None:
+        """`sign`: signs the statement beside each version; without it there is none."""
         self._host = host
+        self._sign = sign
 
     @activity.defn(name="publish")
     def publish(self, request: PublishRequest) -> Published:
@@ -81,6 +91,18 @@ class Publish:
             version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
             key = published_version(request.tenant, kind, name, version)
             artifact = self._host.made_once(key, "publish", partial(self._fill, request))
+            if self._sign is not None:
+                job, started = self._job_of(request)
+                settings = request.run.model_dump(mode="json")
+                made_from = partial(
+                    statement_of,
+                    run_id=request.run_id,
+                    settings=settings,
+                    checkpoint=request.checkpoint.artifact,
+                    job=job,
+                    started=started,
+                )
+                self._state_origin(key, artifact, made_from)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     @activity.defn(name="publish_best")
@@ -97,7 +119,30 @@ class Publish:
             artifact = self._host.made_once(
                 key, "publish", lambda folder: _copy(stage(request.artifact), folder, lambda name: True)
             )
+            made_from = partial(statement_of, run_id=request.run_id, settings={}, copied=request.artifact)
+            self._state_origin(key, artifact, made_from)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
+
+    def _state_origin(self, key: str, artifact: Artifact, made_from: MakeStatement) -> None:
+        """Sign what a version was made from, unless it has been done."""
+        if self._sign is not None:
+            files = read_manifest(self._host.store, key, artifact.sha256).files
+            envelope = self._sign(made_from(files))
+            self._host.store.put_if_absent(f"{key}/{provenance.NAME}", envelope.model_dump_json().encode())
+
+    def _job_of(self, request: PublishRequest) -> tuple[bytes | None, Started | None]:
+        """Return the file of the job that made the checkpoint, and its first event, as far as they are on record."""
+        store, keys, fence = self._host.store, RunKeys(request.run_id), request.checkpoint.fence
+        for job_id in dict.fromkeys((f"{request.step or 1:06d}", ONLY_JOB)):  # a step of RL is a job
+            with suppress(NotFound):
+                job = store.get_bytes(keys.job(job_id, fence))
+                for log in (keys.log(job_id, fence), keys.log_part(job_id, fence, 1)):
+                    with suppress(NotFound):
+                        line = store.read_range(log, 0, _FIRST_LINE_BYTES).split(b"\n", 1)[0]
+                        first = parse_event(line)
+                        return job, first if isinstance(first, Started) else None
+                return job, None
+        return None, None
 
     def _fill(self, request: PublishRequest, folder: Path) -> None:
         checkpoint = self._host.stage(request.checkpoint.artifact)

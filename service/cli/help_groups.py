@@ -24,7 +24,7 @@ HEADINGS = {
         "webhook": "webhooks",
     },
     "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry"), "runs"),
-    "Use what they published": dict.fromkeys(("models", "chat", "download", "export"), "models"),
+    "Use what they published": dict.fromkeys(("models", "chat", "download", "export", "verify"), "models"),
     "Services, keys, tenants": {
         **{"login": "sign_in", "logout": "sign_in"},
         **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit"), "account"),

@@ -11,9 +11,11 @@ from pydantic import BaseModel
 
 from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype, ScalarHead
+from shared import provenance
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Job
+from shared.provenance import Envelope
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest, refer
 from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step
@@ -304,6 +306,17 @@ class PublishedModels:
         """The files of the newest version; None while there is none."""
         versions = self.versions(tenant, name)
         return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
+
+    def provenance(self, tenant: str, model_id: str) -> Envelope:
+        """Return the signed statement of a version. Raises NotFound: it has none, as older ones."""
+        found = self.find(tenant, model_id)
+        if found.kind == "checkpoints":
+            raise InvalidInput("a checkpoint has no statement: publish it", "model")
+        key = published_version(tenant, found.kind, found.name, found.version)
+        try:
+            return Envelope.model_validate_json(self._store.get_bytes(f"{key}/{provenance.NAME}"))
+        except NotFound:
+            raise NotFound(f"{found.id} was published without a statement of what it was made from") from None
 
     def delete_model(self, tenant: str, model_id: str) -> None:
         """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""

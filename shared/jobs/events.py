@@ -17,7 +17,10 @@ class _Event(Frozen):
 
 
 class Started(_Event):
-    """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step."""
+    """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step.
+
+    `code`: a hash of what it computes with (shared/provenance.py); None of workers that did not say.
+    """
 
     event: Literal["started"] = "started"
     run_id: str
@@ -27,6 +30,7 @@ class Started(_Event):
     num_steps: int
     device: str
     world_size: int
+    code: Sha256 | None = None
 
 
 class Step(_Event):

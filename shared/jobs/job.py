@@ -37,6 +37,9 @@ from shared.jobs.losses import (
 )
 from shared.jobs.weight_sync import SyncTarget
 
+ONLY_JOB = "000001"
+"""The job of a run that has one. A run of several numbers them by its steps."""
+
 
 class Schedule(Frozen):
     """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.

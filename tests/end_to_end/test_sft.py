@@ -1,13 +1,18 @@
 """The spine: a dataset in, a published adapter out, through every process of the real system."""
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from service.dev.connection import Connection
-from shared.storage.store import open_store
+from service.signing import Signer
+from shared.settings import Settings
+from shared.storage.paths import published_version
+from shared.storage.store import ObjectStore, open_store
 from tests import hub_server
 from tests.activities.test_end_tokens import make_base
 from tests.conftest import S3Server
@@ -125,6 +130,42 @@ def test_an_export_goes_to_a_hub_and_to_s3_by_credentials_that_stay_with_the_use
     assert open_store(f"{s3_server.uri}/out", s3_server.settings).get_bytes(file) == expected
     left = [path for path in stack.root.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert left == [], "the store, Temporal's database and every log are below the root"
+
+
+def test_a_published_adapter_is_verified_and_steps_done_again_give_its_bits(
+    stack: Stack, undisturbed: Answer, tmp_path: Path
+) -> None:
+    name, key = f"{undisturbed.json['run_id']}:v1", tmp_path / "keys.pem"
+    document = stack.cli("verify", name, "--retrain", "--seed", "1", "--json").json
+    assert document["retrained"]["equal"] and "steps" in document["retrained"]["stretch"]
+    inputs = document["statement"]["predicate"]["buildDefinition"]["resolvedDependencies"]
+    assert {each["name"] for each in inputs} >= {"base model", "data units", "data plan"}
+    assert len(document["statement"]["predicate"]["runDetails"]["builder"]["version"]["code"]) == 64
+    key.write_text(Signer(Settings(root=tmp_path)).public_key.pem)
+    strange = stack.cli("verify", name, "--key", str(key), check=False)
+    assert strange.code == 100 and "it is signed by" in strange.stderr
+    store = open_store(f"file://{stack.root}/store", Settings(root=stack.root).s3)
+    statement = f"{published_version('default', 'adapters', undisturbed.json['run_id'], 1)}/provenance.json"
+    with changed(store, statement, b'"payload":"', b'"payload":"AAAA'):
+        assert "it is not what key" in stack.cli("verify", name, check=False).stderr
+    [job] = [
+        each.key for each in store.list(f"runs/{undisturbed.json['run_id']}/logs/") if each.key.endswith("job.json")
+    ]
+    with changed(store, job, b'"learning_rate": 0.01', b'"learning_rate": 0.02'):
+        other = stack.cli("verify", name, "--retrain", "--seed", "1", check=False)
+    assert other.code == 100 and "OTHER BITS" in other.stdout, other
+
+
+@contextmanager
+def changed(store: ObjectStore, key: str, old: bytes, new: bytes) -> Iterator[None]:
+    """Have another object in the store for the length of a `with` block."""
+    before = store.get_bytes(key)
+    assert before.count(old) == 1, before
+    store.put_bytes(key, before.replace(old, new))
+    try:
+        yield
+    finally:
+        store.put_bytes(key, before)
 
 
 def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(

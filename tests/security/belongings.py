@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from shared import provenance
+from shared.provenance import Envelope, statement_of
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
 from tests.service.conftest import Service, sft, wait_until
@@ -230,4 +232,6 @@ def _published(store: ObjectStore, tenant: str, folder: Path) -> str:
     seal(folder / "model")
     model = upload_artifact(store, f"tenants/{tenant}/models/tiny", folder / "model")
     publish(store, folder / "adapter", "harbour", model, tenant=tenant)
+    signed = Envelope.around(statement_of([], f"{tenant}-run", {})).model_dump_json()
+    store.put_bytes(f"tenants/{tenant}/adapters/harbour/v000001/{provenance.NAME}", signed.encode())
     return model.uri.replace("/models/tiny", "/adapters/harbour/v000001")

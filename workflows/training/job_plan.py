@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from longshore.fields import Artifact
 from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
 from longshore.training import Lora
-from shared.jobs.job import Checkpointing, Evaluation, JobCritic, JobPlan, PackedData, Schedule
+from shared.jobs.job import ONLY_JOB, Checkpointing, Evaluation, JobCritic, JobPlan, PackedData, Schedule
 from shared.jobs.losses import BradleyTerry, Loss, with_reference
 from shared.jobs.packed import RouteShape
 from shared.jobs.weight_sync import SyncTarget
@@ -16,7 +16,6 @@ from shared.runs.requests import RLRun, dtype_of
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
-ONLY_JOB = "000001"
 # Checkpoints kept: the newest, the one of the job before, and one for a copy of either by a host of an earlier lease.
 _KEPT_BETWEEN_JOBS = 3
 

@@ -14,7 +14,9 @@ from service.apis.file_answers import file_answer, tar_answer
 from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
+from service.signing import Signer
 from shared.errors import InvalidInput
+from shared.provenance import Envelope, PublicKey
 from shared.runs.acceptance import precision_of
 from shared.runs.requests import Precision
 from shared.storage.artifacts import FileEntry
@@ -105,6 +107,18 @@ async def model_file(
 ) -> StreamingResponse:
     """One file of an adapter, of a model or of an export."""
     return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id, export), path)
+
+
+@router.get("/models/{model_id}/provenance")
+async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> Envelope:
+    """The signed statement of what a version was made from: in-toto's, with SLSA's provenance, in DSSE's envelope."""
+    return await asyncio.to_thread(backend.published.provenance, asking.tenant, model_id)
+
+
+@router.get("/provenance/keys")
+async def provenance_keys(backend: Backed, asking: Asking) -> tuple[PublicKey, ...]:
+    """The public keys by which statements of this installation are checked. Keep them elsewhere to trust them."""
+    return (await asyncio.to_thread(lambda: Signer(backend.settings).public_key),)
 
 
 @router.get("/models/{model_id}/download", response_class=Response)

@@ -1,6 +1,7 @@
-"""`models`, `chat`, `download` and `export`: what runs published, asked and fetched."""
+"""`models`, `chat`, `download`, `export` and `verify`: what runs published, asked, fetched and checked."""
 
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from service.cli.client import CliClient
     from service.inference.exports import ExportView
     from service.inference.published_models import ModelView
+    from service.runs.retraining import Retrained
     from shared.models.memory import LayoutBytes
+    from shared.provenance import PublicKey, Statement
     from shared.storage.artifacts import FileEntry
 
 _LOOK_EVERY_S = 1.0
@@ -284,6 +287,97 @@ def _exported(client: "CliClient", name: str, body: dict[str, str | None]) -> "E
     if view.error is not None:
         raise Stop(view.error)
     return view
+
+
+@command(app)
+def verify(
+    client: "CliClient",
+    name: ModelName,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="A file of public keys in PEM to trust, in place of those that the service says."),
+    ] = None,
+    retrain: Annotated[
+        bool,
+        typer.Option("--retrain", help="Do some of the run's steps again here, and compare bits. For operators."),
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the choice of steps; absent: at random.")] = None,
+) -> CommandAnswer:
+    """Check who signed what a version was made from, and every file of it. Exit code 100 if something is not so.
+
+    --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
+    same where devices are of the same kind.
+    """
+    from service.signing import checked, read_key
+    from shared.errors import CorruptArtifact, InvalidInput
+    from shared.provenance import Envelope, PublicKey
+
+    version = _view(client, name).id
+    envelope = client.get(f"/models/{version}/provenance", Envelope)
+    try:
+        keys = client.get("/provenance/keys", tuple[PublicKey, ...]) if key is None else _keys_in(key)
+        statement = checked(envelope, [read_key(each.pem) for each in keys])
+    except InvalidInput as error:
+        raise Stop(f"--key: {error}" if key else str(error)) from None
+    except CorruptArtifact as error:
+        raise Stop(f"{version}: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
+        entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
+        differing = statement.differing(entries)
+        if differing:
+            raise Stop(f"{version}: not as the statement says: {', '.join(differing)}")
+        retrained = _retrained(statement, seed, Path(folder)) if retrain else None
+    document = {"name": version, "signed_by": envelope.signatures[0].keyid, "statement": statement.model_dump()}
+    document |= {} if retrained is None else {"retrained": vars(retrained) | {"equal": retrained.is_equal}}
+    code = FAILED if retrained is not None and not retrained.is_equal else DONE
+    return CommandAnswer(document, partial(_show_statement, version, statement, key is not None, retrained), code)
+
+
+def _keys_in(path: Path) -> "list[PublicKey]":
+    from service.signing import read_key
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Stop(f"--key: {error}", NOT_FOUND) from None
+    end = "-----END PUBLIC KEY-----"
+    return [read_key(f"{part}{end}\n") for part in text.split(end)[:-1]] or [read_key(text)]
+
+
+def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retrained":
+    from service.runs.retraining import choose, retrain, stretches
+    from shared.errors import LongshoreError
+    from shared.settings import Settings
+    from shared.storage.store import open_store
+
+    settings, run_id = Settings(), statement.predicate.run_details.metadata.invocation_id
+    store = open_store(settings.store, settings.s3)
+    (folder / "retrained").mkdir()
+    try:
+        chosen = choose(stretches(store, run_id), run_id, seed)
+        say(f"{chosen} are done again")
+        return retrain(chosen, store, folder / "retrained")
+    except LongshoreError as error:
+        raise Stop(f"--retrain: {error}") from None
+
+
+def _show_statement(version: str, statement: "Statement", by_own_keys: bool, retrained: "Retrained | None") -> None:
+    built, details = statement.predicate.build_definition, statement.predicate.run_details
+    rows = [
+        ("model", version),
+        ("signed", "by a key of the file" if by_own_keys else "by the key that the service says is its own"),
+        ("files", f"{len(statement.subject)}, each as signed"),
+        ("by the run", details.metadata.invocation_id),
+        *((name, value[:16]) for name, value in details.builder.version.items()),
+        *((name, plain(value)) for name, value in built.internal_parameters.items()),
+        *((each.name, each.digest.sha256[:16]) for each in (*built.resolved_dependencies, *details.byproducts)),
+    ]
+    if retrained is not None:
+        same = "the same bits" if retrained.is_equal else "OTHER BITS"
+        rows.append(("done again", f"{retrained.stretch}: {same}"))
+        if not retrained.is_equal and len(set(retrained.devices)) > 1:
+            rows.append(("devices", "then {}, now {}".format(*map(plain, retrained.devices))))
+    print_table(("", ""), rows)
 
 
 def _view(client: "CliClient", name: str) -> "ModelView":

@@ -1,5 +1,6 @@
 """Publishing: versions, what a published adapter holds, and that doing it twice changes nothing."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,15 +11,20 @@ from activities.publishing.card import REGISTERING, model_card
 from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.run_records import BeginRequest, Begun, RunRecords
 from longshore.fields import Artifact
-from longshore.training import Full
+from longshore.training import Full, Lora
+from service.inference.published_models import PublishedModels
+from service.signing import Signer, checked
 from shared.errors import CorruptArtifact
 from shared.fence import Fence
+from shared.jobs.events import Started
+from shared.jobs.job import Job, JobPlan, PackedData, Schedule
+from shared.provenance import code_sha256
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
 from shared.runs.start import result_sha256
 from shared.runs.status import CheckpointRef, RunStatus
 from shared.settings import Settings
-from shared.storage.artifacts import seal, sha256_file, stage, upload_artifact
+from shared.storage.artifacts import read_manifest, seal, sha256_file, stage, upload_artifact
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
@@ -97,6 +103,45 @@ def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, stor
         "manifest.json",
     ]
     assert not list((settings.root_path / "scratch").iterdir())
+
+
+def test_a_version_has_a_signed_statement_of_its_job_beside_it(settings, store, tmp_path: Path) -> None:
+    """Publishing again writes the same; the manifest does not name it, and it goes with the version."""
+    request, signer = request_for(store, tmp_path), Signer(settings)
+    keys, fence = RunKeys("r1"), request.checkpoint.fence
+    units, plan = (Artifact(uri=f"file:///{name}", sha256=name[0] * 64) for name in ("data", "bins"))
+    made = JobPlan(
+        run_id="r1", job_id="000001", model=request.model, data=PackedData(units=units, plan=plan), num_steps=20,
+        trainable=Lora(rank=16), schedule=Schedule(learning_rate=1e-3),
+    )  # fmt: skip
+    places = dict.fromkeys(("log_path", "checkpoint_dir", "scratch_dir"), "/there")
+    job = Job(plan=made, fence=fence, **places).model_dump_json().encode()
+    store.put_bytes(keys.job("000001", fence), job)
+    started = Started(
+        seq=1, time=1.0, run_id="r1", job_id="000001", fence=fence, first_step=0, num_steps=20,
+        device="cpu", world_size=1, code=code_sha256(),
+    )  # fmt: skip
+    store.put_bytes(keys.log_part("000001", fence, 1), started.model_dump_json().encode() + b"\n")
+    published = Publish(HostContext(settings), signer.sign).publish(request)
+    models = PublishedModels(store)
+    envelope = models.provenance("default", "harbour:v1")
+    statement = checked(envelope, [signer.public_key])
+    found = models.find("default", "harbour")
+    key = published_version("default", "adapters", "harbour", 1)
+    assert statement.differing(read_manifest(store, key, published.sha256).files) == []
+    details, built = statement.predicate.run_details, statement.predicate.build_definition
+    assert {each.name: each.digest.sha256 for each in details.byproducts} == {
+        "job": hashlib.sha256(job).hexdigest(),
+        "checkpoint": request.checkpoint.artifact.sha256,
+    }
+    assert details.builder.version["code"] == code_sha256()
+    assert {each.name for each in built.resolved_dependencies} == {"base model", "data units", "data plan"}
+    assert built.resolved_dependencies[0].digest.sha256 == request.model.sha256
+    assert built.internal_parameters["device"] == "cpu"
+    Publish(HostContext(settings), signer.sign).publish(request)
+    assert models.provenance("default", "harbour:v1") == envelope
+    models.delete("default", found)
+    assert not list(store.list(f"{key}/"))
 
 
 def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(settings, store, tmp_path: Path) -> None:

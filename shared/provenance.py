@@ -1,0 +1,228 @@
+"""Statements of what published weights were made from, and by which code: beside every version, signed.
+
+An in-toto statement (version 1 of its attestation framework) whose predicate is SLSA's provenance (version 1), in a
+DSSE envelope (version 1.0.2 of its specification), so that others' tools read it, too. It has no dates: publishing
+again makes the same bytes.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from longshore.fields import Artifact, Frozen, Sha256
+from shared.jobs.events import Started
+from shared.jobs.job import Job, artifacts_of
+from shared.storage.artifacts import FileEntry
+
+NAME = "provenance.json"
+"""The envelope's file, below the version that it is of. No manifest names it."""
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_PACKAGES = ("longshore", "megatron_worker", "shared")
+_LIBRARIES = ("torch", "megatron-core", "triton", "transformers", "safetensors", "numpy")
+
+
+class Digest(Frozen):
+    sha256: Sha256
+
+
+class Resource(Frozen):
+    """Something that is known by its hash. `uri`: where it lay, if that is not for the tenant alone to know."""
+
+    name: str
+    digest: Digest
+    uri: str | None = None
+
+    @classmethod
+    def of(cls, name: str, sha256: str, uri: str | None = None) -> "Resource":
+        return cls(name=name, digest=Digest(sha256=sha256), uri=uri)
+
+
+class _Named(Frozen):
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+
+class BuildDefinition(_Named):
+    """What the weights are a result of: the run's settings (its whole request by its hash), and all inputs."""
+
+    build_type: Literal["urn:longshore:run:v1"] = Field(default="urn:longshore:run:v1", alias="buildType")
+    external_parameters: dict[str, str] = Field(alias="externalParameters")
+    internal_parameters: dict[str, str] = Field(alias="internalParameters")
+    resolved_dependencies: tuple[Resource, ...] = Field(alias="resolvedDependencies")
+
+
+class Builder(_Named):
+    """Who made them. `version`: `longshore`, the version, and `code`, what `code_sha256` says of the worker."""
+
+    id: str = "urn:longshore:worker"
+    version: dict[str, str]
+
+
+class Metadata(_Named):
+    invocation_id: str = Field(alias="invocationId", description="the run")
+
+
+class RunDetails(_Named):
+    builder: Builder
+    metadata: Metadata
+    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are of")
+
+
+class Predicate(_Named):
+    build_definition: BuildDefinition = Field(alias="buildDefinition")
+    run_details: RunDetails = Field(alias="runDetails")
+
+
+class Statement(_Named):
+    """What is signed. `subject`: the files of the version."""
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
+    subject: tuple[Resource, ...]
+    predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(
+        default="https://slsa.dev/provenance/v1", alias="predicateType"
+    )
+    predicate: Predicate
+
+    def differing(self, files: Iterable[FileEntry]) -> list[str]:
+        """Return the paths of files that are not as the statement says, that it does not name, or that are missing."""
+        here = {entry.path: entry.sha256 for entry in files}
+        said = {each.name: each.digest.sha256 for each in self.subject}
+        return sorted(path for path in here.keys() | said.keys() if here.get(path) != said.get(path))
+
+    def byproduct(self, name: str) -> Resource | None:
+        return next((each for each in self.predicate.run_details.byproducts if each.name == name), None)
+
+
+class Signature(Frozen):
+    """`keyid`: the SHA-256 of the public key's 32 bytes; `sig`: Ed25519 of `signed_bytes`, in base64."""
+
+    keyid: str
+    sig: str
+
+
+class Envelope(_Named):
+    """DSSE's envelope. `payload`: the statement as JSON, in base64."""
+
+    payload: str
+    payload_type: str = Field(default=PAYLOAD_TYPE, alias="payloadType")
+    signatures: tuple[Signature, ...] = ()
+
+    @classmethod
+    def around(cls, statement: Statement) -> "Envelope":
+        content = statement.model_dump(mode="json", exclude_none=True)
+        return cls(payload=base64.b64encode(json.dumps(content, sort_keys=True).encode()).decode())
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What signatures are of: DSSE's pre-authentication encoding of type and payload. Raises ValueError."""
+        body = base64.b64decode(self.payload, validate=True)
+        return b" ".join((b"DSSEv1", *(b"%d %s" % (len(part), part) for part in (self.payload_type.encode(), body))))
+
+    @property
+    def statement(self) -> Statement:
+        """Return the statement, whoever signed it. Raises ValueError where it is none."""
+        return Statement.model_validate_json(base64.b64decode(self.payload, validate=True))
+
+
+class PublicKey(Frozen):
+    """A key of this installation by which statements are checked. `pem`: SubjectPublicKeyInfo of Ed25519."""
+
+    keyid: str
+    pem: str
+
+
+def statement_of(
+    files: Iterable[FileEntry],
+    run_id: str,
+    settings: Mapping[str, object],
+    checkpoint: Artifact | None = None,
+    job: bytes | None = None,
+    started: Started | None = None,
+    copied: Artifact | None = None,
+) -> Statement:
+    """Make the statement of a version.
+
+    Args:
+        settings: the run's request. Only its hash is told, as what is published may be passed on to strangers.
+        job: the file of the job that made the checkpoint, where it is on record.
+        started: that job's first event.
+        copied: the version that this one is a copy of.
+    """
+    read = None if job is None else Job.model_validate_json(job)
+    internal: dict[str, str] = {}
+    if read is not None:
+        plan = read.plan
+        internal = {"engine": plan.engine, "layout": str(plan.layout), "dtype": plan.dtype, "seed": str(plan.seed)}
+    if started is not None:
+        internal |= {"device": started.device, "ranks": str(started.world_size)}
+    byproducts = [
+        *([] if job is None else [Resource.of("job", hashlib.sha256(job).hexdigest())]),
+        *([] if checkpoint is None else [Resource.of("checkpoint", checkpoint.sha256)]),
+    ]
+    built_by = {"longshore": _version_of("longshore")} | (
+        {"code": started.code} if started is not None and started.code is not None else {}
+    )
+    return Statement(
+        subject=tuple(Resource.of(entry.path, entry.sha256) for entry in files),
+        predicate=Predicate(
+            build_definition=BuildDefinition(
+                external_parameters={"request_sha256": _hash_of(settings)},
+                internal_parameters=internal,
+                resolved_dependencies=tuple(_inputs(read, copied)),
+            ),
+            run_details=RunDetails(
+                builder=Builder(version=built_by),
+                metadata=Metadata(invocation_id=run_id),
+                byproducts=tuple(byproducts),
+            ),
+        ),
+    )
+
+
+def _inputs(job: Job | None, copied: Artifact | None) -> Iterable[Resource]:
+    if copied is not None:
+        yield Resource.of("copied version", copied.sha256)
+    if job is None:
+        return
+    names = {job.plan.model: "base model"}
+    names |= {each: f"data {part}" for data in job.plan.packed for part, each in _parts(data)}
+    for artifact in dict.fromkeys(artifacts_of(job)):
+        yield Resource.of(names.get(artifact, "weights"), artifact.sha256)
+
+
+def _parts(data: object) -> Iterable[tuple[str, Artifact]]:
+    return ((name, value) for name, value in vars(data).items() if isinstance(value, Artifact))
+
+
+def _hash_of(settings: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_sha256() -> str:
+    """Return a hash of what this process computes with: our sources, and the versions of the libraries below them."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None and spec.submodule_search_locations is not None
+        folder = Path(spec.submodule_search_locations[0])
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for library in _LIBRARIES:
+        digest.update(f"{library} {_version_of(library)}\n".encode())
+    return digest.hexdigest()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,84 @@
+"""Signed statements of what published weights were made from: what holds, and what is refused by whom."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from service.signing import Signer, checked, read_key
+from shared.errors import CorruptArtifact, InvalidInput
+from shared.provenance import Envelope, Signature, Statement, statement_of
+from shared.settings import Settings
+from shared.storage.artifacts import FileEntry
+
+FILES = [
+    FileEntry(path="adapter_model.safetensors", size=4, sha256="a" * 64),
+    FileEntry(path="README.md", size=2, sha256="b" * 64),
+]
+
+
+def signer(root: Path, key: str = "one") -> Signer:
+    return Signer(Settings(root=root, seal_key=SecretStr(key * 16)))
+
+
+def statement() -> Statement:
+    return statement_of(FILES, "r1", {"kind": "sft"})
+
+
+def with_payload(envelope: Envelope, **changes: object) -> Envelope:
+    content = json.loads(base64.b64decode(envelope.payload)) | changes
+    return envelope.model_copy(update={"payload": base64.b64encode(json.dumps(content).encode()).decode()})
+
+
+def test_what_one_key_signs_it_alone_vouches_for(tmp_path: Path) -> None:
+    mine, other = signer(tmp_path), signer(tmp_path, "two")
+    envelope = mine.sign(statement())
+    assert checked(Envelope.model_validate_json(envelope.model_dump_json()), [mine.public_key]) == statement()
+    assert mine.sign(statement()) == envelope, "it is the same whenever it is made"
+    assert checked(envelope, [other.public_key, mine.public_key]) == statement()
+    with pytest.raises(CorruptArtifact, match="it is signed by"):
+        checked(envelope, [other.public_key])
+    with pytest.raises(CorruptArtifact, match="it is signed by nobody"):
+        checked(Envelope.around(statement()), [mine.public_key])
+
+
+def test_what_was_changed_behind_the_signature_is_refused(tmp_path: Path) -> None:
+    mine, other = signer(tmp_path), signer(tmp_path, "two")
+    envelope, key = mine.sign(statement()), mine.public_key
+    by_other = other.sign(statement()).signatures[0].sig
+    for changed in (
+        with_payload(envelope, subject=[]),
+        envelope.model_copy(update={"payload_type": "text/plain"}),
+        envelope.model_copy(update={"payload": "no base64!"}),
+        envelope.model_copy(update={"signatures": (Signature(keyid=key.keyid, sig=by_other),)}),
+        envelope.model_copy(update={"signatures": (Signature(keyid=key.keyid, sig="?"),)}),
+    ):
+        with pytest.raises(CorruptArtifact, match="it is not what key"):
+            checked(changed, [key])
+    for pem in ("", "-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"):
+        with pytest.raises(InvalidInput, match="no public key"):
+            read_key(pem)
+
+
+def test_a_statement_names_the_files_that_differ_from_it() -> None:
+    said, changed = statement(), FILES[0].model_copy(update={"sha256": "c" * 64})
+    assert said.differing(FILES) == []
+    more = FileEntry(path="more.txt", size=1, sha256="d" * 64)
+    assert said.differing([changed, more]) == ["README.md", "adapter_model.safetensors", "more.txt"]
+
+
+def test_a_statement_is_in_toto_s_and_tells_no_setting(tmp_path: Path) -> None:
+    """The names are those of the framework's version 1 and of SLSA's version 1."""
+    made = statement_of(FILES, "r1", {"dataset": {"uri": "https://me:password@data.example/rows.jsonl"}})
+    content = json.loads(base64.b64decode(signer(tmp_path).sign(made).payload))
+    assert (content["_type"], content["predicateType"]) == (
+        "https://in-toto.io/Statement/v1",
+        "https://slsa.dev/provenance/v1",
+    )
+    assert content["subject"][0] == {"name": FILES[0].path, "digest": {"sha256": "a" * 64}}
+    assert content["predicate"].keys() == {"buildDefinition", "runDetails"}
+    assert content["predicate"]["runDetails"]["metadata"] == {"invocationId": "r1"}
+    assert "password" not in json.dumps(content)
+    assert made.predicate != statement_of(FILES, "r1", {"dataset": {"uri": "https://other"}}).predicate
