@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from temporalio.client import Client
-from temporalio.worker import Worker, WorkflowRunner
+from temporalio.worker import Worker, WorkerDeploymentConfig, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
 from activities.bells import Bells
@@ -38,6 +38,7 @@ from activities.hosts.worker_process import WorkerCommand, ranks_command, room_f
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
+from service import builds
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
@@ -173,6 +174,7 @@ async def control_workers(
     activities: Sequence[Callable[..., Any]],
     workflows: Sequence[type],
     runner: WorkflowRunner = _SANDBOX,
+    build: WorkerDeploymentConfig | None = None,
 ) -> AsyncIterator[None]:
     """Poll a control queue and the queues of its pools: each pool has threads of its own, so that no activity keeps one
     of another pool waiting."""
@@ -186,7 +188,7 @@ async def control_workers(
             threads = stack.enter_context(ThreadPoolExecutor(num_at_once, pool or "data")) if has_threads else None
             named = pool_queue(pool, queue)
             own = workflows if pool is None else ()
-            worker = _worker(client, named, threads, num_at_once, members, own, runner)
+            worker = _worker(client, named, threads, num_at_once, members, own, runner, build)
             await stack.enter_async_context(worker)
         yield
 
@@ -266,6 +268,7 @@ def _worker(
     activities: Sequence[Callable[..., Any]],
     workflows: Sequence[type] = (),
     runner: WorkflowRunner = _SANDBOX,
+    build: WorkerDeploymentConfig | None = None,
 ) -> Worker:
     return Worker(
         client,
@@ -280,6 +283,7 @@ def _worker(
         max_concurrent_activity_task_polls=_POLLS,
         max_heartbeat_throttle_interval=_BEAT,
         graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+        deployment_config=build,
     )
 
 
@@ -313,9 +317,10 @@ async def serve_host(
                     routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
                     at = stack.enter_context(serving(settings, record.queue, routes))
                     await stack.enter_async_context(announced(host.store, record.queue, at))
-                await stack.enter_async_context(
-                    control_workers(client, settings.control_queue, activities, control_workflows())
-                )
+                build = builds.deployment(settings)
+                control = control_workers(client, settings.control_queue, activities, control_workflows(), build=build)
+                await stack.enter_async_context(control)
+                await builds.begin_with(client, settings)
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)

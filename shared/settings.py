@@ -231,6 +231,11 @@ class Settings(BaseSettings):
     )
     temporal_ui: str | None = None
     control_queue: str = "control"
+    build_id: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
+        description="of a control host: runs end on the build that they began on, beside hosts of other builds",
+    )
 
     api_url: str = "http://127.0.0.1:8484"
     api_key: str | None = Field(default=None, description="the client's key; the service keeps only a hash")

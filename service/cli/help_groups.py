@@ -30,7 +30,7 @@ HEADINGS = {
         **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit"), "account"),
         "config": "sign_in",
     },
-    "This machine": dict.fromkeys(("dev", "doctor", "db"), "stack"),
+    "This machine": dict.fromkeys(("dev", "doctor", "db", "builds"), "stack"),
 }
 _MODULES = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
 _LONGEST = 200

@@ -7,23 +7,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import address, read_settings
 from service.cli.exits import DONE, FAILED, USAGE, Stop
-from service.cli.output.render import say
+from service.cli.output.render import print_table, say
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from temporalio.client import Client
+
     from service.database.engine import Database
     from service.rebuild import Differences
+    from shared.settings import Settings
     from shared.storage.store import ObjectStore
 
+T = TypeVar("T")
 app = typer.Typer(rich_markup_mode=None)
 db = group(help="The service's database.")
 app.add_typer(db, name="db")
+builds = group(help="Builds of control hosts that serve side by side, while one takes another's place.")
+app.add_typer(builds, name="builds")
 Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
 
 
@@ -103,6 +111,48 @@ def upgrade() -> None:
     with _opened() as (_, database):
         migrate.upgrade(database)
         say(f"the database is at revision {migrate.newest()}")
+
+
+@command(builds)
+def ls() -> CommandAnswer:
+    """List builds: which one new runs begin on, and whether runs of others still go on."""
+    from service.builds import builds as found
+
+    listed = _of_temporal(found)
+    rows = tuple((each.build_id, each.state) for each in listed)
+    nothing = "hosts are of no build: LONGSHORE_BUILD_ID is not set"
+    return CommandAnswer(listed, partial(print_table, ("build", ""), rows) if rows else partial(say, nothing))
+
+
+@command(builds)
+def use(
+    build: Annotated[str, typer.Argument(metavar="BUILD", help="As LONGSHORE_BUILD_ID of its hosts.")],
+) -> CommandAnswer:
+    """Let new runs begin on a build whose hosts are up. Runs that go on stay where they are; sessions move to it."""
+    from service.builds import make_current
+
+    _of_temporal(partial(make_current, build_id=build))
+    return CommandAnswer({"build_id": build, "state": "current"}, partial(say, f"new runs begin on {build}"))
+
+
+def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
+    """Ask Temporal itself, with this machine's settings. Raises Stop with its reason."""
+    import asyncio
+
+    from temporalio.service import RPCError
+
+    from service.temporal import connect_once
+    from shared.errors import LongshoreError
+
+    settings = read_settings()
+
+    async def asked() -> T:
+        return await ask(await connect_once(settings), settings)
+
+    try:
+        return asyncio.run(asked())
+    except (LongshoreError, RPCError, RuntimeError) as error:
+        raise Stop(f"Temporal at {settings.temporal_address}: {error}") from None
 
 
 @command(db)

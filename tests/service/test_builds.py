@@ -1,0 +1,102 @@
+"""Control hosts of two builds beside each other: each run ends on the build that it began on, and none is lost."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+
+from service import builds
+from service.host import control_workers
+from service.temporal import connect_temporal
+from shared.errors import NotFound
+from shared.settings import Settings
+from tests.service.build_workflows import Moving, Run
+from tests.workflows.stack import eventually
+
+NUM_RUNS = 6
+
+
+@pytest.fixture
+async def installation(temporal_address: str, tmp_path: Path) -> AsyncIterator["Installation"]:
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"c-{uuid.uuid4().hex[:8]}")
+    async with AsyncExitStack() as hosts:
+        yield Installation(settings, await connect_temporal(settings), hosts)
+
+
+class Installation:
+    def __init__(self, settings: Settings, client: Client, hosts: AsyncExitStack) -> None:
+        self.settings, self.client, self.hosts = settings, client, hosts
+
+    async def host(self, build_id: str) -> AsyncExitStack:
+        """A control host of a build; close what is returned to stop it."""
+
+        @activity.defn
+        async def which_build() -> str:
+            return build_id
+
+        settings = self.settings.model_copy(update={"build_id": build_id})
+        host = await self.hosts.enter_async_context(AsyncExitStack())
+        client, build = await connect_temporal(settings), builds.deployment(settings)
+        workers = control_workers(client, settings.control_queue, [which_build], [Run, Moving], build=build)
+        await host.enter_async_context(workers)
+        await builds.begin_with(client, settings)
+        return host
+
+    async def begin(self, kind: type[Run] = Run) -> WorkflowHandle:
+        return await self.client.start_workflow(kind.run, id=uuid.uuid4().hex, task_queue=self.settings.control_queue)
+
+    async def states(self) -> dict[str, str]:
+        return {each.build_id: each.state for each in await builds.builds(self.client, self.settings)}
+
+
+async def waits(handle: WorkflowHandle) -> bool:
+    """True once its first activity has answered."""
+    events = [event async for event in handle.fetch_history_events()]
+    return any(event.HasField("activity_task_completed_event_attributes") for event in events)
+
+
+async def test_runs_end_on_the_build_that_they_began_on_and_services_move(installation: Installation) -> None:
+    assert await installation.states() == {}
+    old = await installation.host("one")
+    assert await installation.states() == {"one": "current"}, "the first build of an installation"
+    runs = [await installation.begin() for _ in range(NUM_RUNS)]
+    service = await installation.begin(Moving)
+    for each in (*runs, service):
+        await eventually(lambda each=each: waits(each), "it has begun")
+    await installation.host("two")
+    assert (await installation.states())["one"] == "current", "a second one waits until it is told"
+    await builds.make_current(installation.client, installation.settings, "two")
+    later = await installation.begin()
+    await eventually(lambda: waits(later), "it has begun")
+    for each in (*runs, service, later):
+        await each.signal(Run.go_on)
+    assert await asyncio.gather(*(each.result() for each in runs)) == [["one", "one"]] * NUM_RUNS
+    assert await later.result() == ["two", "two"]
+    assert await service.result() == ["one", "two"]
+    assert (await installation.states())["two"] == "current"
+    await old.aclose()
+    after = await installation.begin()
+    await after.signal(Run.go_on)
+    assert await after.result() == ["two", "two"]
+
+
+async def test_back_to_the_build_before(installation: Installation) -> None:
+    await installation.host("one")
+    await installation.host("two")
+    for build_id in ("two", "one"):
+        await builds.make_current(installation.client, installation.settings, build_id)
+        run = await installation.begin()
+        await run.signal(Run.go_on)
+        assert await run.result() == [build_id] * 2
+
+
+async def test_a_build_without_hosts_is_not_made_current(installation: Installation) -> None:
+    await installation.host("one")
+    with pytest.raises(NotFound, match="no host of build three polls"):
+        await builds.make_current(installation.client, installation.settings, "three")
+    assert await installation.states() == {"one": "current"}

@@ -1,0 +1,79 @@
+"""Files of the store as the release before has written them are read: jobs, events, records, states, commands.
+
+`python -m tests.shared.releases` keeps them, when a release is made (CONTRIBUTING.md).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from activities.grading.grade import GradeSummary
+from activities.hosts.lease import LeaseRecord
+from activities.publishing.publish import Claim
+from activities.records.run_records import _Start
+from activities.sampling.completions import SampledGroup
+from activities.sampling.sample import SampledSummary
+from activities.tokenizing.render_prompts import PromptsReport
+from activities.trajectories.group_samples import GroupsMade
+from longshore.commands import CommandResult
+from megatron_worker.training.checkpoint import CheckpointState
+from shared.chat.answer_records import AnswerRecord
+from shared.grading.graders import SampleGrade
+from shared.jobs.commands import read_command
+from shared.jobs.events import parse_event
+from shared.jobs.job import Job
+from shared.jobs.packed import PlanHeader, UnitsHeader
+from shared.runs.requests import RunRecord
+from shared.runs.status import RunStatus, StepStatus
+from shared.storage.artifacts import Manifest
+from shared.storage.host_states import HostAddress
+
+FILES: dict[str, str] = json.loads(Path(__file__).with_name("release_before.json").read_text())
+Read = Callable[[bytes], object]
+
+
+def lines_of(read: Read) -> Read:
+    return lambda data: [read(line) for line in data.splitlines()]
+
+
+READERS: dict[str, Read] = {
+    r"/run\.json": RunRecord.model_validate_json,
+    r"/(previous_)?result\.json": RunStatus.model_validate_json,
+    r"/job\.json": Job.model_validate_json,
+    r"/(log|N)\.jsonl": lines_of(parse_event),
+    r"/state\.json": CheckpointState.model_validate_json,
+    r"/manifest\.json|/began_with/\w+\.json": Manifest.model_validate_json,
+    r"/(steps/N|step_keys/HASH)\.json": StepStatus.model_validate_json,
+    r"/commands/N\.json": read_command,
+    r"/results/N\.json": CommandResult.model_validate_json,
+    r"/leases/eN-a01\.json": LeaseRecord.model_validate_json,
+    r"/starts/HASH\.json": _Start.model_validate_json,
+    r"session-ID/host\.json": HostAddress.model_validate_json,
+    r"/claims/vN\.json": Claim.model_validate_json,
+    r"answers/.*\.json": AnswerRecord.model_validate_json,
+    r"packed/HASH/plan\.json": PlanHeader.model_validate_json,
+    r"tokenized/HASH/units\.json": UnitsHeader.model_validate_json,
+    r"graded/HASH/summary\.json": GradeSummary.model_validate_json,
+    r"graded/HASH/grades\.jsonl": lines_of(SampleGrade.model_validate_json),
+    r"sampled/HASH/completions/completions\.jsonl": lines_of(SampledGroup.model_validate_json),
+    r"sampled/HASH/completions/summary\.json": SampledSummary.model_validate_json,
+    r"grouped/HASH/report\.json": GroupsMade.model_validate_json,
+    r"prompts/HASH/report\.json": PromptsReport.model_validate_json,
+}
+# What others read by single fields, as it is passed on, or as users' rows.
+NOT_HERE = re.compile(r"index/|shapes/|tokenized/HASH/(report|prompts)|adapter_config|/(samples|groups|prompts)\.jsonl")
+
+
+@pytest.mark.parametrize("kind", [each for each in FILES if not NOT_HERE.search(each)])
+def test_what_the_release_before_wrote_is_read(kind: str) -> None:
+    [read] = [reader for pattern, reader in READERS.items() if re.search(f"{pattern}($| )", kind)]
+    assert read(FILES[kind].encode("latin-1"))
+
+
+def test_each_kind_of_file_is_there() -> None:
+    """So that no pattern reads nothing."""
+    for pattern in READERS:
+        assert any(re.search(f"{pattern}($| )", kind) for kind in FILES), pattern
