@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.tensors.residency import Residency
+from megatron_worker.training.scoring import Role
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.fence import Fence
@@ -89,7 +90,7 @@ class Watch:
 def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
     """Count what the dispatcher does for a slot as its role's."""
     placed = Residency._at
-    scored, trained, stepped = Dispatcher.forward, Dispatcher.forward_backward, Dispatcher.optim_step
+    scored, trained, stepped = Dispatcher.score, Dispatcher.forward_backward, Dispatcher.optim_step
 
     @contextmanager
     def looked(self: Residency, wanted: Any) -> Iterator[None]:
@@ -97,12 +98,14 @@ def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
             watch.look(self)
             yield
 
-    def passes(method: Any, action: str) -> Any:
-        def each(self: Dispatcher, slot: str | None, *arguments: Any) -> Any:
-            with watch.of(f"{roles[slot]}: {action}"):
-                return (yield from method(self, slot, *arguments))
+    def scores(self: Dispatcher, asked: Iterable[Role]) -> Iterator[None]:
+        for role in asked:
+            with watch.of(f"{roles[role.slot]}: scores"):
+                yield from scored(self, [role])
 
-        return each
+    def updates(self: Dispatcher, slot: str | None, *arguments: Any) -> Any:
+        with watch.of(f"{roles[slot]}: updates"):
+            return (yield from trained(self, slot, *arguments))
 
     def step(self: Dispatcher, slot: str | None, *arguments: Any) -> Any:
         with watch.of(f"{roles[slot]}: updates"):
@@ -110,8 +113,8 @@ def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
 
     with (
         patch.object(Residency, "_at", looked),
-        patch.object(Dispatcher, "forward", passes(scored, "scores")),
-        patch.object(Dispatcher, "forward_backward", passes(trained, "updates")),
+        patch.object(Dispatcher, "score", scores),
+        patch.object(Dispatcher, "forward_backward", updates),
         patch.object(Dispatcher, "optim_step", step),
     ):
         yield
