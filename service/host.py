@@ -38,12 +38,14 @@ from activities.hosts.worker_process import WorkerCommand, ranks_command, room_f
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
+from service.codec import SealedRunner
+from service.errors import WrongSealKey
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
-from service.seals import SealedRunner, sync_key
+from service.seal_keys import sync_key
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
@@ -290,16 +292,21 @@ async def serve_host(
     command: WorkerCommand = ranks_command,
     check: Check | None = None,
 ) -> None:
-    """Poll until `stopped`; then end all activities and worker processes.
+    """Poll until `stopped`, or a key is needed that is missing here; then end all activities and worker processes.
 
     Args:
         command: starts a gpu host's workers.
         check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
     """
     host = HostContext(settings)
+
+    def leave(problem: WrongSealKey) -> None:
+        _log.error("this host leaves: %s", problem)
+        stopped.set()
+
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
-        client = await connect_temporal(settings, interceptors=[record])
+        client = await connect_temporal(settings, interceptors=[record], lacking=leave)
         await record.report_lost(client)
         match role:
             case "control":

@@ -64,6 +64,16 @@ def require(*scopes: Scope) -> Demand:
     return _noted(demand)
 
 
+def require_operator(what: str) -> Demand:
+    """A dependency: the key must be of an admin of the first tenant. `what`: is theirs alone, in words."""
+
+    async def demand(request: Request) -> None:
+        if not (await principal(request)).is_operator:
+            raise Forbidden(f"{what} the first tenant's admins")
+
+    return _noted(demand)
+
+
 async def reads_or_writes(request: Request) -> None:
     """A FastAPI dependency: GET and HEAD need the scope `read`, other methods `write`. Raises Forbidden."""
     (await principal(request)).demand("read" if request.method in ("GET", "HEAD") else "write")

@@ -33,7 +33,7 @@ from service.host import _end_idle_workers, control_workers, gpu_workers
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.lease_polling import polling
-from service.seals import seal_key
+from service.seal_keys import seal_keys
 from service.temporal import connect_temporal
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
@@ -84,7 +84,7 @@ class Stack:
         """
         given = self.settings
         if root is not None:
-            key = SecretStr(seal_key(given).decode())
+            key = SecretStr(seal_keys(given)[0].secret.decode())
             given = given.model_copy(update={"root": root, "store_uri": given.store, "seal_key": key})
         threads = self.exits.enter_context(ThreadPoolExecutor(2 + 2 * given.runs_per_worker))
         pool = WorkerPool(
@@ -115,7 +115,7 @@ class Stack:
             "LONGSHORE_STORE_URI": given.store,
             "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
             "LONGSHORE_SHAPE": given.shape,
-            "LONGSHORE_SEAL_KEY": seal_key(given).decode(),
+            "LONGSHORE_SEAL_KEY": seal_keys(given)[0].secret.decode(),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
         }
         root.mkdir(parents=True, exist_ok=True)
