@@ -14,6 +14,7 @@ again until a host with that key takes it.
 import asyncio
 import hmac
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, MutableSequence, Sequence
@@ -41,7 +42,6 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
-from service.errors import WrongSealKey
 from service.seal_keys import SealKey, SealKeys, found_key
 
 UNSEALED = "Unsealed"
@@ -54,6 +54,7 @@ _OLD_SEAL, _OLD_VERSION = "longshore-seal", b"1"
 _REFUSED = "longshore/refused"
 # Temporal gives what a schedule starts the id of the schedule's action and the time.
 _ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_log = logging.getLogger("longshore.codec")
 Scope = tuple[str, ...]
 """Namespace, workflow and possibly activity, for which a seal is good."""
 
@@ -62,15 +63,13 @@ class Sealing(PayloadCodec, WithSerializationContext):
     """Seals payloads that are sent and opens those received.
 
     Args:
-        lacking: called when a payload names a key that the installation has, but not this process.
+        leave: ends a process that comes to lack a key of the installation, before it fails what others could do.
     """
 
-    def __init__(
-        self, keys: SealKeys, scope: Scope = (), lacking: Callable[[WrongSealKey], None] | None = None
-    ) -> None:
-        self._keys = keys
+    def __init__(self, keys: SealKeys, scope: Scope = (), leave: Callable[[], None] | None = None) -> None:
+        self.keys = keys
         self._scope = scope
-        self._lacking = lacking
+        self._leave = leave
         self._ciphers: dict[str, _Cipher] = {}
 
     def with_context(self, context: SerializationContext) -> Self:
@@ -83,7 +82,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
                 scope = (context.namespace, _id_of(context), name)
             case _:
                 scope = ()
-        return type(self)(self._keys, scope, self._lacking)
+        return type(self)(self.keys, scope, self._leave)
 
     async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
         return [self._sealed(payload) for payload in payloads]
@@ -97,21 +96,22 @@ class Sealing(PayloadCodec, WithSerializationContext):
         return [await self._opened(payload) for payload in payloads]
 
     def _sealed(self, payload: Payload) -> Payload:
-        return self._cipher(self._keys.current).seal(payload)
+        return self._cipher(self.keys.current).seal(payload)
 
     async def _opened(self, payload: Payload) -> Payload:
         if _OLD_SEAL in payload.metadata:
-            is_ours = any(_is_sealed_as_before(payload, key, self._scope) for key in self._keys.keys)
+            is_ours = any(_is_sealed_as_before(payload, key, self._scope) for key in self.keys.keys)
             return _bare(payload) if is_ours else _refused()
         if payload.metadata.get("encoding") != ENCRYPTED:
             return _refused()
         key_id = key_of(payload)
-        if (key := found_key(self._keys.keys, key_id)) is not None:
+        if (key := found_key(self.keys.keys, key_id)) is not None:
             return self._cipher(key).open(payload) or _refused()
-        if (problem := await asyncio.to_thread(self._keys.lacks, key_id)) is None:
+        if (problem := await asyncio.to_thread(self.keys.lacks, key_id)) is None:
             return _refused()
-        if self._lacking is not None:
-            self._lacking(problem)
+        if self._leave is not None:
+            _log.error("this process leaves: %s", problem)
+            self._leave()
         raise problem
 
     def _cipher(self, key: SealKey) -> "_Cipher":
@@ -242,10 +242,10 @@ class SealedPayloadConverter(CompositePayloadConverter):
         super().__init__(_Refusal(), *PydanticPayloadConverter().converters.values())
 
 
-def sealed_data_converter(keys: SealKeys, lacking: Callable[[WrongSealKey], None] | None = None) -> DataConverter:
+def sealed_data_converter(keys: SealKeys, leave: Callable[[], None] | None = None) -> DataConverter:
     """Return the data converter of every client and worker of this installation."""
     return DataConverter(
         payload_converter_class=SealedPayloadConverter,
-        payload_codec=Sealing(keys, lacking=lacking),
+        payload_codec=Sealing(keys, leave=leave),
         failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
     )

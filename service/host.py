@@ -39,7 +39,6 @@ from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
 from service.codec import SealedRunner
-from service.errors import WrongSealKey
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
@@ -299,14 +298,9 @@ async def serve_host(
         check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
     """
     host = HostContext(settings)
-
-    def leave(problem: WrongSealKey) -> None:
-        _log.error("this host leaves: %s", problem)
-        stopped.set()
-
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
-        client = await connect_temporal(settings, interceptors=[record], lacking=leave)
+        client = await connect_temporal(settings, interceptors=[record], leave=stopped.set)
         await record.report_lost(client)
         match role:
             case "control":
@@ -372,9 +366,8 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 async def _main(role: Role, settings: Settings) -> None:
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await serve_host(role, settings, stopped)
 
 

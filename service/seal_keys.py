@@ -62,7 +62,7 @@ class SealKeys:
             self.store.put_bytes(SEAL_KEYS, json.dumps([*listed, self.current.id]).encode())
 
     def check(self) -> list[str]:
-        """Return the store's list. Blocking. Raises WrongSealKey: its last key, which seals now, is not one of these."""
+        """Return the store's list. Blocking. Raises WrongSealKey: the last key, which seals, is not one of these."""
         listed = self.listed()
         if listed and found_key(self.keys, listed[-1]) is None:
             own = ", ".join(key.id for key in self.keys)

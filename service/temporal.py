@@ -176,19 +176,16 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
     return found
 
 
-Lacking = Callable[[WrongSealKey], None]
-
-
 async def connect_temporal(
     settings: Settings,
     patience_s: float = _CONNECT_PATIENCE_S,
     interceptors: Sequence[Interceptor] = (),
-    lacking: Lacking | None = None,
+    leave: Callable[[], None] | None = None,
 ) -> Client:
     """Connect to the Temporal server, as soon as it answers.
 
     Args:
-        lacking: called when something was sealed by a key that the installation has, but not this process.
+        leave: called when something was sealed by a key that the installation has, but not this process.
 
     Raises SystemExit: it does not answer, within the patience; or the installation seals with another key.
     """
@@ -196,7 +193,7 @@ async def connect_temporal(
     deadline = loop.time() + patience_s
     while True:
         try:
-            return await connect_once(settings, interceptors, lacking)
+            return await connect_once(settings, interceptors, leave)
         except WrongSealKey as error:
             raise SystemExit(str(error)) from None
         except (RuntimeError, StoreUnavailable) as error:
@@ -207,7 +204,7 @@ async def connect_temporal(
 
 
 async def connect_once(
-    settings: Settings, interceptors: Sequence[Interceptor] = (), lacking: Lacking | None = None
+    settings: Settings, interceptors: Sequence[Interceptor] = (), leave: Callable[[], None] | None = None
 ) -> Client:
     """Connect to the Temporal server.
 
@@ -222,7 +219,7 @@ async def connect_once(
     return await Client.connect(
         settings.temporal_address,
         namespace=settings.temporal_namespace,
-        data_converter=sealed_data_converter(keys, lacking),
+        data_converter=sealed_data_converter(keys, leave),
         interceptors=interceptors,
         tls=_tls(settings),
         api_key=key.get_secret_value() if key else None,

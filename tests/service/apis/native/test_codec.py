@@ -15,6 +15,7 @@ from service.accounts.keys import COOKIE
 from service.apis.native.codec import PREFIX
 from service.codec import ENCRYPTED
 from shared.settings import Settings
+from tests.opened import on_the_wire
 from tests.security.belongings import new_tenant
 from tests.security.conftest import client
 from tests.service.conftest import KEY, Service, new_key, serving, settings_below, sft
@@ -50,11 +51,6 @@ async def first_event(address: str, run_id: str) -> list[Payload]:
     async for event in raw.get_workflow_handle(run_id).fetch_history_events():
         return list(event.workflow_execution_started_event_attributes.input.payloads)
     raise AssertionError("a history begins")
-
-
-def on_the_wire(payload: Payload) -> dict[str, Any]:
-    metadata = {name: b64encode(value).decode() for name, value in payload.metadata.items()}
-    return {"metadata": metadata, "data": b64encode(payload.data).decode()}
 
 
 def test_an_operator_reads_what_temporal_cannot(service: Service, payloads: list[dict[str, Any]]) -> None:
