@@ -42,7 +42,8 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
-from service.seal_keys import SealKey, SealKeys, found_key
+from service.errors import WrongSealKey
+from service.seal_keys import MEND, SealKey, SealKeys, found_key
 
 UNSEALED = "Unsealed"
 """The error type of payloads that no key of the installation opens, or of another workflow."""
@@ -63,7 +64,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
     """Seals payloads that are sent and opens those received.
 
     Args:
-        leave: ends a process that comes to lack a key of the installation, before it fails what others could do.
+        leave: ends a process that comes to lack the key that seals now, before it fails what others could do.
     """
 
     def __init__(self, keys: SealKeys, scope: Scope = (), leave: Callable[[], None] | None = None) -> None:
@@ -107,12 +108,13 @@ class Sealing(PayloadCodec, WithSerializationContext):
         key_id = key_of(payload)
         if (key := found_key(self.keys.keys, key_id)) is not None:
             return self._cipher(key).open(payload) or _refused()
-        if (problem := await asyncio.to_thread(self.keys.lacks, key_id)) is None:
+        if key_id not in (listed := await asyncio.to_thread(self.keys.listed)):
             return _refused()
-        if self._leave is not None:
+        problem = f"sealed with the key {key_id} of this installation, which this process lacks: {MEND}"
+        if self._leave is not None and key_id == listed[-1]:
             _log.error("this process leaves: %s", problem)
             self._leave()
-        raise problem
+        raise WrongSealKey(problem)
 
     def _cipher(self, key: SealKey) -> "_Cipher":
         if key.id not in self._ciphers:

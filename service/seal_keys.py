@@ -66,7 +66,7 @@ class SealKeys:
         listed = self.listed()
         if listed and found_key(self.keys, listed[-1]) is None:
             own = ", ".join(key.id for key in self.keys)
-            raise WrongSealKey(f"this installation seals with the key {listed[-1]}, and not with {own}: {_MEND}")
+            raise WrongSealKey(f"this installation seals with the key {listed[-1]}, and not with {own}: {MEND}")
         return listed
 
     def listed(self) -> list[str]:
@@ -77,17 +77,8 @@ class SealKeys:
             return []
         return found
 
-    def lacks(self, key_id: str) -> WrongSealKey | None:
-        """Return what is wrong where a payload names a key that is the installation's, but not here. Blocking.
 
-        None: nobody here ever had such a key.
-        """
-        if key_id not in self.listed():
-            return None
-        return WrongSealKey(f"sealed with the key {key_id} of this installation, which this process lacks: {_MEND}")
-
-
-_MEND = "set LONGSHORE_SEAL_KEY as elsewhere (docs/hardening.md#keys-and-their-rotation)"
+MEND = "set LONGSHORE_SEAL_KEY as elsewhere (docs/hardening.md#keys-and-their-rotation)"
 
 
 def seal_keys(settings: Settings) -> tuple[SealKey, ...]:

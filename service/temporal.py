@@ -185,7 +185,7 @@ async def connect_temporal(
     """Connect to the Temporal server, as soon as it answers.
 
     Args:
-        leave: called when something was sealed by a key that the installation has, but not this process.
+        leave: called when something was sealed by the key that seals now, and this process lacks it.
 
     Raises SystemExit: it does not answer, within the patience; or the installation seals with another key.
     """

@@ -73,18 +73,16 @@ def secrets(stack: Stack, connection: Connection, tiny_model: Path, chat_dataset
 def _say(api: httpx.Client, run: dict[str, Any], data: Path) -> None:
     """Have words of a user's in everything that goes through Temporal."""
     row = {"messages": [{"role": "user", "content": SAID["prompt"]}, {"role": "assistant", "content": SAID["answer"]}]}
-    rows = data.with_name("canary.jsonl")
-    rows.write_text(json.dumps(row) + "\n" + json.dumps({SAID["error"]: 1}) + "\n")
-    preview = _made(api.post("/preview", json={"source": {"uri": data.as_uri()}, "model_uri": run["model"]}))
-    assert preview["rows"]
+    good, bad = data.with_name("good.jsonl"), data.with_name("bad.jsonl")
+    good.write_text(json.dumps(row) + "\n")
+    bad.write_text(json.dumps({SAID["error"]: 1}) + "\n")
+    shown = _made(api.post("/preview", json={"source": {"uri": good.as_uri()}, "model_uri": run["model"]}))
+    assert SAID["answer"] in json.dumps(shown)
     grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "{{sample.output_text}}"}
     sample = {"sample": {"output_text": SAID["answer"]}, "item": {"prompt": SAID["prompt"]}}
     asked = {"grader": grader | {"reference": SAID["setting"]}, "sample": sample}
     assert _made(api.post("/graders/run", json=asked))["grade"] == 0
-    assert (
-        SAID["answer"] in api.post("/preview", json={"source": {"uri": rows.as_uri()}, "model_uri": run["model"]}).text
-    )
-    failed = _made(api.post("/runs/sft", json=run | {"dataset": {"uri": rows.as_uri()}}))["run_id"]
+    failed = _made(api.post("/runs/sft", json=run | {"dataset": {"uri": bad.as_uri()}}))["run_id"]
     assert SAID["error"] in _ended(api, failed)["problem"]["message"]
     scheduled = {
         "name": SAID["schedule"],

@@ -189,12 +189,15 @@ async def test_keys_are_rotated_in_three_steps(settings: Settings) -> None:
             assert await read(converters[each], sealed) == CANARY
     [of_the_last] = await converters[0].encode([CANARY])
     [of_the_next] = await converters[2].encode([CANARY])
-    done = sealed_data_converter(keys_of(settings, NEW)).with_context(RUN)
+    left: list[str] = []
+    done = sealed_data_converter(keys_of(settings, NEW), lambda: left.append("done")).with_context(RUN)
+    converters[0] = sealed_data_converter(steps[0], lambda: left.append("first")).with_context(RUN)
     assert await read(done, of_the_next) == CANARY
     # Neither is refused: the installation's own key is missing, and whoever has it reads on.
     for converter, sealed in ((done, of_the_last), (converters[0], of_the_next)):
         with pytest.raises(WrongSealKey, match=f"key {key_of(sealed)} of this installation, which this process lacks"):
             await read(converter, sealed)
+    assert left == ["first"], "whoever lacks an older key still does what is new"
     assert unseal(of_the_last, steps[2].keys) is not None and unseal(of_the_last, steps[2].keys[:1]) is None
 
 
