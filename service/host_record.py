@@ -44,20 +44,8 @@ class _InHand(Frozen):
     workflow_id: str | None
     activity_type: str
 
-    @classmethod
-    def of(cls, info: activity.Info) -> Self:
-        return cls(token=info.task_token.hex(), workflow_id=info.workflow_id, activity_type=info.activity_type)
-
     def context(self, namespace: str) -> ActivitySerializationContext:
-        return ActivitySerializationContext(
-            namespace=namespace,
-            activity_id=None,
-            activity_type=self.activity_type,
-            activity_task_queue=None,
-            workflow_id=self.workflow_id,
-            workflow_type=None,
-            is_local=False,
-        )
+        return ActivitySerializationContext(namespace, None, self.activity_type, None, self.workflow_id, None, False)
 
 
 class HostRecord(ClientInterceptor, WorkerInterceptor):
@@ -117,7 +105,9 @@ class _Noting(ActivityInboundInterceptor):
     async def execute_activity(self, input: ExecuteActivityInput) -> Any:
         noted = self._folder / uuid.uuid4().hex
         with suppress(OSError):  # a full disk: then a missing heartbeat has to do
-            noted.write_text(_InHand.of(activity.info()).model_dump_json())
+            info = activity.info()
+            lost = _InHand(token=info.task_token.hex(), workflow_id=info.workflow_id, activity_type=info.activity_type)
+            noted.write_text(lost.model_dump_json())
         try:
             return await super().execute_activity(input)
         finally:

@@ -13,6 +13,7 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.converter import ActivitySerializationContext, DataConverter, WorkflowSerializationContext
 from temporalio.exceptions import ApplicationError
 
+from service.cli.doctor import _seal_key
 from service.codec import UNSEALED, key_of, sealed_data_converter, unseal
 from service.errors import WrongSealKey
 from service.seal_keys import SealKeys, seal_keys
@@ -211,6 +212,21 @@ def test_a_wrong_key_is_told_and_leaves_no_trace(settings: Settings, keys: SealK
         keys_of(settings, OLD)
     keys_of(settings, OLD, NEW)  # but back is a way, too
     assert len(keys.listed()) == 2
+
+
+def test_doctor_tells_a_wrong_key(settings: Settings, tmp_path: Path) -> None:
+    store = (settings.root_path / "store").as_uri()
+    elsewhere = Settings(root=tmp_path / "elsewhere", store_uri=store)
+    assert (_seal_key(elsewhere).verdict, _seal_key(elsewhere).text[:9]) == ("ok", "none here")
+    assert not elsewhere.root_path.exists(), "doctor makes no key"
+    given = elsewhere.model_copy(update={"seal_key": SecretStr(f"{OTHER} {NEW}")})
+    assert _seal_key(given).verdict == "ok" and not (settings.root_path / "store" / SEAL_KEYS).exists()
+    keys = keys_of(settings, OLD)
+    check = _seal_key(given)
+    assert check.verdict == "fail" and f"seals with the key {keys.current.id}, and not with" in check.text
+    assert check.advice is not None and "nothing is lost" in check.advice
+    known = _seal_key(elsewhere.model_copy(update={"seal_key": SecretStr(f"{OLD} {NEW}")}))
+    assert (known.verdict, known.text[:11]) == ("ok", "seals with ")
 
 
 async def test_processes_that_start_at_once_agree_on_one_key(settings: Settings) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from service.temporal import connect_once, connect_temporal
 from shared.errors import InvalidInput
@@ -101,6 +102,14 @@ async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Aut
     ):
         with pytest.raises(RuntimeError):
             await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 60)
+
+
+async def test_an_api_key_goes_over_tls_alone(tmp_path: Path, temporal_address: str) -> None:
+    """The server here speaks in the clear: it is told no key."""
+    settings = Settings(root=tmp_path, temporal_address=temporal_address)
+    assert await connect_once(settings)
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(connect_once(settings.model_copy(update={"temporal_api_key": SecretStr("key")})), 60)
 
 
 async def test_files_of_tls_that_are_missing_are_named(tmp_path: Path) -> None:
