@@ -183,7 +183,7 @@ def test_the_codec_shows_them_to_the_operator_alone(connection: Connection, secr
         ]
     shown = b"".join(b64decode(each["data"]) for answer in answers for each in _made(answer)["payloads"])
     assert [what for what in SAID if SAID[what].encode() not in shown and what not in ("schedule", "note")] == []
-    for key, status in ((tenant, 403), ("", 401)):
+    for key, status in ((tenant, 403), ("ls-nobodys", 401)):
         with _http(connection, key) as asking:
             answer = asking.post("/codec/decode", json={"payloads": payloads[:50]})
             assert (answer.status_code, "canary" in answer.text) == (status, False)
