@@ -36,7 +36,8 @@ Codec = Sealing | SealedBefore
 
 async def _us(codec: Codec, does: str, payload: Payload, seconds: float) -> float:
     """Return the median microseconds of one call of a codec's method, over batches."""
-    found, end = [], time.monotonic() + seconds
+    found: list[float] = []
+    end = time.monotonic() + seconds
     while time.monotonic() < end or len(found) < 3:
         begin = time.process_time()
         for _ in range(_BATCH):

@@ -14,7 +14,8 @@ from service.errors import Forbidden
 from shared.runs.requests import FIRST_TENANT, Tenant
 
 Scope = Literal["read", "write", "inference", "admin"]
-"""`admin`: the tenant's keys and audit log; in the first tenant also tenants and quotas. No scope contains another."""
+"""`admin`: the tenant's keys and audit log; in the first tenant also tenants, quotas and Temporal's payloads. No scope
+contains another."""
 ALL_SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
