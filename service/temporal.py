@@ -187,7 +187,7 @@ async def connect_temporal(
     Args:
         leave: called when something was sealed by the key that seals now, and this process lacks it.
 
-    Raises SystemExit: it does not answer, within the patience; or the installation seals with another key.
+    Raises SystemExit: it or the store does not answer, within the patience; or the installation seals with another key.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
@@ -198,8 +198,8 @@ async def connect_temporal(
             raise SystemExit(str(error)) from None
         except (RuntimeError, StoreUnavailable) as error:
             if loop.time() > deadline:
-                message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"
-                raise SystemExit(message) from error
+                away = f"Temporal server at {settings.temporal_address}" if isinstance(error, RuntimeError) else "store"
+                raise SystemExit(f"no {away} within {patience_s:g} s: {error}") from error
             await asyncio.sleep(0.5)
 
 
