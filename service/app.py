@@ -28,6 +28,7 @@ from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.listening import config
 from service.apis.native import automation as automation_api
+from service.apis.native import codec as codec_api
 from service.apis.native import data as data_api
 from service.apis.native import exports as exports_api
 from service.apis.native import models as models_api
@@ -70,7 +71,7 @@ _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
 _THREADS = 64
 
-ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
+ROUTERS = (native_api.open_router, native_api.router, tenant_api.router, codec_api.router)
 OPENAI_ROUTERS = (
     openai_files.router,
     openai_files.uploads,
@@ -135,6 +136,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         logger.warning("LONGSHORE_API_KEY is not set: only keys that were made through the API are accepted")
     hosts = allowed_hosts if allowed_hosts is not None else (*LOOPBACK_NAMES, urlsplit(settings.api_url).hostname or "")
     in_hand: set[object] = set()
+    temporal_ui = codec_api.ui_origin(settings)
     edge = Middleware(
         Edge,
         keys=backend.keys,
@@ -145,6 +147,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         max_body_bytes=MAX_BODY_BYTES,
         max_upload_bytes=settings.download.max_bytes,
         in_hand=in_hand,
+        temporal_ui=temporal_ui,
     )
     app = DescribedApp(
         title="Longshore",
@@ -154,7 +157,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         redoc_url=None,
         openapi_url=None,
         lifespan=_lifespan,
-        middleware=[edge, Middleware(HeadRequests)],
+        middleware=[Middleware(codec_api.CodecCors, origin=temporal_ui), edge, Middleware(HeadRequests)],
     )
     app.state.backend, app.state.decoding, app.state.in_hand = backend, backend.decoding, in_hand
     app.state.tinker_samples = tinker_samples.Samples(backend)

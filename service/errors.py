@@ -15,6 +15,10 @@ class TemporalUnavailable(LongshoreError):
     """The Temporal server, or a worker behind it, does not answer."""
 
 
+class WrongSealKey(TemporalUnavailable):
+    """This process lacks a key with which others of the installation seal. What they sent waits for one that has it."""
+
+
 class Forbidden(LongshoreError):
     """The key lacks a scope for what was asked."""
 

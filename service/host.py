@@ -39,12 +39,13 @@ from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
 from service import builds
+from service.codec import SealedRunner
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
-from service.seals import SealedRunner, sync_key
+from service.seal_keys import sync_key
 from service.signing import Signer
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output, start_logging
@@ -294,7 +295,7 @@ async def serve_host(
     command: WorkerCommand = ranks_command,
     check: Check | None = None,
 ) -> None:
-    """Poll until `stopped`; then end all activities and worker processes.
+    """Poll until `stopped`, or a key is needed that is missing here; then end all activities and worker processes.
 
     Args:
         command: starts a gpu host's workers.
@@ -303,7 +304,7 @@ async def serve_host(
     host = HostContext(settings)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
-        client = await connect_temporal(settings, interceptors=[record])
+        client = await connect_temporal(settings, interceptors=[record], leave=stopped.set)
         await record.report_lost(client)
         match role:
             case "control":
@@ -370,9 +371,8 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 async def _main(role: Role, settings: Settings) -> None:
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await serve_host(role, settings, stopped)
 
 

@@ -16,13 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import ValidationError
 from temporalio import activity
 from temporalio.client import Client
 from temporalio.client import Interceptor as ClientInterceptor
+from temporalio.converter import ActivitySerializationContext
 from temporalio.service import RPCError
 from temporalio.worker import ActivityInboundInterceptor, ExecuteActivityInput
 from temporalio.worker import Interceptor as WorkerInterceptor
 
+from longshore.fields import Frozen
 from shared.errors import LeaseLost
 
 # An activity's result is sent after its end, and may wait for a server that is away, so its token is kept this long.
@@ -32,6 +35,17 @@ _TELL_S = 10.0
 # Errors of file systems that have no locks, or whose lock server is away.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _log = logging.getLogger(__name__)
+
+
+class _InHand(Frozen):
+    """An activity that is executed. `token`: its task token in hexadecimal; its failure is sealed for the rest."""
+
+    token: str
+    workflow_id: str | None
+    activity_type: str
+
+    def context(self, namespace: str) -> ActivitySerializationContext:
+        return ActivitySerializationContext(namespace, None, self.activity_type, None, self.workflow_id, None, False)
 
 
 class HostRecord(ClientInterceptor, WorkerInterceptor):
@@ -72,7 +86,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
 
     async def report_lost(self, client: Client) -> None:
         """Fail the activities of a host that was killed here, so that they are retried at once."""
-        await asyncio.gather(*(_fail(client, token) for noted in self._left if (token := noted.read_bytes())))
+        await asyncio.gather(*(_fail(client, told) for noted in self._left if (told := noted.read_bytes())))
         for noted in self._left:
             noted.unlink()
         self._left.clear()
@@ -91,17 +105,24 @@ class _Noting(ActivityInboundInterceptor):
     async def execute_activity(self, input: ExecuteActivityInput) -> Any:
         noted = self._folder / uuid.uuid4().hex
         with suppress(OSError):  # a full disk: then a missing heartbeat has to do
-            noted.write_bytes(activity.info().task_token)
+            info = activity.info()
+            lost = _InHand(token=info.task_token.hex(), workflow_id=info.workflow_id, activity_type=info.activity_type)
+            noted.write_text(lost.model_dump_json())
         try:
             return await super().execute_activity(input)
         finally:
             asyncio.get_running_loop().call_later(_ANSWERED_S, noted.unlink, True)
 
 
-async def _fail(client: Client, token: bytes) -> None:
+async def _fail(client: Client, told: bytes) -> None:
     try:
+        lost = _InHand.model_validate_json(told)
+    except ValidationError:  # of an earlier version, or half-written: a missing heartbeat has to do
+        return
+    try:
+        handle = client.get_async_activity_handle(task_token=bytes.fromhex(lost.token))
         async with asyncio.timeout(_TELL_S):
-            await client.get_async_activity_handle(task_token=token).fail(LeaseLost("its host was killed"))
+            await handle.with_context(lost.context(client.namespace)).fail(LeaseLost("its host was killed"))
         _log.warning("failed an activity of a host that was killed")
     except (RPCError, TimeoutError) as error:  # usually it had been answered, and is not known any more
         _log.info("an activity of a host that was killed: %s", error)

@@ -2,25 +2,23 @@
 
 import base64
 import hashlib
-import hmac
 from collections.abc import Iterable
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
-from service.seals import seal_key
+from service.seal_keys import SealKey, seal_keys
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.provenance import PAYLOAD_TYPE, Envelope, PublicKey, Signature, Statement
 from shared.settings import Settings
 
 
 class Signer:
-    """Signs with a key that follows from the installation's: who holds that can sign, and nobody else."""
+    """Signs with a key that follows from the one that seals: who holds that can sign, and nobody else."""
 
     def __init__(self, settings: Settings) -> None:
-        seed = hmac.digest(seal_key(settings), b"provenance", "sha256")
-        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self._key = _signing_key(seal_keys(settings)[0])
 
     @property
     def public_key(self) -> PublicKey:
@@ -31,6 +29,15 @@ class Signer:
         envelope = Envelope.around(statement)
         signature = base64.b64encode(self._key.sign(envelope.signed_bytes)).decode()
         return envelope.model_copy(update={"signatures": (Signature(keyid=self.public_key.keyid, sig=signature),)})
+
+
+def public_keys(settings: Settings) -> tuple[PublicKey, ...]:
+    """Return the keys by which statements of this installation are checked, the current one first."""
+    return tuple(_described(_signing_key(key).public_key()) for key in seal_keys(settings))
+
+
+def _signing_key(key: SealKey) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(key.derived(b"provenance"))
 
 
 def checked(envelope: Envelope, keys: Iterable[PublicKey]) -> Statement:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,8 +23,9 @@ from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
-from service.errors import TemporalUnavailable
-from service.seals import UNSEALED, sealed_data_converter
+from service.codec import UNSEALED, sealed_data_converter
+from service.errors import TemporalUnavailable, WrongSealKey
+from service.seal_keys import SealKeys
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import Settings
 
@@ -176,33 +177,49 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
 
 
 async def connect_temporal(
-    settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
+    settings: Settings,
+    patience_s: float = _CONNECT_PATIENCE_S,
+    interceptors: Sequence[Interceptor] = (),
+    leave: Callable[[], None] | None = None,
 ) -> Client:
-    """Connect to the Temporal server, as soon as it answers. Raises SystemExit: it does not, within the patience."""
+    """Connect to the Temporal server, as soon as it answers.
+
+    Args:
+        leave: called when something was sealed by the key that seals now, and this process lacks it.
+
+    Raises SystemExit: it or the store does not answer, within the patience; or the installation seals with another key.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
         try:
-            return await connect_once(settings, interceptors)
-        except RuntimeError as error:
+            return await connect_once(settings, interceptors, leave)
+        except WrongSealKey as error:
+            raise SystemExit(str(error)) from None
+        except (RuntimeError, StoreUnavailable) as error:
             if loop.time() > deadline:
-                message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"
-                raise SystemExit(message) from error
+                away = f"Temporal server at {settings.temporal_address}" if isinstance(error, RuntimeError) else "store"
+                raise SystemExit(f"no {away} within {patience_s:g} s: {error}") from error
             await asyncio.sleep(0.5)
 
 
-async def connect_once(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
+async def connect_once(
+    settings: Settings, interceptors: Sequence[Interceptor] = (), leave: Callable[[], None] | None = None
+) -> Client:
     """Connect to the Temporal server.
 
     Raises:
         RuntimeError: the server does not answer.
+        StoreUnavailable: the store does not, which knows the installation's keys.
+        WrongSealKey: the installation seals with a key that is not among this process's.
         InvalidInput: a file that the settings name cannot be read.
     """
-    key = settings.temporal_api_key
+    key, keys = settings.temporal_api_key, SealKeys.of(settings)
+    await asyncio.to_thread(keys.admit)
     return await Client.connect(
         settings.temporal_address,
         namespace=settings.temporal_namespace,
-        data_converter=sealed_data_converter(settings),
+        data_converter=sealed_data_converter(keys, leave),
         interceptors=interceptors,
         tls=_tls(settings),
         api_key=key.get_secret_value() if key else None,
@@ -211,7 +228,7 @@ async def connect_once(settings: Settings, interceptors: Sequence[Interceptor] =
 
 def _tls(settings: Settings) -> TLSConfig | bool:
     ca, certificate, key = settings.temporal_tls_ca, settings.temporal_tls_cert, settings.temporal_tls_key
-    if not (settings.temporal_tls or ca or certificate or key):
+    if not (settings.temporal_tls or ca or certificate or key or settings.temporal_api_key):  # no key in the clear
         return False
     if (certificate is None) != (key is None):
         raise InvalidInput("temporal_tls_cert and temporal_tls_key go together", "temporal_tls_cert")
@@ -254,12 +271,14 @@ def unless_unknown() -> Iterator[None]:
 
 
 async def memo_of(execution: WorkflowExecution, name: str, kind: type[T]) -> T | None:
-    """Return a value of a workflow's memo; None if there is none with a seal of this installation.
+    """Return a value of a workflow's memo; None if there is none that this process's keys open.
 
     Without that check, anybody who reaches the server could start a workflow with a false memo, which lists show.
     """
     try:
         value: T | None = await execution.memo_value(name, None, type_hint=kind)
+    except WrongSealKey:  # of an ended workflow, from before a rotation
+        return None
     except ApplicationError as error:
         if error.type != UNSEALED:
             raise

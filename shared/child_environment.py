@@ -9,7 +9,7 @@ from typing import Literal
 
 from longshore.server import with_import_path
 from shared.jobs.leases import WORKER_ID_VARIABLE
-from shared.settings import Settings
+from shared.settings import FROM_FILE, Settings
 
 Kind = Literal[
     "temporal", "web", "control", "gpu", "sampler", "worker", "vllm", "wandb", "confined", "decoder", "template"
@@ -112,7 +112,7 @@ def _is_setting_of(kind: Kind, name: str) -> bool:
     """
     if not name.upper().startswith(_PREFIX):
         return False
-    setting = name[len(_PREFIX) :].lower()
+    setting = name[len(_PREFIX) :].lower().removesuffix(FROM_FILE)
     group = setting.split("__")[0]
     allowed = SECRET_SETTINGS.get(setting) or SECRET_SETTINGS.get(group, _SERVICES)
     return group in Settings.model_fields and kind in allowed

@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from longshore.training import DtypeChoice
+
+FROM_FILE = "_file"
+"""At the end of a variable's name: its value is the path of a file that holds the setting."""
 
 KernelPolicy = Literal["auto", "strict", "torch"]
 ExperimentalTransport = Literal["nixl", "mooncake"]
@@ -200,6 +210,27 @@ def user_config_path() -> Path:
     return Path(base) / "longshore" / "config.toml"
 
 
+class Environment(EnvSettingsSource):
+    """Settings of the environment; those without a variable of their own from the file that NAME_FILE names.
+
+    Raises SettingsError: a file cannot be read.
+    """
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls)
+        given, prefix = self.env_vars, self.env_prefix.lower()
+        named = (name for name in given if name.startswith(prefix) and name.endswith(FROM_FILE))
+        files = {own: name for name in named if (own := name.removesuffix(FROM_FILE)) not in given}
+        self.env_vars = {**given, **{own: _content(name, given[name] or "") for own, name in files.items()}}
+
+
+def _content(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{name.upper()}: {path} cannot be read: {error}") from error
+
+
 class Settings(BaseSettings):
     """Everything that is the same for all runs of one installation."""
 
@@ -226,10 +257,13 @@ class Settings(BaseSettings):
     temporal_api_key: SecretStr | None = Field(default=None, description="of a Temporal server that asks for one")
     seal_key: SecretStr | None = Field(
         default=None,
-        min_length=32,
-        description="of service and hosts, by which they know each other's work; `seal.key` of `root` if absent",
+        description="of service and hosts, with which they encrypt all that they send through Temporal; `seal.key` of "
+        "`root` if absent. Several are separated by blanks: the first seals, all of them open",
     )
-    temporal_ui: str | None = None
+    temporal_ui: str | None = Field(default=None, description="the address of its web page, shown to users")
+    temporal_codec: bool = Field(
+        default=False, description="the service opens payloads for Temporal's page (`temporal_ui`) and its command line"
+    )
     control_queue: str = "control"
     build_id: str | None = Field(
         default=None,
@@ -301,6 +335,13 @@ class Settings(BaseSettings):
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     wandb_project: str = "longshore"
 
+    @field_validator("seal_key")
+    @classmethod
+    def _long_keys(cls, given: SecretStr | None) -> SecretStr | None:
+        if given is not None and min(map(len, given.get_secret_value().split()), default=0) < 32:
+            raise ValueError("a key has 32 characters or more; several are separated by blanks")
+        return given
+
     @property
     def root_path(self) -> Path:
         return self.root.expanduser().resolve()
@@ -328,4 +369,4 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         project = TomlConfigSettingsSource(settings_cls, Path("longshore.toml"))
         user = TomlConfigSettingsSource(settings_cls, user_config_path())
-        return init_settings, env_settings, project, user
+        return init_settings, Environment(settings_cls), project, user

@@ -14,7 +14,8 @@ from service.errors import Forbidden
 from shared.runs.requests import FIRST_TENANT, Tenant
 
 Scope = Literal["read", "write", "inference", "admin"]
-"""`admin`: the tenant's keys and audit log; in the first tenant also tenants and quotas. No scope contains another."""
+"""`admin`: the tenant's keys and audit log; in the first tenant also tenants, quotas and Temporal's payloads. No scope
+contains another."""
 ALL_SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
@@ -60,6 +61,16 @@ def require(*scopes: Scope) -> Demand:
         asking = await principal(request)
         if not asking.scopes & set(scopes):
             asking.demand(scopes[0])
+
+    return _noted(demand)
+
+
+def require_operator(what: str) -> Demand:
+    """A dependency: the key must be of an admin of the first tenant. `what`: is theirs alone, in words."""
+
+    async def demand(request: Request) -> None:
+        if not (await principal(request)).is_operator:
+            raise Forbidden(f"{what} the first tenant's admins")
 
     return _noted(demand)
 

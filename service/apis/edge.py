@@ -24,6 +24,7 @@ from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
 from service.apis import errors as problems
 from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
+from service.apis.native import codec
 from service.apis.page import pages
 from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
@@ -64,6 +65,7 @@ class Edge:
         max_body_bytes: int,
         max_upload_bytes: int,
         in_hand: set[object],
+        temporal_ui: str | None = None,
     ) -> None:
         """
         Args:
@@ -72,6 +74,7 @@ class Edge:
             max_body_bytes: the largest JSON body.
             max_upload_bytes: the largest file.
             in_hand: holds something for each request that is not answered yet, for whoever waits for the last ones.
+            temporal_ui: the origin of a page that may ask the codec with the session of whoever is signed in here.
         """
         self._app = app
         self._keys = keys
@@ -82,6 +85,7 @@ class Edge:
         self._max_body_bytes = max_body_bytes
         self._max_upload_bytes = max_upload_bytes
         self._in_hand = in_hand
+        self._temporal_ui = temporal_ui
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -154,7 +158,8 @@ class Edge:
             return problems.error_response(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
             token = _sign_in_token(path, headers)
-            if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
+            is_ours = is_from_page(token, headers.get(CSRF_HEADER)) or self._is_from_temporal_ui(path, headers)
+            if token and scope["method"] not in _LOOKS and not is_ours:
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.error_response(403, text, path=path)
             try:
@@ -177,6 +182,10 @@ class Edge:
             text = f"the body has {length} bytes; at most {self._limit(scope)} are taken here"
             return problems.error_response(413, text, path=path)
         return None
+
+    def _is_from_temporal_ui(self, path: str, headers: Headers) -> bool:
+        """True for a request to the codec by Temporal's page, as its browser says: no other page can say so."""
+        return path.startswith(f"{codec.PREFIX}/") and headers.get("origin", "") == self._temporal_ui
 
     def _limit(self, scope: Scope) -> int:
         if scope["path"] in BATCH_PATHS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -32,8 +33,10 @@ from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.tenants import Quotas
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
+from service.codec import key_of
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
+from service.seal_keys import seal_keys
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
 from shared.automation.schedules import (
     ACTION_MEMO,
@@ -42,7 +45,7 @@ from shared.automation.schedules import (
     ScheduledAction,
     ScheduledRun,
     ScheduleRecord,
-    schedule_id,
+    first_schedule_id,
 )
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
@@ -53,6 +56,8 @@ from shared.storage.store import ObjectStore
 logger = logging.getLogger("longshore.service")
 
 SCHEDULED_WORKFLOW = "ScheduledRunWorkflow"
+_OURS = "by Longshore"
+"""The note of schedules in Temporal: what a user has noted is on record alone."""
 _MOST_SCHEDULES = 100
 _SHOWN_ACTIONS = 20
 _CONCURRENT = 16
@@ -77,6 +82,7 @@ class Schedules:
         self._temporal = temporal
         self._access = access
         self._quotas = quotas
+        self._key_id = seal_keys(settings)[0].id
         self._locks = KeyedLocks()  # held while a schedule is changed in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
@@ -89,7 +95,9 @@ class Schedules:
         check_startable(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
         scheduled = await self._quotas.sealed(tenant, scheduled)
-        record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
+        record = ScheduleRecord(
+            tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time(), salt=secrets.token_hex(8)
+        )
         async with self._locks.of(tenant, scheduled.name), self._temporal.client() as client:
             record = await self._accept(record)
             audit.touched(scheduled.name)
@@ -125,12 +133,11 @@ class Schedules:
 
     async def pause(self, tenant: str, name: str, note: str | None = None) -> ScheduleView:
         """Start nothing until it is resumed; a run that is going on continues."""
-        note = note or "paused"
-        ask = partial(ScheduleHandle.pause, note=note, rpc_timeout=PATIENCE)
-        return await self._each(tenant, name, ask, paused=True, note=note)
+        ask = partial(ScheduleHandle.pause, note=_OURS, rpc_timeout=PATIENCE)
+        return await self._each(tenant, name, ask, paused=True, note=note or "paused")
 
     async def resume(self, tenant: str, name: str) -> ScheduleView:
-        ask = partial(ScheduleHandle.unpause, note="resumed", rpc_timeout=PATIENCE)
+        ask = partial(ScheduleHandle.unpause, note=_OURS, rpc_timeout=PATIENCE)
         return await self._each(tenant, name, ask, paused=False, note="resumed")
 
     async def trigger(self, tenant: str, name: str) -> ScheduleView:
@@ -152,13 +159,15 @@ class Schedules:
         async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
             async with self._temporal.client() as client:
-                await _forget(client, tenant, name)
+                await _forget(client, record)
             await asyncio.to_thread(self._remove, record)
         audit.touched(name)
         return _view(record, None)
 
     async def restore(self) -> None:
-        """Make every schedule in Temporal that has a record, but is not known there."""
+        """Make every schedule in Temporal that has a record, but is not known there, or sealed by a key that only opens
+        by now.
+        """
         prefix = schedule_record()
         for key in await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)]):
             tenant, _, name = key.removeprefix(prefix).partition("/")
@@ -173,16 +182,20 @@ class Schedules:
     async def _restore(self, tenant: str, name: str) -> None:
         record = await asyncio.to_thread(self._read, tenant, name)
         async with self._temporal.client() as client:
-            if await _describe(client, record) is None:
+            with unless_unknown():
+                first = client.get_schedule_handle(first_schedule_id(tenant, name))
+                await first.delete(rpc_timeout=PATIENCE)
+            known = await _describe(client, record)
+            if known is None or not _is_sealed_anew(known, self._key_id):
                 await self._make(client, record)
-                logger.info("schedule %s of %s was not known to Temporal", name, tenant)
+                logger.info("schedule %s of %s was made in Temporal", name, tenant)
                 # If another service has removed the schedule meanwhile, remove it from Temporal again.
                 if await asyncio.to_thread(self._store.head, schedule_record(tenant, name)) is None:
-                    await _forget(client, tenant, name)
+                    await _forget(client, record)
 
     async def _make(self, client: Client, record: ScheduleRecord) -> None:
         """Make or update Temporal's schedule from its record: one of this id may be left from another store."""
-        id, schedule = schedule_id(record.tenant, record.scheduled.name), self._schedule(record)
+        id, schedule = record.temporal_id, self._schedule(record)
         try:
             await client.create_schedule(id, schedule, rpc_timeout=PATIENCE)
         except ScheduleAlreadyRunningError:
@@ -194,7 +207,7 @@ class Schedules:
             action=ScheduleActionStartWorkflow(
                 SCHEDULED_WORKFLOW,
                 ScheduledAction(tenant=record.tenant, owner=record.owner, scheduled=scheduled),
-                id=f"schedule/{schedule_id(record.tenant, scheduled.name)}",
+                id=f"schedule/{record.temporal_id}",
                 task_queue=self._settings.control_queue,
                 priority=share_of(record.tenant),
             ),
@@ -208,7 +221,7 @@ class Schedules:
             policy=SchedulePolicy(
                 overlap=_OVERLAPS[scheduled.overlap], catchup_window=timedelta(seconds=scheduled.catch_up_s)
             ),
-            state=ScheduleState(paused=record.paused, note=record.note),
+            state=ScheduleState(paused=record.paused, note=_OURS),
         )
 
     async def _each(
@@ -220,7 +233,7 @@ class Schedules:
             async with self._temporal.client() as client:
                 if await _describe(client, record) is None:
                     await self._make(client, record)
-                await ask(client.get_schedule_handle(schedule_id(tenant, name)))
+                await ask(client.get_schedule_handle(record.temporal_id))
             if changes:
                 await self._write(record.model_copy(update=changes))
         audit.touched(name)
@@ -263,7 +276,7 @@ class Schedules:
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
     """Temporal's description of a schedule; None where it has none."""
-    handle = client.get_schedule_handle(schedule_id(record.tenant, record.scheduled.name))
+    handle = client.get_schedule_handle(record.temporal_id)
     for _ in range(_LOOKS):
         try:
             return await handle.describe(rpc_timeout=PATIENCE)
@@ -277,14 +290,20 @@ async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescripti
     raise TemporalUnavailable(f"the schedule {record.scheduled.name} does not answer")
 
 
-async def _forget(client: Client, tenant: str, name: str) -> None:
+async def _forget(client: Client, record: ScheduleRecord) -> None:
     with unless_unknown():
-        await client.get_schedule_handle(schedule_id(tenant, name)).delete(rpc_timeout=PATIENCE)
+        await client.get_schedule_handle(record.temporal_id).delete(rpc_timeout=PATIENCE)
+
+
+def _is_sealed_anew(known: ScheduleDescription, key_id: str) -> bool:
+    """Return False if the input that Temporal keeps for a schedule's runs was sealed by another key than this one."""
+    action = known.schedule.action
+    return isinstance(action, ScheduleActionStartWorkflow) and all(key_of(each) == key_id for each in action.args)
 
 
 async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) -> tuple[ActionView, ...]:
     """Return the latest actions. What was started before `made_at`, by Temporal's clock, was another schedule's."""
-    own = f'TemporalScheduledById = "{schedule_id(record.tenant, record.scheduled.name)}"'
+    own = f'TemporalScheduledById = "{record.temporal_id}"'
     query = f'WorkflowType = "{SCHEDULED_WORKFLOW}" AND {own} AND StartTime >= "{made_at.isoformat()}"'
     found = client.list_workflows(query, limit=_SHOWN_ACTIONS, rpc_timeout=PATIENCE)
     return tuple([await _action(execution) async for execution in found])
@@ -300,7 +319,7 @@ def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> Schedule
         scheduled=record.scheduled,
         created_at=record.created_at,
         paused=known.schedule.state.paused,
-        note=known.schedule.state.note or None,
+        note=record.note if (told := known.schedule.state.note) in ("", _OURS) else told,
         next_times=tuple(time.timestamp() for time in known.info.next_action_times),
         num_actions=known.info.num_actions,
         num_overlapped=known.info.num_actions_skipped_overlap,

@@ -41,6 +41,7 @@ def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Ch
         lambda: _service(api_url, api_key),
         lambda: _hosts(api_url, api_key),
         lambda: _store(settings),
+        lambda: _seal_key(settings),
         lambda: _disk(settings.root_path),
         _isolation,
         _cpu,
@@ -133,6 +134,21 @@ def _store(settings: Settings) -> Check:
         advice = "check LONGSHORE_STORE_URI, the credentials of S3 (AWS_*), and who may write there"
         return Check("store", "fail", f"{settings.store}: {error}", advice)
     return Check("store", "ok", f"{settings.store} can be written")
+
+
+def _seal_key(settings: Settings) -> Check:
+    """Compare this machine's key with the keys that the store lists, and make none."""
+    from service.seal_keys import SealKeys, has_seal_key
+
+    if not has_seal_key(settings):
+        return Check("seal key", "ok", "none here; a service or a host needs one")
+    try:
+        keys = SealKeys.of(settings)
+        keys.check()
+    except (LongshoreError, OSError) as error:
+        return Check("seal key", "fail", str(error), "with a wrong key nothing is lost: work waits for the right one")
+    opens = f", and opens {', '.join(key.id for key in keys.keys[1:])}" if keys.keys[1:] else ""
+    return Check("seal key", "ok", f"seals with {keys.current.id}{opens}")
 
 
 def _disk(root: Path) -> Check:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
-from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import TomlConfigSettingsSource
 
-from shared.settings import Settings, user_config_path
+from shared.settings import FROM_FILE, Environment, Settings, user_config_path
 
 PROJECT_FILE = Path("longshore.toml")
 DEFAULT = "default"
@@ -32,7 +32,7 @@ class SettingValue:
 def layers() -> list[tuple[str, Mapping[str, Any]]]:
     """Return the values of the environment and of each file, by place. The first place wins."""
     return [
-        ("environment", EnvSettingsSource(Settings)()),
+        ("environment", Environment(Settings)()),
         (f"./{PROJECT_FILE}", TomlConfigSettingsSource(Settings, PROJECT_FILE)()),
         (str(user_config_path()), TomlConfigSettingsSource(Settings, user_config_path())()),
     ]
@@ -48,7 +48,8 @@ def setting_values(settings: Settings) -> Iterator[SettingValue]:
 def variable(*name: str) -> str:
     """Return the environment variable that set a setting: its own, or that of its group."""
     known = {variable.upper() for variable in os.environ}
-    wanted = [_PREFIX + "__".join(name[:length]).upper() for length in range(len(name), 0, -1)]
+    own = [_PREFIX + "__".join(name[:length]).upper() for length in range(len(name), 0, -1)]
+    wanted = [variable + suffix for variable in own for suffix in ("", FROM_FILE.upper())]
     return next((each for each in wanted if each in known), wanted[0])
 
 

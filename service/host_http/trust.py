@@ -1,11 +1,11 @@
 """Mutual TLS between processes of one installation on different machines.
 
-All of them hold the installation's key (service/seals.py). From it each makes the same certificate authority, and by
-that a certificate of its own. So whoever has a certificate of this authority holds the key, and nobody else is served.
+All of them hold the installation's keys (service/seal_keys.py). From each key each makes the same certificate
+authority, and by that of the key that seals a certificate of its own. So whoever has a certificate of one of these
+authorities holds a key, and nobody else is served.
 """
 
 import datetime
-import hmac
 import os
 import ssl
 import tempfile
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from service.seals import seal_key
+from service.seal_keys import seal_keys
 from shared.settings import Settings
 
 # Fixed, so that all make the same authority. Its key, and not its age, is what is trusted.
@@ -26,31 +26,32 @@ _SINCE, _UNTIL = datetime.datetime(2026, 1, 1), datetime.datetime(2126, 1, 1)
 
 @dataclass(frozen=True)
 class Trust:
-    """An installation's authority, by its private key."""
+    """An installation's authorities, by their private keys. The first signs, all are trusted."""
 
-    authority: Ed25519PrivateKey
+    authorities: tuple[Ed25519PrivateKey, ...]
 
     @classmethod
     def of(cls, settings: Settings) -> "Trust":
-        seed = hmac.digest(seal_key(settings), b"certificate authority", "sha256")
-        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+        seeds = (key.derived(b"certificate authority") for key in seal_keys(settings))
+        return cls(tuple(map(Ed25519PrivateKey.from_private_bytes, seeds)))
 
     def server_context(self) -> ssl.SSLContext:
-        """Return a server's context: it serves whoever has a certificate of this authority."""
+        """Return a server's context: it serves whoever has a certificate of one of the authorities."""
         return self._context(ssl.Purpose.CLIENT_AUTH)
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a client's context: it asks whoever has a certificate of this authority, by whatever name."""
+        """Return a client's context: it asks whoever has such a certificate, by whatever name."""
         return self._context(ssl.Purpose.SERVER_AUTH)
 
     def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        authority = _certificate("longshore", self.authority, self.authority, number=1)
-        context = ssl.create_default_context(purpose, cadata=authority.public_bytes(Encoding.PEM).decode())
+        trusted = (_certificate("longshore", each, each, number=1) for each in self.authorities)
+        pem = "".join(each.public_bytes(Encoding.PEM).decode() for each in trusted)
+        context = ssl.create_default_context(purpose, cadata=pem)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         own = Ed25519PrivateKey.generate()
-        certificate = _certificate("longshore process", own, self.authority, x509.random_serial_number())
+        certificate = _certificate("longshore process", own, self.authorities[0], x509.random_serial_number())
         key = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         with tempfile.NamedTemporaryFile() as file:  # mode 600; the context takes no bytes
             os.write(file.fileno(), certificate.public_bytes(Encoding.PEM) + key)

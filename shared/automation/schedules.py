@@ -1,5 +1,7 @@
 """Schedules: runs that are started by the clock."""
 
+import hashlib
+import json
 import re
 from typing import Annotated, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -69,7 +71,10 @@ class ScheduledRun(Frozen):
 
 
 class ScheduleRecord(Frozen):
-    """The record of an accepted schedule, from which a schedule that Temporal has lost is made again."""
+    """The record of an accepted schedule, from which a schedule that Temporal has lost is made again.
+
+    `salt`: keeps its id from telling its name to whoever guesses it; empty of schedules from before there was one.
+    """
 
     schema_version: Literal[1] = 1
     tenant: Tenant
@@ -78,6 +83,13 @@ class ScheduleRecord(Frozen):
     created_at: float
     paused: bool = False
     note: str | None = None
+    salt: str = ""
+
+    @property
+    def temporal_id(self) -> str:
+        """The schedule's id in Temporal, where ids are not encrypted: a hash, as users choose the names."""
+        told = [self.tenant, self.scheduled.name, self.created_at, self.salt]
+        return f"{self.tenant}/{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]}"
 
 
 class ScheduledAction(Frozen):
@@ -128,6 +140,6 @@ def data_of(run: Run) -> DatasetSource:
     return run.dataset
 
 
-def schedule_id(tenant: str, name: str) -> str:
-    """Return a schedule's id in Temporal. Names of tenants and schedules have no slash, so ids are unambiguous."""
+def first_schedule_id(tenant: str, name: str) -> str:
+    """Return the id in Temporal that 0.1 gave to a schedule."""
     return f"{tenant}/{name}"

@@ -17,6 +17,7 @@ ANSWER_RECORDS = "answers/"
 ANSWERING_HOSTS = "answering/"
 """Control hosts that ask the installation's own sampler."""
 HOST_STATES = "hosts/"
+SEAL_KEYS = "records/seal_keys.json"  # the ids of those that have sealed something
 
 
 def content_key(*inputs: Frozen | str) -> str:

@@ -77,7 +77,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     others = {"PYTHONPATH": str(PACKAGES)}
     with _shared:
         root = tmp_path_factory.mktemp("stack")
-        yield _shared.enter_context(started(root, **QUICK, **SECRETS, **named, **priced, **others))
+        codec = {"LONGSHORE_TEMPORAL_CODEC": "true"}
+        yield _shared.enter_context(started(root, **QUICK, **SECRETS, **named, **priced, **others, **codec))
 
 
 @pytest.fixture(scope="session")

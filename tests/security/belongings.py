@@ -43,6 +43,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/preview": {"source": {"uri": DATA}, "model_uri": "org/tiny"},
     "/api/v1/estimate": sft(kind="sft", dataset={"uri": DATA}),
     "/api/v1/models/{model_id}/exports": {"format": "merged"},
+    "/api/v1/codec/decode": {"payloads": [{"metadata": {"encoding": "anNvbi9wbGFpbg=="}, "data": "MQ=="}]},
     "/api/v1/keys": {},
     "/api/v1/tenants": {"tenant": "more"},
     "/api/v1/tenants/{tenant}/quotas": {},

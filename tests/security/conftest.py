@@ -20,6 +20,7 @@ def service(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
         control_queue=f"control-{root.name}",
         download=DownloadSettings(file_roots=(root.parent,)),
         rate_limit=RateLimitSettings(per_s=10_000, burst=10_000),
+        temporal_codec=True,
     )
     with serving(settings) as service, polling(settings):
         yield service

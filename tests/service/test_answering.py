@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pydantic import RootModel
+from pydantic import RootModel, SecretStr
 
 from activities.sampling.questions import OpenQuestion
 from longshore.fields import Artifact
@@ -49,9 +49,12 @@ class Asked:
 
 @contextmanager
 def host(
-    root: Path, answer: Callable[[CompleteRequest, OpenQuestion], RootModel[str]], address: str | None = None
+    root: Path,
+    answer: Callable[[CompleteRequest, OpenQuestion], RootModel[str]],
+    address: str | None = None,
+    seal_key: str = "k" * 32,
 ) -> Iterator[tuple[Settings, HostAddress]]:
-    settings = Settings.model_validate({"root": root, "seal_key": "k" * 32, "host_address": address})
+    settings = Settings.model_validate({"root": root, "seal_key": seal_key, "host_address": address})
     with answering(Asked(answer)) as routes, serving(settings, "host-one", routes) as at:
         yield settings, at
 
@@ -98,6 +101,19 @@ async def test_another_machine_asks_by_mutual_tls(tmp_path: Path) -> None:
         with pytest.raises(QuestionLost, match="certificate verify failed"):
             await asked(stranger, elsewhere(at))
         await asyncio.to_thread(refused_without_a_certificate, settings, stranger, str(at.address))
+
+
+OLD, NEW = "o" * 32, "n" * 32
+
+
+@pytest.mark.parametrize(
+    ("hosts", "askers"),
+    [(OLD, f"{OLD} {NEW}"), (f"{OLD} {NEW}", f"{NEW} {OLD}"), (f"{NEW} {OLD}", f"{OLD} {NEW}"), (NEW, f"{NEW} {OLD}")],
+)
+async def test_machines_trust_each_other_in_each_step_of_a_rotation(tmp_path: Path, hosts: str, askers: str) -> None:
+    with host(tmp_path, echo, "127.0.0.1", hosts) as (settings, at):
+        asker = settings.model_copy(update={"seal_key": SecretStr(askers)})
+        assert await asked(asker, elsewhere(at), question("twelve")) == b'"twelve"'
 
 
 def refused_without_a_certificate(settings: Settings, stranger: Settings, address: str) -> None:

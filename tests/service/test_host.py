@@ -15,8 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 from temporalio import activity
-from temporalio.client import Client
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
@@ -25,7 +27,9 @@ from activities.tracking.track import Track
 from longshore.layout import Layout
 from service.host import control_activities, serve_host
 from service.host_record import HostRecord
+from service.seal_keys import SealKey, seal_keys
 from service.temporal import connect_temporal
+from shared.grading.graders import UNGRADED, GradeOneRequest, OneGrade
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
@@ -158,6 +162,43 @@ async def test_a_host_of_another_machine_is_not_taken_for_dead_on_a_root_whose_l
                 await other.report_lost(client)
             may_end.set()
             assert await handle.result() == "trained"
+
+
+async def test_a_host_without_the_key_says_so_and_loses_nothing(temporal_address: str, tmp_path: Path) -> None:
+    """One with a wrong key does not begin; one that comes to lack a key leaves; one that has them all does the work."""
+    old, new, queue = "o" * 32, "n" * 32, f"control-{uuid.uuid4().hex[:6]}"
+    given = Settings(root=tmp_path, temporal_address=temporal_address, seal_key=SecretStr(old))
+    first = await connect_temporal(given)
+    wrong = spawn("control", temporal_address, tmp_path, LONGSHORE_CONTROL_QUEUE=queue, LONGSHORE_SEAL_KEY="w" * 32)
+    _, said = await asyncio.to_thread(wrong.communicate, timeout=300)
+    own, others = seal_keys(given)[0].id, SealKey(b"w" * 32).id
+    assert (wrong.returncode, f"seals with the key {own}, and not with {others}" in said) == (1, True), said
+
+    late = spawn("control", temporal_address, tmp_path, LONGSHORE_CONTROL_QUEUE=queue, LONGSHORE_SEAL_KEY=old)
+    assert late.stderr is not None
+    assert await asyncio.to_thread(lambda: any("polls default" in line for line in late.stderr or ()))
+    both = given.model_copy(update={"seal_key": SecretStr(f"{new} {old}")})
+    client = await connect_temporal(both)  # the service has switched before this host was told of the key
+    request, key = GradeOneRequest(grader=UNGRADED), SealKey(new.encode()).id
+    handle = await client.start_workflow("GraderWorkflow", request, id=queue, task_queue=queue, result_type=OneGrade)
+    _, said = await asyncio.to_thread(late.communicate, timeout=300)
+    assert f"this process leaves: sealed with the key {key}" in said, said
+    assert (await handle.describe()).status == WorkflowExecutionStatus.RUNNING
+    events = [event.event_type async for event in handle.fetch_history_events()]
+    assert (
+        EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED in events
+        and EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED not in events
+    )
+    with pytest.raises(SystemExit, match=f"seals with the key {key}, and not with {own}"):
+        await connect_temporal(given)  # neither does it come back, until it has the key
+
+    with spawned(
+        *("control", temporal_address, tmp_path),
+        LONGSHORE_CONTROL_QUEUE=queue,
+        LONGSHORE_SEAL_KEY=f"{old} {new}",
+    ):
+        assert (await handle.result()).error is None
+    assert await first.service_client.check_health()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])

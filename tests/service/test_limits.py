@@ -15,6 +15,7 @@ from service.accounts.limits import SignInLimit
 from service.accounts.tenants import TenantRecord
 from shared.settings import QuotaSettings, RateLimitSettings
 from shared.storage.paths import tenant_record
+from tests.opened import opened
 from tests.service.conftest import KEY, Service, new_key, reaches, serving, sft, started
 from tests.service.stand_in import SUCCEEDS, WAITS
 
@@ -67,7 +68,8 @@ def test_tenants_share_workers_where_it_is_said_of_them(service: Service, api, t
     async def told(run_id: str) -> str | None:
         workflow = (await Client.connect(temporal_address)).get_workflow_handle(run_id)
         begun = (await workflow.fetch_history()).events[0].workflow_execution_started_event_attributes
-        found: str | None = json.loads(begun.input.payloads[0].data)["shares_with"]
+        payload = opened(begun.input.payloads[0], service.settings)
+        found: str | None = json.loads(payload.data)["shares_with"]
         return found
 
     made = api.post("/tenants", json={"tenant": "apart", "quotas": {"worker_sharing": "all"}}).json()

@@ -64,6 +64,7 @@ def service(temporal_address: str, tmp_path: Path) -> Iterator[Service]:
         control_queue=f"control-openapi-{os.getpid()}",
         download=DownloadSettings(file_roots=(tmp_path,), timeout_s=2),
         rate_limit=RateLimitSettings(per_s=100_000, burst=100_000),
+        temporal_codec=True,
     )
     with serving(settings) as service, polling(settings):
         yield service

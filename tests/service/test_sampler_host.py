@@ -29,6 +29,7 @@ from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from tests.ended import TELLS_WHERE_IT_STANDS, end
+from tests.opened import opened
 from tests.workflows.stand_in import wait_until
 
 
@@ -127,7 +128,7 @@ async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
             grant = await granted(second)
             assert [folder.name for folder in paths.workers.iterdir()] == [grant.worker_id]
             ready = SamplerReady.model_validate_json(paths.worker(grant.worker_id).ready.read_bytes())
-            told = [event.SerializeToString() async for event in second.fetch_history_events()]
+            told = [opened(each, settings).SerializeToString() async for each in second.fetch_history_events()]
             assert not any(ready.api_key.encode() in event or str(ready.socket).encode() in event for event in told)
             await second.signal(Leasing.release)
             await second.result()

@@ -1,16 +1,15 @@
-"""The one way to Temporal: TLS on both sides, and the key by which an installation knows its own."""
+"""The one way to Temporal: TLS on both sides."""
 
 import asyncio
 import contextlib
 import ssl
-import stat
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
-from service.seals import seal_key
 from service.temporal import connect_once, connect_temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
@@ -105,18 +104,16 @@ async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Aut
             await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 60)
 
 
+async def test_an_api_key_goes_over_tls_alone(tmp_path: Path, temporal_address: str) -> None:
+    """The server here speaks in the clear: it is told no key."""
+    settings = Settings(root=tmp_path, temporal_address=temporal_address)
+    assert await connect_once(settings)
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(connect_once(settings.model_copy(update={"temporal_api_key": SecretStr("key")})), 60)
+
+
 async def test_files_of_tls_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"nowhere\.pem: cannot be read"):
         await connect_once(Settings(root=tmp_path, temporal_tls_ca=tmp_path / "nowhere.pem"))
     with pytest.raises(InvalidInput, match="go together"):
         await connect_once(Settings(root=tmp_path, temporal_tls_cert=tmp_path / "nowhere.pem"))
-
-
-def test_a_root_makes_one_key_for_all_its_processes_and_closes_it(tmp_path: Path) -> None:
-    settings = Settings(root=tmp_path)
-    assert len(seal_key(settings)) == 64
-    assert seal_key(settings) == seal_key(settings) != seal_key(Settings(root=tmp_path / "another"))
-    assert [path.name for path in tmp_path.glob("*seal*")] == ["seal.key"]
-    assert stat.S_IMODE((tmp_path / "seal.key").stat().st_mode) == 0o600
-    given = "0123456789abcdef0123456789abcdef"
-    assert seal_key(Settings(root=tmp_path, seal_key=given)) == given.encode()

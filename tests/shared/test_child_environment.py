@@ -67,3 +67,12 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
     assert [kind for kind in get_args(Kind) if "AWS_PROFILE" in child_environment(kind, given)] == list(store)
     settings = Settings(s3=S3Settings(endpoint_url="http://s3", region="x"))
     assert not [name for name in worker_environment(settings) if "S3" in name]
+
+
+def test_a_secrets_file_is_named_to_whom_the_secret_is_told():
+    given = {f"LONGSHORE_{name}_FILE": "/run/x" for name in ("SEAL_KEY", "DATABASE_URL", "SAMPLING__API_KEY", "OTHER")}
+    told = {kind: child_environment(kind, given).keys() & given.keys() for kind in get_args(Kind)}
+    assert told["web"] == {"LONGSHORE_SEAL_KEY_FILE", "LONGSHORE_DATABASE_URL_FILE"}
+    assert told["control"] == {"LONGSHORE_SEAL_KEY_FILE", "LONGSHORE_SAMPLING__API_KEY_FILE"}
+    assert told["gpu"] == told["sampler"] == {"LONGSHORE_SEAL_KEY_FILE"}
+    assert not any(names for kind, names in told.items() if kind not in ("web", "control", "gpu", "sampler"))

@@ -17,11 +17,11 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 
 from activities.hosts.worker_process import processes_of
 from activities.tracking.track import TrackRequest
@@ -32,6 +32,7 @@ from longshore.commands import Datum, SaveState
 from longshore.fields import Frozen
 from longshore.training import Lora, SessionRun
 from service.automation.webhooks import WebhookChoice
+from service.codec import Sealing
 from service.dev.connection import Connection
 from service.host import serve_host
 from service.temporal import connect_temporal
@@ -45,6 +46,7 @@ from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import started as whole_stack
 from tests.end_to_end.victims import a_rank, kill, sampler
+from tests.opened import with_opened
 from tests.service.apis.native import schedule_stack, sweep_stack, webhook_stack
 from tests.workflows import test_rl
 from tests.workflows.leases.harbour import started as started_harbour
@@ -92,7 +94,7 @@ def record_rollouts() -> None:
             stack.cli("watch", run_id, "--timeout", "150", timeout_s=200)
             connection = Connection.read(stack.root)
             assert connection is not None
-            asyncio.run(_record_run(connection.temporal_address, run_id, "rollouts"))
+            asyncio.run(_record_run(connection, run_id, "rollouts"))
 
 
 def record_session() -> None:
@@ -117,7 +119,7 @@ def record_session() -> None:
                     client.send(session.id, 9, SaveState()).result(60)
                 session.close()
                 stack.cli("watch", session.id, "--timeout", "150", timeout_s=200)
-            asyncio.run(_record_run(connection.temporal_address, session.id, "session"))
+            asyncio.run(_record_run(connection, session.id, "session"))
 
 
 async def record_joined(address: str) -> None:
@@ -190,8 +192,9 @@ async def record_short(address: str) -> None:
         await host
 
 
-async def _record_run(address: str, run_id: str, name: str) -> None:
-    client = await Client.connect(address, data_converter=pydantic_data_converter)
+async def _record_run(connection: Connection, run_id: str, name: str) -> None:
+    settings = Settings(root=Path(connection.root), temporal_address=connection.temporal_address)
+    client = await connect_temporal(settings)
     await _write(client, name, run_id)
 
 
@@ -248,6 +251,9 @@ async def _record(stack: Stack, name: str, run_id: str) -> None:
 
 async def _write(client: Client, name: str, run_id: str) -> None:
     history = await client.get_workflow_handle(run_id).fetch_history()
+    codec = client.data_converter.payload_codec
+    if isinstance(codec, Sealing):
+        history = replace(history, events=[with_opened(event, codec.keys.keys) for event in history.events])
     HISTORIES.mkdir(exist_ok=True)
     (HISTORIES / f"{name}.json").write_text(json.dumps(_without_traces(json.loads(history.to_json())), indent=1) + "\n")
 

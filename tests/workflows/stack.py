@@ -33,7 +33,7 @@ from service.host import _end_idle_workers, control_workers, gpu_workers
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.lease_polling import polling
-from service.seals import seal_key
+from service.seal_keys import seal_keys
 from service.temporal import connect_temporal
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
@@ -64,6 +64,22 @@ class Stack:
     exits: AsyncExitStack
     pools: list[WorkerPool] = field(default_factory=list)
 
+    @asynccontextmanager
+    async def control_host(self, client: Client | None = None) -> AsyncIterator[None]:
+        """Do what needs no accelerator, in this process. `client`: with other keys than the stack's own."""
+        host = HostContext(self.settings)
+        record = RunRecords(host)
+        activities = [
+            *self.data.all,
+            FindCheckpoint(host).find_checkpoint,
+            Publish(host).publish,
+            record.record_result,
+            record.begin,
+        ]
+        queue, workflows = self.settings.control_queue, [SFTWorkflow, TrackWorkflow]
+        async with control_workers(client or self.client, queue, activities, workflows):
+            yield
+
     @property
     def workers(self) -> Path:
         return HostPaths(self.settings.root_path).workers
@@ -84,7 +100,7 @@ class Stack:
         """
         given = self.settings
         if root is not None:
-            key = SecretStr(seal_key(given).decode())
+            key = SecretStr(_seal_key(given))
             given = given.model_copy(update={"root": root, "store_uri": given.store, "seal_key": key})
         threads = self.exits.enter_context(ThreadPoolExecutor(2 + 2 * given.runs_per_worker))
         pool = WorkerPool(
@@ -105,7 +121,9 @@ class Stack:
         await self.exits.enter_async_context(polling(*workers))
         return queue
 
-    def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> BaseProcess:
+    def spawn_gpu_host(
+        self, step_s: float = 0.01, root: Path | None = None, seal_key: str | None = None
+    ) -> BaseProcess:
         """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
         given = self.settings
         environment = {
@@ -115,7 +133,7 @@ class Stack:
             "LONGSHORE_STORE_URI": given.store,
             "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
             "LONGSHORE_SHAPE": given.shape,
-            "LONGSHORE_SEAL_KEY": seal_key(given).decode(),
+            "LONGSHORE_SEAL_KEY": seal_key or _seal_key(given),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
         }
         root.mkdir(parents=True, exist_ok=True)
@@ -168,8 +186,12 @@ class Stack:
         return store.get_bytes(f"{key}/adapter_model.safetensors")
 
 
+def _seal_key(settings: Settings) -> str:
+    return " ".join(key.secret.decode() for key in seal_keys(settings))
+
+
 @asynccontextmanager
-async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator[Stack]:
+async def started(temporal_address: str, root: Path, has_control: bool = True, **changes) -> AsyncIterator[Stack]:
     name = uuid.uuid4().hex[:8]
     settings = Settings(
         root=root, temporal_address=temporal_address, shape=name, control_queue=f"control-{name}", **changes
@@ -177,18 +199,11 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
     client = await connect_temporal(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
-    record = RunRecords(HostContext(settings))
     async with AsyncExitStack() as exits:
-        activities = [
-            *data.all,
-            FindCheckpoint(HostContext(settings)).find_checkpoint,
-            Publish(HostContext(settings)).publish,
-            record.record_result,
-            record.begin,
-        ]
-        control = control_workers(client, settings.control_queue, activities, [SFTWorkflow, TrackWorkflow])
-        await exits.enter_async_context(control)
-        yield Stack(client, settings, store, data, exits)
+        stack = Stack(client, settings, store, data, exits)
+        if has_control:
+            await exits.enter_async_context(stack.control_host())
+        yield stack
 
 
 async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 30.0):

@@ -38,6 +38,7 @@ from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.depth import drawn
+from tests.opened import opened
 from tests.workflows.stack import Stack, eventually
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
@@ -370,6 +371,7 @@ async def test_a_host_that_lost_a_worker_is_avoided_in_later_executions_too(
         assert (await training).state == "done"
         assert (await stack.train(handle, 2)).state == "done"
         [begun, *_] = (await stack.client.get_workflow_handle(handle.id).fetch_history()).events
+        begun = opened(begun, stack.settings)
         data = begun.workflow_execution_started_event_attributes.input.payloads[0].data
         state = RLStart.model_validate_json(data).state
         assert state is not None and state.avoid == (broken,)

@@ -14,7 +14,7 @@ from service.apis.file_answers import file_answer, tar_answer
 from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
-from service.signing import Signer
+from service.signing import public_keys
 from shared.errors import InvalidInput
 from shared.provenance import Envelope, PublicKey
 from shared.runs.acceptance import precision_of
@@ -118,7 +118,7 @@ async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -
 @router.get("/provenance/keys")
 async def provenance_keys(backend: Backed, asking: Asking) -> tuple[PublicKey, ...]:
     """The public keys by which statements of this installation are checked. Keep them elsewhere to trust them."""
-    return (await asyncio.to_thread(lambda: Signer(backend.settings).public_key),)
+    return await asyncio.to_thread(public_keys, backend.settings)
 
 
 @router.get("/models/{model_id}/download", response_class=Response)

@@ -10,7 +10,7 @@ from pydantic import Field
 from longshore.fields import Frozen, pattern
 from service.accounts.audit import AuditPage
 from service.accounts.keys import KeyView, NewKey
-from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
+from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require, require_operator
 from service.accounts.tenants import TenantRecord, TenantUsage
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
@@ -89,12 +89,7 @@ async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> KeyView:
     return await backend.keys.revoke(asking.tenant, key_id)
 
 
-async def _operator(asking: Asking) -> None:
-    if not asking.is_operator:
-        raise Forbidden("tenants are an affair of the first tenant's admins")
-
-
-_operators = [Depends(_operator)]
+_operators = [Depends(require_operator("tenants are an affair of"))]
 
 
 @router.post("/tenants", status_code=201, dependencies=_operators)

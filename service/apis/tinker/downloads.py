@@ -23,7 +23,7 @@ from service.backend import Backed, Backend
 from service.errors import Forbidden
 from service.files.files import PublishedFiles
 from service.inference.published_models import PublishedModel
-from service.seals import seal_key
+from service.seal_keys import SealKey, seal_keys
 from shared.errors import NotFound
 
 router = APIRouter(prefix=TINKER_FILES.rstrip("/"), include_in_schema=False)
@@ -53,18 +53,19 @@ def signed(gateway: Gateway, checkpoint: CheckpointRecord, base_url: str) -> tup
     told = urlsafe_b64encode(
         json.dumps([gateway.tenant, checkpoint.path, expires, gateway.asking.key_id]).encode()
     ).decode()
-    token = f"{told}.{_signature(gateway.backend, told)}"
+    token = f"{told}.{_signature(seal_keys(gateway.backend.settings)[0], told)}"
     return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
 
 
-def _signature(backend: Backend, told: str) -> str:
-    return hmac.new(seal_key(backend.settings), f"tinker files {told}".encode(), "sha256").hexdigest()
+def _signature(key: SealKey, told: str) -> str:
+    return key.derived(f"tinker files {told}".encode()).hex()
 
 
 def _opened(backend: Backend, token: str) -> tuple[Gateway, str]:
     """Return the gateway and the checkpoint's path of a token. Raises Forbidden: it is not ours, or has ended."""
     told, _, signature = token.partition(".")
-    if not hmac.compare_digest(_signature(backend, told).encode(), signature.encode()):
+    ours = (_signature(key, told).encode() for key in seal_keys(backend.settings))
+    if not any(hmac.compare_digest(each, signature.encode()) for each in ours):
         raise Forbidden("this address is not signed here")
     try:
         tenant, path, expires, key_id = json.loads(urlsafe_b64decode(told))

@@ -15,6 +15,7 @@ from shared.settings import Settings
 from shared.storage.store import open_store
 from shared.uri_queries import with_query
 from tests.files_below import files_below
+from tests.opened import opened
 from tests.security.belongings import TENANT, Belongings
 from tests.service.conftest import Service, sft, wait_until
 from tests.service.stand_in import WAITS
@@ -54,7 +55,8 @@ async def _histories(settings: Settings, begun: datetime) -> str:
         async for one in client.list_workflows(
             f'TaskQueue = "{settings.control_queue}" AND StartTime >= "{begun.isoformat()}"'
         ):
-            found.append((await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()).to_json())
+            handle = client.get_workflow_handle(one.id, run_id=one.run_id)
+            found += [str(opened(event, settings)) async for event in handle.fetch_history_events()]
     return "\n".join(found)
 
 

@@ -36,8 +36,8 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.hosts.lease import LeaseRequest
 from longshore.fields import Artifact
 from longshore.layout import Layout
+from service.codec import UNSEALED
 from service.dev.connection import Connection
-from service.seals import UNSEALED
 from shared.jobs.leases import WorkerKey
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.start import RunStart
@@ -353,5 +353,7 @@ async def test_no_host_works_for_a_workflow_of_a_strangers(
             arguments = [activity, queue, request_of(run_id)]
             await stranger.execute_workflow("Forged", args=arguments, id=run_id, task_queue=own_queue)
     assert isinstance(failed.value.cause, ActivityError)
-    assert "Failed decoding arguments" in str(failed.value.cause.cause)
+    refusal = failed.value.cause.cause
+    assert isinstance(refusal, ApplicationError) and isinstance(refusal.cause, ApplicationError)
+    assert (refusal.message, refusal.cause.type) == ("Encoded failure", UNSEALED), "the stranger is not told more"
     assert not (stack.root / "store" / "runs" / run_id).exists()

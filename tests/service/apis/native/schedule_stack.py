@@ -19,11 +19,11 @@ from service.database import migrate
 from service.database.engine import open_database
 from service.host import control_workers
 from service.temporal import Temporal, connect_temporal
-from shared.automation.schedules import ScheduledRun, schedule_id
+from shared.automation.schedules import ScheduledRun, ScheduleRecord
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus
 from shared.settings import DownloadSettings, Settings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import RunKeys, schedule_record
 from shared.storage.store import ObjectStore, open_store
 from tests.service.apis.native.test_webhooks import eventually
 from tests.service.stand_in import SUCCEEDS, StandIn
@@ -95,12 +95,16 @@ class Stack:
         assert run_id is not None
         return RunRecord.model_validate_json(self.store.get_bytes(RunKeys(run_id).record))
 
+    def temporal_id(self, name: str) -> str:
+        """A schedule's id in Temporal."""
+        return ScheduleRecord.model_validate_json(self.store.get_bytes(schedule_record(self.tenant, name))).temporal_id
+
     async def settled(self, name: str) -> None:
         """Its workflows have ended, so that the next action overlaps with none."""
 
         async def look() -> bool:
             async with self.temporal.client() as client:
-                known = await client.get_schedule_handle(schedule_id(self.tenant, name)).describe()
+                known = await client.get_schedule_handle(self.temporal_id(name)).describe()
             return not known.info.running_actions
 
         await eventually(look, f"{name} is idle")

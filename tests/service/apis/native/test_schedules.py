@@ -26,7 +26,7 @@ from service.database import migrate
 from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host import control_workers
-from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun, schedule_id
+from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun
 from shared.errors import InvalidInput, NotFound
 from shared.runs.dataset_runs import SFTRun
 from shared.settings import QuotaSettings
@@ -157,7 +157,7 @@ async def test_the_clock_starts_runs_until_it_is_paused(stack: Stack) -> None:
     """The interval is shortened behind our back: a minute is the least that users may ask for."""
     await stack.create("ticking", cron=None, every_s=60, even_unchanged=True)
     async with stack.temporal.client() as client:
-        handle = client.get_schedule_handle(schedule_id(TENANT, "ticking"))
+        handle = client.get_schedule_handle(stack.temporal_id("ticking"))
         await handle.update(_each_second)
 
     async def two() -> bool:
@@ -204,7 +204,7 @@ async def test_what_temporal_lost_is_made_again(stack: Stack) -> None:
     after = await stack.schedules.show(TENANT, "lost")
     assert after == before and after.next_times
     async with stack.temporal.client() as client:
-        policy = (await client.get_schedule_handle(schedule_id(TENANT, "lost")).describe()).schedule.policy
+        policy = (await client.get_schedule_handle(stack.temporal_id("lost")).describe()).schedule.policy
     assert (policy.overlap.name, policy.catchup_window) == ("BUFFER_ONE", timedelta(minutes=20))
 
     await _lose(stack, "lost")
@@ -214,7 +214,7 @@ async def test_what_temporal_lost_is_made_again(stack: Stack) -> None:
 
 async def _lose(stack: Stack, name: str) -> None:
     async with stack.temporal.client() as client:
-        await client.get_schedule_handle(schedule_id(TENANT, name)).delete()
+        await client.get_schedule_handle(stack.temporal_id(name)).delete()
 
 
 class PausingStore(LocalStore):
@@ -244,6 +244,7 @@ class PausingStore(LocalStore):
 async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: Stack, what: str) -> None:
     name = what.replace("_", "-")
     await stack.create(name)
+    in_temporal = stack.temporal_id(name)
     await _lose(stack, name)
     store = PausingStore(
         stack.settings.root_path / "store",
@@ -270,7 +271,7 @@ async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: St
     assert stack.store.head(schedule_record(TENANT, name)) is None, "its record came back"
     async with stack.temporal.client() as client:
         with pytest.raises(RPCError, match="not found"):
-            await client.get_schedule_handle(schedule_id(TENANT, name)).describe()
+            await client.get_schedule_handle(in_temporal).describe()
 
 
 async def test_names_belong_to_tenants(stack: Stack) -> None:

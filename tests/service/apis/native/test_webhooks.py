@@ -27,6 +27,7 @@ from shared.runs.status import Problem
 from shared.settings import Settings, WebhookSettings
 from shared.storage.paths import webhook_record
 from shared.storage.store import open_store
+from tests.opened import opened
 from tests.service.apis.native.webhook_stack import (
     TENANT,
     TOKEN,
@@ -95,7 +96,7 @@ async def _history(stack: Stack, notice: Notice) -> str:
     """Every event of a workflow, its payloads as text."""
     async with stack.temporal.client() as client:
         history = await client.get_workflow_handle(notice.notice_id).fetch_history()
-    return "\n".join(str(event) for event in history.events)
+    return "\n".join(str(opened(event, stack.settings)) for event in history.events)
 
 
 async def test_the_outbox_is_emptied_and_told_once(stack: Stack, receiver: Receiver) -> None:

@@ -1,0 +1,253 @@
+"""Seal every payload that goes through Temporal: whoever reaches the server, or reads its database, learns nothing.
+
+Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the words
+of failures) is encrypted by AES-256-GCM. Bound to it are the id of the workflow that it belongs to and, for what an
+activity takes or gives, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
+opens, or of another workflow, are refused: a start fails at once, a signal is dropped, an update is rejected, an
+activity is not run. A seal does not prevent reuse: a run's first activity checks that its input is not used twice
+(activities/records/run_records.py).
+
+Of a key that the installation has, but not this process, nothing is refused: the workflow's task fails, and is tried
+again until a host with that key takes it.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import partial
+from typing import Any, Self
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from temporalio.api.common.v1 import Payload
+from temporalio.bridge.proto.workflow_activation import WorkflowActivation
+from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
+from temporalio.contrib.pydantic import PydanticPayloadConverter
+from temporalio.converter import (
+    ActivitySerializationContext,
+    CompositePayloadConverter,
+    DataConverter,
+    DefaultFailureConverterWithEncodedAttributes,
+    EncodingPayloadConverter,
+    PayloadCodec,
+    SerializationContext,
+    WithSerializationContext,
+    WorkflowSerializationContext,
+)
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
+
+from service.errors import WrongSealKey
+from service.seal_keys import MEND, SealKey, SealKeys, found_key
+
+UNSEALED = "Unsealed"
+"""The error type of payloads that no key of the installation opens, or of another workflow."""
+
+ENCRYPTED = b"binary/encrypted"
+KEY_ID, _SCOPE = "encryption-key-id", "longshore-scope"
+_NONCE_BYTES = 12
+_OLD_SEAL, _OLD_VERSION = "longshore-seal", b"1"
+_REFUSED = "longshore/refused"
+# Temporal gives what a schedule starts the id of the schedule's action and the time.
+_ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_log = logging.getLogger("longshore.codec")
+Scope = tuple[str, ...]
+"""Namespace, workflow and possibly activity, for which a seal is good."""
+
+
+class Sealing(PayloadCodec, WithSerializationContext):
+    """Seals payloads that are sent and opens those received.
+
+    Args:
+        leave: ends a process that comes to lack the key that seals now, before it fails what others could do.
+    """
+
+    def __init__(self, keys: SealKeys, scope: Scope = (), leave: Callable[[], None] | None = None) -> None:
+        self.keys = keys
+        self._scope = scope
+        self._leave = leave
+        self._ciphers: dict[str, _Cipher] = {}
+
+    def with_context(self, context: SerializationContext) -> Self:
+        match context:
+            case WorkflowSerializationContext():
+                scope: Scope = (context.namespace, _id_of(context))
+            case ActivitySerializationContext():
+                # Where the result of an activity without a workflow is read, its name is not known.
+                name = context.activity_type or "" if context.workflow_id else ""
+                scope = (context.namespace, _id_of(context), name)
+            case _:
+                scope = ()
+        return type(self)(self.keys, scope, self._leave)
+
+    async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
+        return [self._sealed(payload) for payload in payloads]
+
+    async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
+        """Return payloads as they were before they were sealed. One that was not, for this scope, cannot be converted
+        later.
+
+        Raises WrongSealKey: this process lacks its key.
+        """
+        return [await self._opened(payload) for payload in payloads]
+
+    def _sealed(self, payload: Payload) -> Payload:
+        return self._cipher(self.keys.current).seal(payload)
+
+    async def _opened(self, payload: Payload) -> Payload:
+        if _OLD_SEAL in payload.metadata:
+            is_ours = any(_is_sealed_as_before(payload, key, self._scope) for key in self.keys.keys)
+            return _bare(payload) if is_ours else _refused()
+        if payload.metadata.get("encoding") != ENCRYPTED:
+            return _refused()
+        key_id = key_of(payload)
+        if (key := found_key(self.keys.keys, key_id)) is not None:
+            return self._cipher(key).open(payload) or _refused()
+        if key_id not in (listed := await asyncio.to_thread(self.keys.listed)):
+            return _refused()
+        problem = f"sealed with the key {key_id} of this installation, which this process lacks: {MEND}"
+        if self._leave is not None and key_id == listed[-1]:
+            _log.error("this process leaves: %s", problem)
+            self._leave()
+        raise WrongSealKey(problem)
+
+    def _cipher(self, key: SealKey) -> "_Cipher":
+        if key.id not in self._ciphers:
+            self._ciphers[key.id] = _Cipher(key, self._scope)
+        return self._ciphers[key.id]
+
+
+class _Cipher:
+    """Seals and opens the payloads of one scope by one key.
+
+    Each scope has an AES key of its own, so that no number of payloads comes near the limit of random nonces.
+    """
+
+    def __init__(self, key: SealKey, scope: Scope) -> None:
+        self._bound = _framed(key.id.encode(), *(name.encode() for name in scope))
+        self._aead = AESGCM(key.derived(_framed(b"payload") + self._bound))
+        self._metadata = {"encoding": ENCRYPTED, KEY_ID: key.id.encode(), _SCOPE: json.dumps(scope).encode()}
+
+    def seal(self, payload: Payload) -> Payload:
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._aead.encrypt(nonce, payload.SerializeToString(), self._bound)
+        return Payload(metadata=self._metadata, data=nonce + sealed)
+
+    def open(self, payload: Payload) -> Payload | None:
+        """Return what was sealed; None for what was not, by this key and for this scope."""
+        nonce, sealed = payload.data[:_NONCE_BYTES], payload.data[_NONCE_BYTES:]
+        try:
+            return Payload.FromString(self._aead.decrypt(nonce, sealed, self._bound))
+        except (InvalidTag, ValueError):  # ValueError: it is too short
+            return None
+
+
+def key_of(payload: Payload) -> str:
+    """Return the id of the key that a payload says it was sealed with; an empty one for any other."""
+    return payload.metadata.get(KEY_ID, b"").decode("ascii", "replace")
+
+
+def unseal(payload: Payload, keys: Sequence[SealKey]) -> Payload | None:
+    """Open a payload of whatever workflow it says itself, to be read and not acted upon. None: it cannot be opened."""
+    if (key := found_key(keys, key_of(payload))) is None:
+        return None
+    try:
+        return _Cipher(key, tuple(map(str, json.loads(payload.metadata.get(_SCOPE, b""))))).open(payload)
+    except (ValueError, TypeError, RecursionError):  # a scope that nobody here has written
+        return None
+
+
+def _framed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext) -> str:
+    action = _ACTION.fullmatch(context.workflow_id or "")
+    return action[1] if action else context.workflow_id or ""
+
+
+# Payloads that 0.1 has sealed by an HMAC of their bytes. They are in histories of runs that began before an upgrade.
+
+
+def _is_sealed_as_before(payload: Payload, key: SealKey, scope: Scope) -> bool:
+    bare = _bare(payload)
+    metadata = [part for name in sorted(bare.metadata) for part in (name.encode(), bare.metadata[name])]
+    framed = _framed(_OLD_VERSION, *(name.encode() for name in scope), b"", *metadata, b"", payload.data)
+    return hmac.compare_digest(payload.metadata[_OLD_SEAL], key.derived(framed))
+
+
+def _bare(payload: Payload) -> Payload:
+    metadata = {name: value for name, value in payload.metadata.items() if name != _OLD_SEAL}
+    return Payload(metadata=metadata, data=payload.data)
+
+
+# What is done with what was refused.
+
+
+class _Refusal(EncodingPayloadConverter):
+    """Raises an error for a payload that `Sealing` has refused."""
+
+    @property
+    def encoding(self) -> str:
+        return _REFUSED
+
+    def to_payload(self, value: Any) -> Payload | None:
+        return None
+
+    def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
+        raise ApplicationError("not sealed by this installation for this workflow", type=UNSEALED, non_retryable=True)
+
+
+class SealedRunner(SandboxedWorkflowRunner):
+    """Temporal's sandbox. It also checks that no input of a workflow or handler is missing, and so without a seal."""
+
+    def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
+        instance = super().create_instance(det)
+        instance.activate = partial(_activate, instance.activate, det.defn)  # type: ignore[method-assign]
+        return instance
+
+
+def _activate(
+    activate: Callable[[WorkflowActivation], WorkflowActivationCompletion],
+    definition: Any,
+    activation: WorkflowActivation,
+) -> WorkflowActivationCompletion:
+    """Activate a workflow, and refuse missing inputs, with which the SDK itself would retry for ever."""
+    for job in activation.jobs:
+        match job.WhichOneof("variant"):
+            case "initialize_workflow":
+                _refuse_if_short(job.initialize_workflow.arguments, definition)
+            case "signal_workflow":
+                _refuse_if_short(job.signal_workflow.input, definition.signals.get(job.signal_workflow.signal_name))
+            case "do_update":
+                _refuse_if_short(job.do_update.input, definition.updates.get(job.do_update.name))
+    return activate(activation)
+
+
+def _refuse_if_short(given: MutableSequence[Payload], taker: Any) -> None:
+    if taker is not None and len(given) != len(taker.arg_types or ()):
+        del given[:]
+        given.append(_refused())
+
+
+def _refused() -> Payload:
+    return Payload(metadata={"encoding": _REFUSED.encode()})
+
+
+class SealedPayloadConverter(CompositePayloadConverter):
+    def __init__(self) -> None:
+        super().__init__(_Refusal(), *PydanticPayloadConverter().converters.values())
+
+
+def sealed_data_converter(keys: SealKeys, leave: Callable[[], None] | None = None) -> DataConverter:
+    """Return the data converter of every client and worker of this installation."""
+    return DataConverter(
+        payload_converter_class=SealedPayloadConverter,
+        payload_codec=Sealing(keys, leave=leave),
+        failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
+    )
