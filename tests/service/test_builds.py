@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,17 @@ class Installation:
     async def begin(self, kind: type[Run] = Run) -> WorkflowHandle:
         return await self.client.start_workflow(kind.run, id=uuid.uuid4().hex, task_queue=self.settings.control_queue)
 
+    async def use(self, build_id: str) -> None:
+        """Make a build current, once Temporal has heard of its hosts' polls of every queue."""
+
+        async def is_done() -> bool:
+            with suppress(NotFound):
+                await builds.make_current(self.client, self.settings, build_id)
+                return True
+            return False
+
+        await eventually(is_done, f"{build_id} is current")
+
     async def states(self) -> dict[str, str]:
         return {each.build_id: each.state for each in await builds.builds(self.client, self.settings)}
 
@@ -70,7 +81,7 @@ async def test_runs_end_on_the_build_that_they_began_on_and_services_move(instal
         await eventually(lambda each=each: waits(each), "it has begun")
     await installation.host("two")
     assert (await installation.states())["one"] == "current", "a second one waits until it is told"
-    await builds.make_current(installation.client, installation.settings, "two")
+    await installation.use("two")
     later = await installation.begin()
     await eventually(lambda: waits(later), "it has begun")
     for each in (*runs, service, later):
@@ -89,7 +100,7 @@ async def test_back_to_the_build_before(installation: Installation) -> None:
     await installation.host("one")
     await installation.host("two")
     for build_id in ("two", "one"):
-        await builds.make_current(installation.client, installation.settings, build_id)
+        await installation.use(build_id)
         run = await installation.begin()
         await run.signal(Run.go_on)
         assert await run.result() == [build_id] * 2
