@@ -80,22 +80,23 @@ def of_run(spans: Sequence[Span], run_id: str) -> list[Span]:
     return sorted((span for span in spans if span.trace == trace), key=lambda span: span.begin)
 
 
-def depths(spans: Sequence[Span]) -> dict[str, int]:
-    """Return how deep each span lies, by its id. Raises KeyError: a parent is not there."""
+def picture(spans: Sequence[Span], title: str, hidden: tuple[str, ...] = ()) -> str:
+    """Draw spans as an SVG, a row each, children below their parents, in the order of their beginnings.
+
+    `hidden`: how the names begin of those that are left out; their children stand below their parents.
+    """
     known = {span.span: span for span in spans}
 
-    def depth(span: Span) -> int:
-        return 1 + depth(known[span.parent]) if span.parent else 0
+    def shown_parent(span: Span) -> str:
+        above = known.get(span.parent)
+        while above is not None and above.name.startswith(hidden):
+            above = known.get(above.parent)
+        return above.span if above is not None else ""
 
-    return {span.span: depth(span) for span in spans}
-
-
-def picture(spans: Sequence[Span], title: str) -> str:
-    """Draw spans as an SVG, a row each, children below their parents, in the order of their beginnings."""
-    ids = {span.span for span in spans}
     below: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        below.setdefault(span.parent if span.parent in ids else "", []).append(span)
+        if not span.name.startswith(hidden):
+            below.setdefault(shown_parent(span), []).append(span)
 
     def walk(parent: str, depth: int) -> Iterator[tuple[int, Span]]:
         for span in below.get(parent, ()):

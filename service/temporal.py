@@ -60,7 +60,7 @@ def share_of(tenant: str, weight: float = 1.0) -> Priority:
 class Backlog(NamedTuple):
     """Activities that no host has taken yet, and the age of the oldest."""
 
-    count: int
+    num: int
     age_s: float
 
 

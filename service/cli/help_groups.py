@@ -19,7 +19,7 @@ HEADINGS = {
         **{"sweep": "schedules", "schedule": "schedules", "import": "importing"},
     },
     "Look at runs": {
-        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
+        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints", "profile"), "runs"),
         "session": "runs",
         "webhook": "webhooks",
     },

@@ -1,7 +1,10 @@
 """Reads a run's files in the store, other than its events: job files, workers' output, reports, rollouts as text."""
 
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.fence import Fence
 from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
+from shared.jobs.profile import ProfileRequest
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
 from shared.storage import artifacts
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 _READ_BYTES = 4 << 20
 _MOST_CHARACTERS = 8000
 _MOST_SAMPLES = 16
+_MOST_TRACES = 8
+_TRACE = re.compile(r"profile-([0-9a-f]{16})\.json\.gz")
 _report: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 Decode = Callable[[list[int]], str]
 
@@ -66,6 +72,22 @@ class GroupTexts(Frozen):
     prompt: str
     samples: tuple[SampleText, ...]
     place: str | None = None
+
+
+class Trace(Frozen):
+    """A trace of steps, of one attempt at a job: Chrome's JSON, as gzip, for Perfetto."""
+
+    profile_id: str
+    job_id: str
+    fence: str
+    num_bytes: int
+
+
+class Traces(Frozen):
+    """A run's traces, and the one that is waited for."""
+
+    asked: ProfileRequest | None
+    traces: tuple[Trace, ...]
 
 
 class RunFiles:
@@ -108,6 +130,32 @@ class RunFiles:
     def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:
         """The dataset's report, once it is tokenized."""
         return None if status.dataset_report is None else _report.validate_json(self._report_at(status.dataset_report))
+
+    def ask_profile(self, run_id: str, steps: int) -> ProfileRequest:
+        """Ask for a trace of a running run's next steps. Raises Conflict: one is asked for, or there are enough."""
+        if len(self.traces(run_id).traces) >= _MOST_TRACES:
+            raise Conflict(f"the run has {_MOST_TRACES} traces: no more are made")
+        request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
+        if not self._store.put_if_absent(RunKeys(run_id).profile_request, request.model_dump_json().encode()):
+            raise Conflict("a trace of this run is waited for already")
+        return request
+
+    def traces(self, run_id: str) -> Traces:
+        """A run's traces, in order of jobs."""
+        keys = RunKeys(run_id)
+        found = []
+        for info in self._store.list(f"{keys.logs}/"):
+            job_id, fence, name = info.key.removeprefix(f"{keys.logs}/").split("/", 2)
+            if match := _TRACE.fullmatch(name):
+                found.append(Trace(profile_id=match[1], job_id=job_id, fence=fence, num_bytes=info.size))
+        asked = None
+        with suppress(NotFound):
+            asked = ProfileRequest.model_validate_json(self._store.get_bytes(keys.profile_request))
+        return Traces(asked=asked, traces=tuple(found))
+
+    def trace(self, run_id: str, job_id: str, fence: str, profile_id: str) -> bytes:
+        """One trace. Raises NotFound."""
+        return self._store.get_bytes(RunKeys(run_id).profile(job_id, _fence(fence), profile_id))
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""

@@ -45,7 +45,7 @@ class InstallationGauges:
             ("control", "", settings.control_queue),
         ):
             waiting = await self._temporal.backlog(queue)
-            QUEUE_DEPTH.labels(role, shape).set(waiting.count)
+            QUEUE_DEPTH.labels(role, shape).set(waiting.num)
             QUEUE_AGE.labels(role, shape).set(waiting.age_s)
 
 
