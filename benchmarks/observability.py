@@ -5,8 +5,8 @@
 
 `trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
 two stacks, one with traces (to a receiver here) and metrics (read each second), one with neither, and does the same SFT
-run on each in turn; it prints the processor seconds of all processes of a stack for a run, and the time until its end.
-Beside that: how long the code that is only there for telemetry takes for a step and for a request. Prints JSON.
+run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
+take without. (The worker has no such code.) Beside that: what the code for a step's span and counts takes alone.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypedDict
 
 from benchmarks.control_plane import LONGSHORE, stack
 from benchmarks.machine import provenance, tell
@@ -42,6 +43,14 @@ GRADER = {
     "name": "letters",
     "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
 }
+
+
+class Cost(TypedDict):
+    """Of one run: processor seconds of service and hosts, and of the worker; seconds until its end."""
+
+    hosts_s: float
+    worker_s: float
+    until_end_s: float
 
 
 def main() -> None:
@@ -101,7 +110,7 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
         batch_size=32,
         max_tokens=256,
     )
-    found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
+    found: dict[str, list[Cost]] = {"on": [], "off": []}
     with ExitStack() as open_stacks:
         received = open_stacks.enter_context(receiver())
         on = {**_traced(received), "LONGSHORE_METRICS__PORT": str(PORTS)}
@@ -113,19 +122,25 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
         open_stacks.enter_context(_scraping())
         for pair in range(pairs + 1):  # the first warms both up
             for kind in ("on", "off") if pair % 2 else ("off", "on"):
-                measured = _of_run(roots[kind], clients[kind], run.model_copy(update={"seed": pair}))
-                found[kind] += [measured] if pair else []
+                cost = _of_run(roots[kind], clients[kind], run.model_copy(update={"seed": pair}))
+                found[kind] += [cost] if pair else []
         num_spans = len(received.spans())
-    cpu = {kind: [cpu for cpu, _ in each] for kind, each in found.items()}
-    ratios = [a / b for a, b in zip(cpu["on"], cpu["off"], strict=True)]
+    mean = {
+        kind: {of: statistics.mean(cost[of] for cost in costs) for of in Cost.__annotations__}
+        for kind, costs in found.items()
+    }
+    more = [on["hosts_s"] - off["hosts_s"] for on, off in zip(found["on"], found["off"], strict=True)]
+    whole = mean["off"]["hosts_s"] + mean["off"]["worker_s"]
     return {
-        "what": "traces and metrics on, against off: processor seconds of all processes of a stack for an SFT run",
+        "what": "traces and metrics on, against off: processor seconds of our processes for an SFT run",
         "steps": steps,
-        "processor_s": {kind: [round(s, 2) for s in each] for kind, each in cpu.items()},
-        "overhead_of_pairs": [round(ratio - 1, 4) for ratio in ratios],
-        "overhead_median": round(statistics.median(ratios) - 1, 4),
-        "overhead_of_sums": round(sum(cpu["on"]) / sum(cpu["off"]) - 1, 4),
-        "seconds_to_the_end": {kind: [round(s, 2) for _, s in each] for kind, each in found.items()},
+        "mean": {kind: {of: round(value, 3) for of, value in costs.items()} for kind, costs in mean.items()},
+        "runs": found,
+        "more_processor_s_of_service_and_hosts": {
+            "median": round(statistics.median(more), 3),
+            "pairs": [round(s, 3) for s in more],
+        },
+        "overhead": round(statistics.median(more) / whole, 4),
         "spans": num_spans,
         **direct_costs(),
     }
@@ -165,20 +180,16 @@ def _cpu_us(work: Callable[[], None]) -> float:
     return (time.process_time() - begin) * 1e6
 
 
-def _of_run(root: Path, client: CliClient, run: SFTRun) -> tuple[float, float]:
-    before, begin = _processor_s(root), time.monotonic()
+def _of_run(root: Path, client: CliClient, run: SFTRun) -> Cost:
+    before, begin = processor_s(root), time.monotonic()
     run_id = client.submit(run, f"run-{run.seed}").run_id
     while (view := client.run(run_id)).state == "running":
         time.sleep(0.2)
     assert view.state == "succeeded", view.problem
-    seconds = time.monotonic() - begin
-    return _processor_s(root) - before, seconds
-
-
-def _processor_s(root: Path) -> float:
-    """Of what is ours: Temporal's server is not, and the supervisor is only there on one machine."""
-    told = processor_s(root)
-    return sum(seconds for role, seconds in told.items() if role in ("service", "worker") or role.endswith(" host"))
+    seconds, after = time.monotonic() - begin, processor_s(root)
+    used = {role: after[role] - before.get(role, 0.0) for role in after}
+    hosts = sum(used[role] for role in used if role == "service" or role.endswith(" host"))
+    return Cost(hosts_s=round(hosts, 3), worker_s=round(used["worker"], 3), until_end_s=round(seconds, 2))
 
 
 def _client(connection: Connection) -> CliClient:

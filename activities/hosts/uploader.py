@@ -14,13 +14,13 @@ from activities.records.checkpoints import prune_checkpoints
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
 from shared.jobs.events import Event, Kept, Saved, parse_event
 from shared.jobs.job import Job
-from shared.jobs.profile import ProfileRequest
 from shared.runs.requests import FIRST_TENANT
 from shared.runs.session_results import SessionResults
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import upload_artifact
 from shared.storage.files import write_atomically
 from shared.storage.paths import RunKeys
+from shared.storage.staging import ProfileRequest
 from shared.storage.store import ObjectStore
 
 _PATIENCE_S = 300.0

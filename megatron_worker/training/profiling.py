@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shared.jobs.profile import ProfileRequest
+from shared.storage.staging import ProfileRequest
 
 
 class StepProfiler:

@@ -18,11 +18,11 @@ from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.fence import Fence
 from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
-from shared.jobs.profile import ProfileRequest
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
 from shared.storage import artifacts
 from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.staging import ProfileRequest
 from shared.storage.store import ObjectStore, open_uri
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from service.backend import Backed
 from service.errors import Conflict
 from service.runs.files import GroupTexts, JobFile, RunReport, Traces
 from service.runs.overview import Overview, Sparkline
-from shared.jobs.profile import MAX_STEPS, PROFILE_ID, ProfileRequest
 from shared.runs.requests import RunId
+from shared.storage.staging import MAX_PROFILED_STEPS, PROFILE_ID, ProfileRequest
 
 router = APIRouter()
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
@@ -28,7 +28,7 @@ FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
 class AskedProfile(Frozen):
     """How many steps a trace is to have, at most: a job has only those that are left of it."""
 
-    steps: int = Field(default=3, ge=1, le=MAX_STEPS)
+    steps: int = Field(default=3, ge=1, le=MAX_PROFILED_STEPS)
 
 
 @router.get("/overview")

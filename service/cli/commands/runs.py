@@ -209,7 +209,7 @@ def profile(
     Exit codes: 0 done, 2 usage, 100 the run ended without one, 101 not finished within --timeout.
     """
     from service.runs.files import Traces
-    from shared.jobs.profile import ProfileRequest
+    from shared.storage.staging import ProfileRequest
 
     end = None if timeout is None else time.monotonic() + timeout
     asked = client.post(f"/runs/{run_id}/profiles", ProfileRequest, json={"steps": steps})
