@@ -9,12 +9,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from temporalio import activity, workflow
 from temporalio.client import Interceptor
+
+if TYPE_CHECKING:
+    from temporalio.contrib.opentelemetry import TracingInterceptor
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACE_PARENT = "traceparent"
@@ -47,8 +50,7 @@ def start_tracing(process: str) -> None:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(_exporter()))
     trace.set_tracer_provider(provider)
-    propagate.set_global_textmap(TraceContextTextMapPropagator())
-    _interceptors = (_temporal_interceptor(),)
+    _interceptors = (temporal_interceptor(trace.get_tracer("longshore.temporal")),)
 
 
 def stop_tracing() -> None:
@@ -61,9 +63,11 @@ def stop_tracing() -> None:
 def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str | None]:
     """Hold a span for all that a program does; yields the header by which others go on with it, None without one."""
     start_tracing(process)
-    with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
-        yield current_traceparent()
-    stop_tracing()
+    try:
+        with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
+            yield current_traceparent()
+    finally:
+        stop_tracing()
 
 
 def tracing_interceptors() -> Sequence[Interceptor]:
@@ -98,7 +102,8 @@ def current_ids() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _temporal_interceptor() -> Interceptor:
+def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
+    """Return the interceptor of clients and workers. It passes on ids alone: neither baggage nor `tracestate`."""
     from temporalio.contrib.opentelemetry import TracingInterceptor, TracingWorkflowInboundInterceptor
     from temporalio.worker import WorkflowInboundInterceptor, WorkflowInterceptorClassInput
 
@@ -109,7 +114,7 @@ def _temporal_interceptor() -> Interceptor:
 
     class WithoutBaggage(TracingInterceptor):
         def __init__(self) -> None:
-            super().__init__(trace.get_tracer("longshore.temporal"))
+            super().__init__(tracer)
             self.text_map_propagator = TraceContextTextMapPropagator()
 
         def workflow_interceptor_class(self, input: WorkflowInterceptorClassInput) -> type[InWorkflow]:
