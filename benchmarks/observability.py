@@ -1,10 +1,10 @@
 """What traces and metrics show of a run, and what they cost.
 
     python -m benchmarks.observability trace --svg docs/images/rl_step_trace.svg
-    python -m benchmarks.observability overhead [--pairs 6] [--steps 60] [--out FILE]
+    python -m benchmarks.observability overhead [--pairs 6] [--steps 150] [--out FILE]
 
 `trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
-two stacks, one with traces (to a receiver here) and metrics (read each second), one with neither, and does the same SFT
+two stacks, one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT
 run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
 take without. (The worker has no such code.) Beside that: what the code for a step's span and counts takes alone.
 """
@@ -60,7 +60,7 @@ def main() -> None:
     trace.add_argument("--svg", type=Path, required=True)
     overhead = parts.add_parser("overhead")
     overhead.add_argument("--pairs", type=int, default=6)
-    overhead.add_argument("--steps", type=int, default=60)
+    overhead.add_argument("--steps", type=int, default=150)
     overhead.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -202,11 +202,11 @@ def _traced(received: Receiver) -> dict[str, str]:
 
 @contextmanager
 def _scraping() -> Iterator[None]:
-    """Read the metrics of all four processes each second."""
+    """Read the metrics of all four processes every 15 s, as Prometheus does."""
     ended = threading.Event()
 
     def scrape() -> None:
-        while not ended.wait(1.0):
+        while not ended.wait(15.0):
             for place in range(4):
                 urllib.request.urlopen(f"http://127.0.0.1:{PORTS + place}/metrics").read()
 

@@ -67,6 +67,7 @@ logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20
 _SWEEP_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0
+_GAUGES_EVERY_S = 15.0  # as often as Prometheus asks
 _EVICT_EVERY_S = 2.0
 _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
@@ -191,7 +192,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
     chores = _chores(backend, app.state.tinker_samples, was_empty)
     if backend.settings.metrics.port is not None:
-        chores += (("gauges are not refreshed", _SWEEP_EVERY_S, backend.gauges.refresh),)
+        chores += (("gauges are not refreshed", _GAUGES_EVERY_S, backend.gauges.refresh),)
     loops = [asyncio.create_task(_repeat(*each)) for each in chores]
     yield
     with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database

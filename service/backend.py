@@ -68,7 +68,7 @@ class Backend:
         self.sessions = Sessions(self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days)
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
-        self.run_files = RunFiles(store, settings.s3)
+        self.run_files = RunFiles(store, settings.s3, self.quotas)
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
         self.checks = Checks(self.runs, temporal, checks)

@@ -1,16 +1,18 @@
 """Reads a run's files in the store, other than its events: job files, workers' output, reports, rollouts as text."""
 
+import asyncio
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from longshore.fields import Artifact, Frozen
+from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
@@ -93,8 +95,9 @@ class Traces(Frozen):
 class RunFiles:
     """Reads a run's files. Blocking: call it from a thread. The caller has checked who owns the run."""
 
-    def __init__(self, store: ObjectStore, s3: S3Settings) -> None:
+    def __init__(self, store: ObjectStore, s3: S3Settings, quotas: Quotas) -> None:
         self._store = store
+        self._quotas = quotas
         self._s3 = s3
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
         self._report_at = lru_cache(maxsize=256)(self._at)  # lists of jobs ask for the same ones again and again
@@ -131,12 +134,19 @@ class RunFiles:
         """The dataset's report, once it is tokenized."""
         return None if status.dataset_report is None else _report.validate_json(self._report_at(status.dataset_report))
 
-    def ask_profile(self, run_id: str, steps: int) -> ProfileRequest:
-        """Ask for a trace of a running run's next steps. Raises Conflict: one is asked for, or there are enough."""
-        if len(self.traces(run_id).traces) >= _MOST_TRACES:
+    async def ask_profile(self, tenant: str, run_id: str, steps: int) -> ProfileRequest:
+        """Ask for a trace of a running run's next steps. To be awaited, as it counts the request's bytes.
+
+        Raises:
+            Conflict: one is asked for, or there are enough.
+            QuotaExceeded
+        """
+        if len((await asyncio.to_thread(self.traces, run_id)).traces) >= _MOST_TRACES:
             raise Conflict(f"the run has {_MOST_TRACES} traces: no more are made")
         request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
-        if not self._store.put_if_absent(RunKeys(run_id).profile_request, request.model_dump_json().encode()):
+        data = request.model_dump_json().encode()
+        put = partial(self._store.put_if_absent, RunKeys(run_id).profile_request, data)
+        if not await self._quotas.put_noted(tenant, run_id, "profile", data, put):
             raise Conflict("a trace of this run is waited for already")
         return request
 

@@ -83,7 +83,7 @@ async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Back
     if (await backend.runs.view(asking.tenant, run_id)).state != "running":
         raise Conflict(f"{run_id} does not run: there are no steps to come")
     audit.touched(run_id)
-    return await asyncio.to_thread(backend.run_files.ask_profile, run_id, body.steps)
+    return await backend.run_files.ask_profile(asking.tenant, run_id, body.steps)
 
 
 @router.get("/runs/{run_id}/profiles")
