@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, get_args
 
 from benchmarks.control_plane import LONGSHORE, stack
 from benchmarks.machine import provenance, tell
@@ -45,12 +45,9 @@ GRADER = {
 }
 
 
-class Cost(TypedDict):
-    """Of one run: processor seconds of service and hosts, and of the worker; seconds until its end."""
-
-    hosts_s: float
-    worker_s: float
-    until_end_s: float
+# Of one run: processor seconds of service and hosts, and of the worker; seconds until its end.
+Of = Literal["hosts_s", "worker_s", "until_end_s"]
+Cost = dict[Of, float]
 
 
 def main() -> None:
@@ -126,8 +123,7 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
                 found[kind] += [cost] if pair else []
         num_spans = len(received.spans())
     mean = {
-        kind: {of: statistics.mean(cost[of] for cost in costs) for of in Cost.__annotations__}
-        for kind, costs in found.items()
+        kind: {of: statistics.mean(cost[of] for cost in costs) for of in get_args(Of)} for kind, costs in found.items()
     }
     more = [on["hosts_s"] - off["hosts_s"] for on, off in zip(found["on"], found["off"], strict=True)]
     whole = mean["off"]["hosts_s"] + mean["off"]["worker_s"]
@@ -189,7 +185,7 @@ def _of_run(root: Path, client: CliClient, run: SFTRun) -> Cost:
     seconds, after = time.monotonic() - begin, processor_s(root)
     used = {role: after[role] - before.get(role, 0.0) for role in after}
     hosts = sum(used[role] for role in used if role == "service" or role.endswith(" host"))
-    return Cost(hosts_s=round(hosts, 3), worker_s=round(used["worker"], 3), until_end_s=round(seconds, 2))
+    return {"hosts_s": round(hosts, 3), "worker_s": round(used["worker"], 3), "until_end_s": round(seconds, 2)}
 
 
 def _client(connection: Connection) -> CliClient:
