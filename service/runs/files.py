@@ -163,9 +163,13 @@ class RunFiles:
             asked = ProfileRequest.model_validate_json(self._store.get_bytes(keys.profile_request))
         return Traces(asked=asked, traces=tuple(found))
 
-    def trace(self, run_id: str, job_id: str, fence: str, profile_id: str) -> bytes:
-        """One trace. Raises NotFound."""
-        return self._store.get_bytes(RunKeys(run_id).profile(job_id, _fence(fence), profile_id))
+    def trace(self, run_id: str, job_id: str, fence: str, profile_id: str) -> Iterator[bytes]:
+        """One trace, in pieces. Raises NotFound."""
+        key = RunKeys(run_id).profile(job_id, _fence(fence), profile_id)
+        if (info := self._store.head(key)) is None:
+            raise NotFound(f"there is no trace {profile_id}")
+        starts = range(0, info.size, _READ_BYTES)
+        return (self._store.read_range(key, start, min(_READ_BYTES, info.size - start)) for start in starts)
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""

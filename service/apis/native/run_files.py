@@ -96,11 +96,11 @@ async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> Trace
 @router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
 async def show_profile(
     run_id: RunId, job_id: JobId, fence: FenceLabel, profile_id: ProfileId, backend: Backed, asking: Asking
-) -> Response:
+) -> StreamingResponse:
     """One trace, as Perfetto opens it: Chrome's JSON, as gzip."""
     await backend.runs.record(asking.tenant, run_id)
-    data = await asyncio.to_thread(backend.run_files.trace, run_id, job_id, fence, profile_id)
-    return Response(data, media_type="application/gzip")
+    pieces = await asyncio.to_thread(backend.run_files.trace, run_id, job_id, fence, profile_id)
+    return StreamingResponse(pieces, media_type="application/gzip")
 
 
 @router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)
