@@ -26,6 +26,7 @@ from megatron_worker.training.checkpoint import (
     load_initial_checkpoint,
     read_state,
 )
+from megatron_worker.training.profiling import StepProfiler
 from megatron_worker.warm_engine import WarmEngine, WarmState, critic_of, make_trainable, slots_of, take_engine
 from shared.jobs.events import Started
 from shared.jobs.job import Job, JobPlan, SessionPlan, WorkerPlan
@@ -56,6 +57,7 @@ def run_job(
             trained = slots_of(job.plan.run_id, job.plan.trainable).trained
             slot = TrainedSlot(job, trained, model_sha256, dispatcher, report, ranks, cancelled, at=job.plan.first_step)
             slot.critic = critic_of(dispatcher, job.plan, kept.critic[1] if kept and kept.critic else None)
+            slot.profiler = open_files.enter_context(StepProfiler(job.log_path if ranks.rank == 0 else None))
             program = with_slot(slot)
             yield from _begin(slot, program, folders, kept)
             return (yield from _agreed_on(ranks, program.run(by_hand)))
@@ -125,6 +127,7 @@ def _begin(
         world_size=ranks.world_size,
         code=code_sha256(),
     )
+    slot.profiler.at_boundary()
 
 
 def _state_before(job: Job, folders: Folders, kept: WarmState | None) -> CheckpointState | None:

@@ -21,6 +21,7 @@ from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sums import MAX, reported
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
+from megatron_worker.training.profiling import StepProfiler
 from megatron_worker.training.scoring import TargetScores
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import WarmState
@@ -79,6 +80,7 @@ class TrainedSlot:
         micro_batch_tokens: of the largest micro-batch, where the job has a memory budget.
         sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
         critic: the one that is trained beside it, if there is one.
+        profiler: traces steps, where the job's host asks for that.
     """
 
     job: Job
@@ -94,6 +96,7 @@ class TrainedSlot:
     micro_batch_tokens: int | None = None
     sums: dict[str, float] = field(default_factory=dict)
     critic: CriticSlot | None = None
+    profiler: StepProfiler = field(default_factory=lambda: StepProfiler(None))
     _sums_s: float = 0.0  # seconds that computing them took
 
     def forward_backward(
@@ -154,6 +157,7 @@ class TrainedSlot:
         self._forget_gradients()
         self.at = number
         self.report.emit(Step, step=number, metrics=metrics)
+        self.profiler.at_boundary()
         return metrics
 
     def drop_gradients(self) -> None:

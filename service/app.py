@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
@@ -53,9 +54,12 @@ from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
 from service.files.files import uploads_folder
+from service.host_http.metrics import observed
 from service.rebuild import rebuild
+from service.telemetry.requests import SeenRequests, request_ids
+from service.telemetry.traces import stop_tracing
 from shared.errors import LongshoreError
-from shared.log_lines import escape_output, start_logging
+from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.store import open_store
@@ -64,6 +68,7 @@ logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20
 _SWEEP_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0
+_GAUGES_EVERY_S = 15.0  # as often as Prometheus asks
 _EVICT_EVERY_S = 2.0
 _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
@@ -156,8 +161,14 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # service/telemetry/requests.py sees to it
         lifespan=_lifespan,
-        middleware=[Middleware(codec_api.CodecCors, origin=temporal_ui), edge, Middleware(HeadRequests)],
+        middleware=[
+            Middleware(SeenRequests),
+            Middleware(codec_api.CodecCors, origin=temporal_ui),
+            edge,
+            Middleware(HeadRequests),
+        ],
     )
     app.state.backend, app.state.decoding, app.state.in_hand = backend, backend.decoding, in_hand
     app.state.tinker_samples = tinker_samples.Samples(backend)
@@ -187,7 +198,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
     was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
-    loops = [asyncio.create_task(_repeat(*each)) for each in _chores(backend, app.state.tinker_samples, was_empty)]
+    chores = _chores(backend, app.state.tinker_samples, was_empty)
+    if backend.settings.metrics.port is not None:
+        chores += (("gauges are not refreshed", _GAUGES_EVERY_S, backend.gauges.refresh),)
+    loops = [asyncio.create_task(_repeat(*each)) for each in chores]
     yield
     with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
         async with asyncio.timeout(_LAST_ANSWERS_S):
@@ -198,6 +212,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
     await asyncio.to_thread(backend.database.close)
+    await asyncio.to_thread(stop_tracing)  # SIGTERM ends the process behind this
 
 
 def _chores(
@@ -268,7 +283,6 @@ async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[obj
 
 def main() -> None:
     """Serve until SIGTERM."""
-    import uvicorn
     from uvicorn.main import STARTUP_FAILURE
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -276,24 +290,27 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8484)
     parser.add_argument("--allow-host", action="append", help="a name that a Host header may carry; * for any")
     arguments = parser.parse_args()
-    start_logging()
     hosts = arguments.allow_host
     if hosts is None and arguments.host not in LOOPBACK_NAMES:
         hosts = ["*"]  # checking Host only protects services on loopback (from DNS rebinding)
     settings = Settings()
-    app = create_app(settings, hosts)
+    with observed("web", settings, request_ids):
+        server = _server(settings, hosts, arguments.host, arguments.port)
+        with suppress(KeyboardInterrupt):
+            server.run()
+    if not server.started:
+        sys.exit(STARTUP_FAILURE)
+
+
+def _server(settings: Settings, allowed_hosts: Sequence[str] | None, host: str, port: int) -> uvicorn.Server:
+    app = create_app(settings, allowed_hosts)
     # Some 200,000 objects live as long as the process. Without freezing them each full garbage collection would delay
     # requests by a tenth of a second.
     gc.collect()
     gc.freeze()
     private_folder(settings.root_path)
     decoding.prepare_children()
-    served = config(app, settings, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=3)
-    server = uvicorn.Server(served)
-    with suppress(KeyboardInterrupt):
-        server.run()
-    if not server.started:
-        sys.exit(STARTUP_FAILURE)
+    return uvicorn.Server(config(app, settings, host=host, port=port, timeout_graceful_shutdown=3))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from service.inference.questions import Inference
 from service.runs.checks import Checks
 from service.runs.estimates import Estimates
 from service.runs.files import RunFiles
+from service.runs.gauges import InstallationGauges
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
@@ -59,6 +60,7 @@ class Backend:
         questions = FairShare("questions", limits.questions, limits.patience_s)
         self.runs = Runs(settings, store, rows, states, temporal, access, self.quotas)
         self.watch = Watch(rows, states, temporal)
+        self.gauges = InstallationGauges(settings, database, temporal)
         self.spending = SpendingLimits(self.runs, rows)
         self.steps = TrainSteps(self.runs, store, temporal)
         self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
@@ -66,7 +68,7 @@ class Backend:
         self.sessions = Sessions(self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days)
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
-        self.run_files = RunFiles(store, settings.s3)
+        self.run_files = RunFiles(store, settings.s3, self.quotas)
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
         self.checks = Checks(self.runs, temporal, checks)

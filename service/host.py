@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -42,13 +41,14 @@ from service import builds
 from service.codec import SealedRunner
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
+from service.host_http.metrics import observed
 from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
 from service.seal_keys import sync_key
 from service.signing import Signer
 from service.temporal import connect_temporal
-from shared.log_lines import escape_output, start_logging
+from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.host_states import HostAddress
@@ -388,11 +388,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
     given = parser.parse_args(arguments)
-    start_logging()
     settings = Settings(root=given.root) if given.root else Settings()
     private_folder(settings.root_path)
     _share_free_memory()
-    asyncio.run(_main(given.role, settings))
+    with observed(given.role, settings):
+        asyncio.run(_main(given.role, settings))
 
 
 if __name__ == "__main__":
@@ -401,5 +401,4 @@ if __name__ == "__main__":
     # Everything has ended in good order. The SDK's own threads may still touch Python, and an interpreter that is being
     # taken down under them aborts (seen with temporalio 1.35: one exit in six): so it is not taken down.
     logging.shutdown()
-    sys.stdout.flush()
     os._exit(0)

@@ -5,11 +5,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, DescribeTaskQueueResponse
 from temporalio.client import (
     Client,
     Interceptor,
@@ -26,6 +26,8 @@ from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 from service.codec import UNSEALED, sealed_data_converter
 from service.errors import TemporalUnavailable, WrongSealKey
 from service.seal_keys import SealKeys
+from service.telemetry.sdk_metrics import sdk_runtime
+from service.telemetry.traces import tracing_interceptors
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import Settings
 
@@ -54,6 +56,13 @@ def share_of(tenant: str, weight: float = 1.0) -> Priority:
     leases of GPU hosts, each tenant gets its share by weight, if the server is configured for it (docs/queues.md).
     """
     return Priority(fairness_key=tenant, fairness_weight=None if weight == 1.0 else weight)
+
+
+class Backlog(NamedTuple):
+    """Activities that no host has taken yet, and the age of the oldest."""
+
+    num: int
+    age_s: float
 
 
 class Temporal:
@@ -132,15 +141,23 @@ class Temporal:
 
         A host that does as many as it may at once does not ask.
         """
+        since, found = time.time() - _POLL_S, await self._describe(queue)
+        return len({each.identity for each in found.pollers if each.last_access_time.seconds > since})
+
+    async def backlog(self, queue: str) -> Backlog:
+        """Return what waits in a queue of activities."""
+        found = (await self._describe(queue, report_stats=True)).stats
+        return Backlog(found.approximate_backlog_count, found.approximate_backlog_age.ToTimedelta().total_seconds())
+
+    async def _describe(self, queue: str, report_stats: bool = False) -> DescribeTaskQueueResponse:
         request = DescribeTaskQueueRequest(
             namespace=self._settings.temporal_namespace,
             task_queue=TaskQueue(name=queue),
             task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
+            report_stats=report_stats,
         )
         async with self.client() as client:
-            found = await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
-        since = time.time() - _POLL_S
-        return len({each.identity for each in found.pollers if each.last_access_time.seconds > since})
+            return await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
 
     async def _connect(self) -> Client:
         try:
@@ -220,7 +237,8 @@ async def connect_once(
         settings.temporal_address,
         namespace=settings.temporal_namespace,
         data_converter=sealed_data_converter(keys, leave),
-        interceptors=interceptors,
+        interceptors=[*tracing_interceptors(), *interceptors],
+        runtime=sdk_runtime(),
         tls=_tls(settings),
         api_key=key.get_secret_value() if key else None,
     )

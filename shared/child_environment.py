@@ -39,13 +39,14 @@ _DEVICE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*"),
 )
+_TRACES = ("OTEL_*",)  # may hold the key of a receiver of traces
 _VLLM = ("VLLM_*",)
 _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "temporal": (*_SYSTEM, "GOGC", "GOMEMLIMIT", "GOMAXPROCS", "GODEBUG"),
-    "web": (*_SYSTEM, *_NETWORK, *_S3, "PG*"),
-    "control": (*_SYSTEM, *_NETWORK, *_S3, *_HUB, "WANDB_*"),
-    "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
-    "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE, *_VLLM),
+    "web": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, "PG*"),
+    "control": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_HUB, "WANDB_*"),
+    "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE),
+    "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE, *_VLLM),
     # Neither a proxy nor credentials, as they read folders alone: their hosts stage what comes from a store.
     "worker": (*_SYSTEM, *_DEVICE, *_VLLM),
     # No PYTHON*, as it has a Python of its own.

@@ -2,9 +2,14 @@
 line, moves a terminal's cursor or hides what it says."""
 
 import io
+import json
 import logging
 import sys
-from typing import Any
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Ids = Callable[[], dict[str, str]]
 
 _CONTROLS = (*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _NAMED = {9: r"\t", 10: r"\n", 13: r"\r"}
@@ -34,6 +39,26 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line.translate(_OF_LINES)}" for line in text.split("\n"))
 
 
+class JsonFormatter(logging.Formatter):
+    """Formats a message as one line of JSON, with the ids of what was being done."""
+
+    def __init__(self, ids: Ids) -> None:
+        super().__init__()
+        self._ids = ids
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._ids(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found).replace("\x7f", r"\u007f")  # JSON's own escapes leave that one out
+
+
 class EscapingStream(io.TextIOWrapper):
     """A stream that escapes the control characters of what is printed, but for tabs and the ends of lines."""
 
@@ -51,8 +76,9 @@ def escape_output() -> None:
     )
 
 
-def start_logging() -> None:
-    """Log from INFO on to stderr, each message as one line."""
+def start_logging(form: Literal["text", "json"] = "text", ids: Ids = dict) -> None:
+    """Log from INFO on to stderr, each message as one line. `ids`: of what is being done, for lines of JSON."""
     handler = logging.StreamHandler()
-    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(JsonFormatter(ids) if form == "json" else EscapingFormatter(text))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

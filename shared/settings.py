@@ -4,6 +4,7 @@ Read once, at an entry point, and passed on; nothing else reads the environment.
 """
 
 import os
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -205,6 +206,18 @@ class TenantLimits(BaseModel):
     patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
 
 
+class MetricsSettings(BaseModel):
+    """Where a process shows its metrics to Prometheus, without a key."""
+
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65532,
+        description="none: they are not shown. Under `longshore dev` the web service's; hosts have those after it",
+    )
+    address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="of this machine")
+
+
 def user_config_path() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "longshore" / "config.toml"
@@ -246,6 +259,8 @@ class Settings(BaseSettings):
     serving: ServingSettings = ServingSettings()
     tinker: TinkerSettings = TinkerSettings()
     webhooks: WebhookSettings = WebhookSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    log_format: Literal["text", "json"] = Field(default="text", description="of service and hosts; json: lines of JSON")
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"

@@ -13,6 +13,7 @@ from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
+from activities.telemetry import LEASES
 from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.fence import Fence
@@ -127,10 +128,12 @@ class ProcessLease:
     def hold(self, worker: WorkerProcess) -> None:
         """Keep the process until the lease ends. Raises as `begin` does."""
         look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, False
-        while _is_held(worker):
-            if time.monotonic() > look_at:
-                look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
-            time.sleep(_POLL_S)
+        role = "sampler" if isinstance(worker.key, SamplerKey) else "gpu"
+        with LEASES.labels(role).track_inprogress():
+            while _is_held(worker):
+                if time.monotonic() > look_at:
+                    look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
+                time.sleep(_POLL_S)
 
     def tell(
         self,

@@ -18,6 +18,7 @@ from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, saved_by_job
+from activities.telemetry import JobSeen
 from longshore.fields import Frozen
 from shared.errors import HostLeft, WorkerLost
 from shared.fence import Fence
@@ -114,8 +115,11 @@ class RunJob:
             newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
             start = saved_by_job(request.plan, newest)
             attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
-            with beating(lambda: attempt.reader.offset), attempt.uploader:
-                result = attempt.run()
+            try:
+                with beating(lambda: attempt.reader.offset), attempt.uploader:
+                    result = attempt.run()
+            finally:
+                attempt.seen.end()
             self._judge(attempt, result)
             return result
 
@@ -182,6 +186,7 @@ class _Attempt:
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
+        self.seen = JobSeen(request.plan, request.fence, time.time())
 
     def run(self) -> JobResult:
         try:
@@ -250,6 +255,7 @@ class _Attempt:
         # After a terminal event the whole log is uploaded at once.
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
+        self.seen.take(event)
 
     def _obey(self) -> None:
         """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""

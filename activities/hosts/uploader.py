@@ -18,11 +18,14 @@ from shared.runs.requests import FIRST_TENANT
 from shared.runs.session_results import SessionResults
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import upload_artifact
+from shared.storage.files import write_atomically
 from shared.storage.paths import RunKeys
+from shared.storage.staging import ProfileRequest
 from shared.storage.store import ObjectStore
 
 _PATIENCE_S = 300.0
 _PAUSE_S = 2.0
+_PROFILE_LOOK_S = 5.0
 _PART_SHARE = 0.02
 
 
@@ -86,6 +89,8 @@ class Uploader:
         self._parts: list[str] = []
         self._num_saved = 0
         self._away_since: float | None = None
+        self._looked_at = 0.0
+        self._asked: ProfileRequest | None = None
         self._pending: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
@@ -126,12 +131,17 @@ class Uploader:
         for future in [future for future in self._pending if future.done()]:
             self._pending.remove(future)
             future.result()
+        if time.monotonic() - self._looked_at > _PROFILE_LOOK_S:
+            self._looked_at = time.monotonic()
+            self._begin(self._profile)
         age_s = time.monotonic() - self._begun_at
         if time.monotonic() - self._uploaded_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
             self._part()
 
     def finish(self, output: Path | None) -> None:
         """Upload the whole log, which replaces its pieces, and the end of `output`, if given; wait for all uploads."""
+        if self._asked is not None:
+            self._begin(self._profile)
         self._begin(lambda: self._whole_log(output))
         for future in self._pending:
             future.result()
@@ -170,6 +180,23 @@ class Uploader:
         shutil.rmtree(folder, ignore_errors=True)
         prune_checkpoints(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
         return True
+
+    def _profile(self) -> None:
+        """Pass a request for a trace of steps on to the worker, and its trace to the store.
+
+        A job that ends before the worker has begun leaves the request to the run's next job.
+        """
+        log = self._job.log_path
+        if self._asked is None:
+            if self._store.head(self._keys.profile_request) is not None:
+                self._asked = ProfileRequest.model_validate_json(self._store.get_bytes(self._keys.profile_request))
+                write_atomically(ProfileRequest.path(log), self._asked.model_dump_json().encode())
+        elif (trace := self._asked.trace(log)).exists():
+            key = self._keys.profile(self._job.plan.job_id, self._job.fence, self._asked.profile_id)
+            self._store.put_file(key, trace)
+            self._store.delete(self._keys.profile_request)
+            trace.unlink()
+            self._asked = None
 
     def _whole_log(self, output: Path | None) -> None:
         job_id, fence = self._job.plan.job_id, self._job.fence

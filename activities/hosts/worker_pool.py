@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from activities.confined.calls import machine_bytes
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftover_workers, launch
+from activities.telemetry import GPU_SECONDS
 from longshore.layout import MAX_WORLD_SIZE
 from shared.errors import LeaseLost, LongshoreError
-from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
+from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 
@@ -68,7 +69,7 @@ class WorkerPool:
         self._warm_bytes = machine_bytes() // _WARM_SHARE if warm_bytes is None else warm_bytes
         # With the bytes of host memory that each holds. The one that was leased last is last.
         self._idle: dict[str, tuple[WorkerProcess, int]] = {}
-        self._released_at = time.monotonic()
+        self._released_at = self._counted_until = time.monotonic()
         for key in end_leftover_workers(paths)[:1]:  # the device has room for one
             self._start_again(key)
 
@@ -190,9 +191,16 @@ class WorkerPool:
                 worker.num_jobs[lease.run_id] -= 1
 
     def end_idle(self) -> None:
-        """End the idle workers that have died, and all when none was leased for the idle time."""
+        """End the idle workers that have died, and all when none was leased for the idle time. Called again and again.
+
+        Those that are leased are counted since the last call.
+        """
         now = time.monotonic()
         with self._lock:
+            keys = [worker.key for worker in self._leased.values()]
+            num_ranks = sum(key.layout.world_size for key in keys if isinstance(key, WorkerKey))
+            GPU_SECONDS.inc(num_ranks * (now - self._counted_until))
+            self._counted_until = now
             is_over = not self._leased and now - self._released_at > self._idle_limit_s
             over = [worker for worker, _ in self._idle.values() if is_over or not worker.is_alive()]
             for worker in over:

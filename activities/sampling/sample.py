@@ -24,6 +24,7 @@ from activities.sampling.completions import (
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.routes import RoutesWriter, read_answer, sent_bytes
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
+from activities.telemetry import proof_counted
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from activities.tokenizing.tokenizer import stopping_at, stops_of
 from longshore.fields import Artifact, Frozen
@@ -226,7 +227,7 @@ class SamplerActivities:
             InvalidInput: the server refuses the adapter or the probe.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        with beating():
+        with beating(), proof_counted():
             try:
                 with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
                     return _proved(opened.client, served, request)

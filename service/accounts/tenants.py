@@ -353,3 +353,11 @@ def _gpu_hours(session: Session, tenant: str) -> float:
     # Two queries, as each can use an index, which a query with OR could not.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)
     return sum(float(session.scalars(query.where(which)).one()) for which in each) / 3600
+
+
+def used_gpu_seconds(session: Session) -> list[tuple[str, float]]:
+    """Return the tenants and their GPU seconds, counted as `_gpu_hours` counts, the greatest first."""
+    used = func.sum(RunRow.gpu_seconds)
+    is_recent = RunRow.ended_at.is_(None) | (RunRow.ended_at > time.time() - WINDOW_S)
+    query = select(RunRow.tenant, used).where(is_recent).group_by(RunRow.tenant).order_by(used.desc())
+    return [(tenant, float(seconds)) for tenant, seconds in session.execute(query)]

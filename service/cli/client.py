@@ -35,16 +35,23 @@ class CliClient:
     """Call the native API. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
 
     def __init__(
-        self, api_url: str, api_key: str | None, patience_s: float = 2.0, timeout_s: float = _TIMEOUT_S
+        self,
+        api_url: str,
+        api_key: str | None,
+        patience_s: float = 2.0,
+        timeout_s: float = _TIMEOUT_S,
+        traceparent: str | None = None,
     ) -> None:
         """
         Args:
             patience_s: how long calls that may be repeated are repeated while the service is away.
             timeout_s: how long a service that was reached may be silent.
+            traceparent: W3C's header, of the trace that calls are part of which change something.
         """
         self._patience_s = patience_s
         self.api_url = api_url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._trace = {"traceparent": traceparent} if traceparent else {}
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         # A proxy from the environment has no business between a user and their own machine's service.
         self._http = httpx.Client(
@@ -221,6 +228,8 @@ class CliClient:
 
     def _sent(self, method: str, path: str, **options: Any) -> httpx.Response:
         with self._translated():
+            if method != "GET":  # a run that is waited for is looked at again and again
+                options["headers"] = {**self._trace, **options.get("headers", {})}
             answer = self._http.request(method, f"/api/v1{path}", **options)
             if answer.is_error:
                 raise _problem(answer)

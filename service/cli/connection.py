@@ -2,6 +2,7 @@
 of the last login, user file, dev stack of this root.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from shared.runs.requests import Run
     from shared.settings import Settings
 
+TRACE_PARENT = "TRACEPARENT"
+"""The variable by which programs pass on the trace that they are part of."""
 _MEND = "mend the LONGSHORE_ variable, ./longshore.toml or the user's configuration file"
 _MOST_COMPLETIONS, _COMPLETION_PATIENCE_S = 50, 2.0
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
@@ -57,7 +60,7 @@ def cli_client(context: typer.Context, patience_s: float = 2.0) -> "CliClient":
     from service.cli.client import CliClient
 
     found = address(context.obj)
-    return CliClient(found.url, found.key, patience_s)
+    return CliClient(found.url, found.key, patience_s, traceparent=os.environ.get(TRACE_PARENT))
 
 
 def address(given: Globals) -> Address:

@@ -19,7 +19,7 @@ HEADINGS = {
         **{"sweep": "schedules", "schedule": "schedules", "import": "importing"},
     },
     "Look at runs": {
-        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
+        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints", "profile"), "runs"),
         "session": "runs",
         "webhook": "webhooks",
     },
@@ -32,7 +32,7 @@ HEADINGS = {
     },
     "This machine": dict.fromkeys(("dev", "doctor", "db", "builds"), "stack"),
 }
-_MODULES = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
+COMMANDS = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
 _LONGEST = 200
 
 
@@ -41,13 +41,13 @@ class HeadedHelp(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = dict.fromkeys(_MODULES)  # type: ignore[assignment]  # names alone: `get_command` loads one
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: `get_command` loads one
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command of its module's `app`, or the app itself where that is the group of this name."""
-        if cmd_name not in _MODULES:
+        if cmd_name not in COMMANDS:
             return None
-        group = _group(_MODULES[cmd_name])
+        group = _group(COMMANDS[cmd_name])
         return group if group.name == cmd_name else group.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

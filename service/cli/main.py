@@ -2,13 +2,15 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
-from service.cli.connection import Globals, Json, profile_names
+from service.cli.connection import TRACE_PARENT, Globals, Json, profile_names
 from service.cli.exits import DONE, INTERRUPTED, Stop
-from service.cli.help_groups import HeadedHelp
+from service.cli.help_groups import COMMANDS, HeadedHelp
 from service.cli.output.render import print_json, say
 
 _EXAMPLES = """\b
@@ -64,10 +66,25 @@ def _globals(
     context.obj = Globals(as_json, api_url, api_key, profile)
 
 
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Have a span for a command, where an endpoint is set. `TRACEPARENT` is how programs pass a trace on to others."""
+    if not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+        yield
+        return
+    from service.telemetry.traces import span_of_program
+
+    command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
+    with span_of_program("cli", f"longshore {command}".strip(), os.environ.get(TRACE_PARENT)) as traceparent:
+        os.environ |= {TRACE_PARENT: traceparent} if traceparent else {}
+        yield
+
+
 def main() -> None:
     """Run the command line; every error that a user can meet ends as a plain line and an exit code."""
     try:
-        code = app(prog_name="longshore", standalone_mode=False)
+        with _traced():
+            code = app(prog_name="longshore", standalone_mode=False)
     except Stop as stop:
         say(f"error: {stop.message}")
         if stop.advice:

@@ -40,6 +40,7 @@ from shared.storage.files import private_folder
 
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
+_OBSERVED: tuple[Kind, ...] = ("web", *_HOSTS)  # in the order of their metrics' ports
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
@@ -192,6 +193,8 @@ class Stack:
         }
         if connection.temporal_ui:
             known["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
+        if (port := self._settings.metrics.port) and kind in _OBSERVED:
+            known["LONGSHORE_METRICS__PORT"] = str(port + _OBSERVED.index(kind))
         known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders)
         return child_environment(kind, known)
 

@@ -34,21 +34,28 @@ def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator
     """
     path, address, app = HostPaths(settings.root_path).socket(queue), settings.host_address, Starlette(routes=routes)
     private_folder(path.parent)
-    with _served(app, listen_privately(path, _BACKLOG)):
+    with served(app, listen_privately(path, _BACKLOG)):
         if address is None:
             yield HostAddress(socket=str(path))
             return
         is_v6 = address.version == 6
         listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
-        with _served(app, listener, Trust.of(settings)):
+        with served(app, listener, Trust.of(settings)):
             named = f"[{address}]" if is_v6 else str(address)
             yield HostAddress(socket=str(path), address=f"{named}:{listener.getsockname()[1]}")
 
 
 @contextmanager
-def _served(app: Starlette, listener: socket.socket, trust: Trust | None = None) -> Iterator[None]:
-    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
+def served(
+    app: Starlette, listener: socket.socket, trust: Trust | None = None, at_once: int | None = None
+) -> Iterator[None]:
+    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work.
+
+    `at_once`: connections; more are refused.
+    """
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S, limit_concurrency=at_once
+    )
     config.load()
     config.ssl = trust.server_context() if trust is not None else None
     server = uvicorn.Server(config)

@@ -1,13 +1,18 @@
 """Reads a run's files in the store, other than its events: job files, workers' output, reports, rollouts as text."""
 
+import asyncio
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from longshore.fields import Artifact, Frozen
+from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
@@ -19,6 +24,7 @@ from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
 from shared.storage import artifacts
 from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.staging import ProfileRequest
 from shared.storage.store import ObjectStore, open_uri
 
 if TYPE_CHECKING:
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 _READ_BYTES = 4 << 20
 _MOST_CHARACTERS = 8000
 _MOST_SAMPLES = 16
+_MOST_TRACES = 8
+_TRACE = re.compile(r"profile-([0-9a-f]{16})\.json\.gz")
 _report: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 Decode = Callable[[list[int]], str]
 
@@ -68,11 +76,28 @@ class GroupTexts(Frozen):
     place: str | None = None
 
 
+class Trace(Frozen):
+    """A trace of steps, of one attempt at a job: Chrome's JSON, as gzip, for Perfetto."""
+
+    profile_id: str
+    job_id: str
+    fence: str
+    num_bytes: int
+
+
+class Traces(Frozen):
+    """A run's traces, and the one that is waited for."""
+
+    asked: ProfileRequest | None
+    traces: tuple[Trace, ...]
+
+
 class RunFiles:
     """Reads a run's files. Blocking: call it from a thread. The caller has checked who owns the run."""
 
-    def __init__(self, store: ObjectStore, s3: S3Settings) -> None:
+    def __init__(self, store: ObjectStore, s3: S3Settings, quotas: Quotas) -> None:
         self._store = store
+        self._quotas = quotas
         self._s3 = s3
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
         self._report_at = lru_cache(maxsize=256)(self._at)  # lists of jobs ask for the same ones again and again
@@ -108,6 +133,43 @@ class RunFiles:
     def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:
         """The dataset's report, once it is tokenized."""
         return None if status.dataset_report is None else _report.validate_json(self._report_at(status.dataset_report))
+
+    async def ask_profile(self, tenant: str, run_id: str, steps: int) -> ProfileRequest:
+        """Ask for a trace of a running run's next steps. To be awaited, as it counts the request's bytes.
+
+        Raises:
+            Conflict: one is asked for, or there are enough.
+            QuotaExceeded
+        """
+        if len((await asyncio.to_thread(self.traces, run_id)).traces) >= _MOST_TRACES:
+            raise Conflict(f"the run has {_MOST_TRACES} traces: no more are made")
+        request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
+        data = request.model_dump_json().encode()
+        put = partial(self._store.put_if_absent, RunKeys(run_id).profile_request, data)
+        if not await self._quotas.put_noted(tenant, run_id, "profile", data, put):
+            raise Conflict("a trace of this run is waited for already")
+        return request
+
+    def traces(self, run_id: str) -> Traces:
+        """A run's traces, in order of jobs."""
+        keys = RunKeys(run_id)
+        found = []
+        for info in self._store.list(f"{keys.logs}/"):
+            job_id, fence, name = info.key.removeprefix(f"{keys.logs}/").split("/", 2)
+            if match := _TRACE.fullmatch(name):
+                found.append(Trace(profile_id=match[1], job_id=job_id, fence=fence, num_bytes=info.size))
+        asked = None
+        with suppress(NotFound):
+            asked = ProfileRequest.model_validate_json(self._store.get_bytes(keys.profile_request))
+        return Traces(asked=asked, traces=tuple(found))
+
+    def trace(self, run_id: str, job_id: str, fence: str, profile_id: str) -> Iterator[bytes]:
+        """One trace, in pieces. Raises NotFound."""
+        key = RunKeys(run_id).profile(job_id, _fence(fence), profile_id)
+        if (info := self._store.head(key)) is None:
+            raise NotFound(f"there is no trace {profile_id}")
+        starts = range(0, info.size, _READ_BYTES)
+        return (self._store.read_range(key, start, min(_READ_BYTES, info.size - start)) for start in starts)
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""

@@ -39,6 +39,8 @@ class RunKeys:
         self.logs = f"{self.prefix}/logs"
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
+        self.is_closed = f"{self.prefix}/closed"  # exists once a session takes no more commands
+        self.profile_request = f"{self.prefix}/profile.json"  # exists while somebody waits for a trace of steps
         self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
 
     def start(self, start_id: str) -> str:
@@ -65,10 +67,8 @@ class RunKeys:
         """Where the host of a session's worker is reached."""
         return f"{self.prefix}/host.json"
 
-    @property
-    def is_closed(self) -> str:
-        """An object that exists once a session takes no more commands."""
-        return f"{self.prefix}/closed"
+    def profile(self, job_id: str, fence: Fence, profile_id: str) -> str:
+        return f"{self.logs}/{job_id}/{fence.label}/profile-{profile_id}.json.gz"
 
     def step(self, number: int) -> str:
         """The record of a train step of an RL run that has ended."""

@@ -1,6 +1,7 @@
-"""How a worker has its host stage artifacts, by two files beside a job's log: the host alone has a store's credentials.
+"""What a worker and its host ask of each other by files beside a job's log.
 
-The worker writes what its job lacks, the host stages it in the cache that both share, and answers.
+The host alone has a store's credentials: the worker writes what its job lacks, the host stages it in the cache that
+both share, and answers. The other way round the host asks for a trace of steps.
 """
 
 import errno
@@ -45,3 +46,26 @@ class StageAnswer(Frozen):
                 return cls(kind="disk_full", message=str(error))
             case _:
                 return cls(kind="error", message=str(error))
+
+
+PROFILE_ID = r"^[0-9a-f]{16}$"
+MAX_PROFILED_STEPS = 10
+
+
+class ProfileRequest(Frozen):
+    """Asks a worker for torch's trace of the next optimizer steps of a live job, by a file beside its log.
+
+    `profile_id`: names the trace that answers it.
+    """
+
+    profile_id: str = Field(pattern=PROFILE_ID)
+    steps: int = Field(ge=1, le=MAX_PROFILED_STEPS)
+
+    @staticmethod
+    def path(log: str) -> Path:
+        """Where the host writes it. Rank 0 deletes it when it begins."""
+        return Path(log).with_name("profile.json")
+
+    def trace(self, log: str) -> Path:
+        """Where rank 0 writes the trace, by rename: Chrome's JSON, as gzip."""
+        return Path(log).with_name(f"profile-{self.profile_id}.json.gz")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.spans import Receiver, receiver
 from shared.jobs.weight_sync import EXPERIMENTAL
 from tests.activities.groups import random_groups
 from tests.end_to_end.runs import Groups, jsonl
-from tests.end_to_end.stack import Answer, Stack, started
+from tests.end_to_end.stack import Answer, Stack, metrics_port, started
 from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 QUICK = {
@@ -30,6 +31,7 @@ SECRETS = {
     "WANDB_API_KEY": "0123456789abcdefcanary0123456789abcdef00",
     "AWS_SECRET_ACCESS_KEY": "canary/of/aws/77aa31",
     "HF_TOKEN": "canary-of-the-hub-c40d18",
+    "OTEL_EXPORTER_OTLP_HEADERS": "api-key=canary-of-the-traces-1f6b30",
     "TOKEN_OF_SOMETHING_ELSE": "canary-of-a-stranger-2b90ce",
 }
 
@@ -71,14 +73,24 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
+def traces() -> Iterator[Receiver]:
+    """Whatever the processes of `stack` send of their traces."""
+    with _shared:
+        yield _shared.enter_context(receiver())
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, traces: Receiver) -> Iterator[Stack]:
     named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
     priced = {"LONGSHORE_PRICES__GPU_HOUR": "36"}  # a cent a second
     others = {"PYTHONPATH": str(PACKAGES)}
+    seen = {"LONGSHORE_METRICS__PORT": str(metrics_port()), "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    seen["OTEL_EXPORTER_OTLP_ENDPOINT"] = traces.endpoint
     with _shared:
         root = tmp_path_factory.mktemp("stack")
         codec = {"LONGSHORE_TEMPORAL_CODEC": "true"}
-        yield _shared.enter_context(started(root, **QUICK, **SECRETS, **named, **priced, **others, **codec))
+        options = {**QUICK, **SECRETS, **named, **priced, **others, **codec, **seen}
+        yield _shared.enter_context(started(root, **options))
 
 
 @pytest.fixture(scope="session")

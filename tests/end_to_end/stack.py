@@ -14,7 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
 import psutil
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from temporalio.client import Client, WorkflowHistory
 
 from service.accounts.keys import new_key
@@ -84,7 +87,26 @@ class Stack:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def _forked(self, arguments: Sequence[str], timeout_s: float) -> Answer:
-        return Answer(*forks.captured(main, ["longshore", *arguments], self._environment, self.root, timeout_s))
+        untraced = {name: value for name, value in self._environment.items() if not name.startswith("OTEL_")}
+        return Answer(*forks.captured(main, ["longshore", *arguments], untraced, self.root, timeout_s))
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What each process that shows metrics counts now, by the sample with its labels."""
+        return {process: _samples(families) for process, families in self._scraped().items()}
+
+    def names_of_metrics(self) -> set[str]:
+        """The names that samples have or would have, as nothing may have been counted yet."""
+        metrics = [family for families in self._scraped().values() for family in families]
+        ends = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+        return {metric.name + end for metric in metrics for end in ends.get(metric.type, ("",))}
+
+    def _scraped(self) -> dict[str, list[Metric]]:
+        first = int(self._environment["LONGSHORE_METRICS__PORT"])
+        found = {}
+        for place, process in enumerate(("web", "control", "gpu", "sampler")):
+            text = httpx.get(f"http://127.0.0.1:{first + place}/metrics").raise_for_status().text
+            found[process] = list(text_string_to_metric_families(text))
+        return found
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes of this stack whose command line holds all of the words."""
@@ -149,6 +171,23 @@ def _ports() -> Ports:
     folder = Path(tempfile.gettempdir(), "longshore-test-stacks")
     folder.mkdir(exist_ok=True)
     return Ports(folder)
+
+
+def metrics_port() -> int:
+    """The first of four ports in a row: of the web service, and of the three hosts."""
+    port = 20_050 + os.getpid() % 100 * 100
+    while [_ports().take(port + place) for place in range(4)] != [port + place for place in range(4)]:
+        port += 4
+    return port
+
+
+def _samples(families: list[Metric]) -> dict[str, float]:
+    return {_labelled(sample.name, sample.labels): sample.value for family in families for sample in family.samples}
+
+
+def _labelled(name: str, labels: dict[str, str]) -> str:
+    inside = ",".join(f"{label}={value}" for label, value in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
 
 
 def _settle(root: Path) -> None:

@@ -35,6 +35,7 @@ WORDS = {
     "WANDB_API_KEY": "W&B",
     "AWS_SECRET_ACCESS_KEY": "S3",
     "HF_TOKEN": "hub",
+    "OTEL_EXPORTER_OTLP_HEADERS": "traces",
 }
 SUPERVISED = {"Temporal", "web service", "control host", "GPU host", "sampler host"}
 ALWAYS_THERE = SUPERVISED | {"body reader"}

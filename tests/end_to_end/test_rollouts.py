@@ -9,11 +9,12 @@ import torch
 from temporalio.api.history.v1 import HistoryEvent
 
 from benchmarks.one_device import Device
+from benchmarks.spans import Receiver, Span, of_run
 from shared.chat.trajectories import TrajectoryGroup
 from shared.jobs.events import Offloaded, parse_event
 from tests.depth import drawn
-from tests.end_to_end.conftest import ROLLOUT_STEPS
-from tests.end_to_end.stack import Stack
+from tests.end_to_end.conftest import ROLLOUT_STEPS, SECRETS
+from tests.end_to_end.stack import Stack, wait_until
 from tests.megatron_worker.weight_sync.samplers import TRANSPORTS, needs
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,53 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
             *("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds"),
         } <= set(metrics)
     assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, ROLLOUT_STEPS]
+
+
+def test_one_trace_leads_from_the_request_to_each_optimizer_step(traces: Receiver, undisturbed: dict) -> None:
+    """Every parent is there, and what users wrote is not."""
+    run_id = undisturbed["run_id"]
+
+    def whole() -> list[Span] | None:
+        """A span is sent when it ends: that of a lease after all that was done in it."""
+        spans = of_run(traces.spans(), run_id)
+        known = {"", *(span.span for span in spans)}
+        is_over = any(span.name == "CompleteWorkflow:RLWorkflow" for span in spans)
+        return spans if is_over and all(span.parent in known for span in spans) else None
+
+    spans = wait_until(whole, "the run's trace, with every parent", timeout_s=120)
+    by_id = {span.span: span for span in spans}
+
+    def path(span: Span) -> list[str]:
+        return [span.name, *(path(by_id[span.parent]) if span.parent else [])]
+
+    paths = [path(span) for span in spans]
+    start = ["StartWorkflow:RLWorkflow", "POST /api/v1/runs/rl"]
+    activity = ["RunActivity:run_job", "StartActivity:run_job", *start]
+    assert paths.count(["optimizer step", "job", *activity]) == ROLLOUT_STEPS
+    assert {path[-1] for path in paths} == {start[-1]} and ["RunWorkflow:RLWorkflow", *start] in paths
+    processes = {span.name: span.process for span in spans}
+    assert processes["job"] == "longshore-gpu" and processes["RunActivity:sample"] == "longshore-sampler"
+    steps = [span for span in spans if span.name == "optimizer step"]
+    assert [span.attributes["longshore.step"] for span in steps] == list(range(1, ROLLOUT_STEPS + 1))
+    for span in spans:
+        parent = by_id.get(span.parent)
+        assert parent is None or span.begin >= parent.begin - 0.05, (span, parent)  # clocks of two libraries
+    sent = b"".join(traces.raw)
+    assert run_id.encode() in sent
+    for text in ("Name ship", "def grade", *SECRETS.values()):
+        assert text.encode() not in sent, text
+
+
+def test_its_work_is_counted_where_it_is_done(stack: Stack, undisturbed: dict) -> None:
+    found = stack.metrics()
+    gpu, sampler, web = found["gpu"], found["sampler"], found["web"]
+    assert gpu["longshore_steps_total"] >= ROLLOUT_STEPS and gpu["longshore_trained_tokens_total"] > 0
+    assert gpu["longshore_jobs_total{outcome=succeeded}"] >= ROLLOUT_STEPS and gpu["longshore_gpu_seconds_total"] > 0
+    assert gpu["longshore_weight_sync_seconds_count"] >= ROLLOUT_STEPS
+    assert sampler["longshore_sampler_proofs_total{outcome=proved}"] >= ROLLOUT_STEPS
+    assert web["longshore_http_requests_total{method=POST,route=/api/v1/runs/rl,status=201}"] >= 1
+    wait_until(lambda: stack.metrics()["web"].get("longshore_ended_runs{state=succeeded}"), "the run is counted")
+    wait_until(lambda: stack.metrics()["web"]["longshore_tenant_gpu_seconds{tenant=default}"] > 0, "its tenant, too")
 
 
 def test_the_next_step_is_sampled_before_the_last_one_is_published_and_recorded(

@@ -37,6 +37,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/runs/reward": sft(seed=SUCCEEDS),
     "/api/v1/runs/rl": {"model": "org/tiny", "rollouts": ROLLOUTS},
     "/api/v1/runs/{run_id}/steps": {"key": "k", "groups": DATA},
+    "/api/v1/runs/{run_id}/profiles": {"steps": 1},
     "/api/v1/sessions": {"model": "org/tiny"},
     "/api/v1/sessions/{run_id}/commands/{number}": {"kind": "save_state"},
     "/api/v1/validate": {"source": {"uri": DATA}, "model_uri": "org/tiny"},
@@ -83,7 +84,7 @@ NOBODYS = {
 }
 # The rest of a path: a place within what an id names.
 PLACES = {"step": "1", "path": "README.md", "job_id": "000001", "fence": "e000001-a00", "tenant": TENANT, "number": "1"}
-PLACES["export"] = "fp8"
+PLACES |= {"export": "fp8", "profile_id": "0" * 16}
 ART_JOB = "/v1/preview/training-jobs/{job_id}"
 
 

@@ -1,6 +1,7 @@
 """No process writes a control character of a user's into its log."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,14 @@ def test_every_process_of_ours_begins_so() -> None:
     ]
     assert len(entries) > 5
     assert missing == []
+
+
+def test_as_json_a_message_is_one_line_with_its_ids() -> None:
+    logs = LOGS.replace("start_logging()", 'start_logging("json", lambda: {"run_id": "sft-1"})', 1)
+    logs = logs.replace('import start_logging("json", lambda: {"run_id": "sft-1"})', "import start_logging")
+    done = subprocess.run([sys.executable, "-c", logs], capture_output=True, text=True, timeout=60)
+    lines = done.stderr.split("\nTraceback")[0].splitlines()
+    first, second = map(json.loads, lines)
+    assert first["message"] == f"from {HOSTILE}" and first["run_id"] == "sft-1"
+    assert "ValueError" in second["exception"] and second["level"] == "ERROR"
+    assert not set(done.stderr) & set("\r\x1b\x9b\u2028\u202e")

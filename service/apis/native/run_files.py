@@ -5,17 +5,30 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
+from pydantic import Field
 
+from longshore.fields import Frozen
+from service.accounts import audit
 from service.accounts.principals import Asking
+from service.apis.json_bodies import JsonBody
 from service.apis.native.runs import TEXT, StepNumber
 from service.backend import Backed
-from service.runs.files import GroupTexts, JobFile, RunReport
+from service.errors import Conflict
+from service.runs.files import GroupTexts, JobFile, RunReport, Traces
 from service.runs.overview import Overview, Sparkline
 from shared.runs.requests import RunId
+from shared.storage.staging import MAX_PROFILED_STEPS, PROFILE_ID, ProfileRequest
 
 router = APIRouter()
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
+ProfileId = Annotated[str, Path(pattern=PROFILE_ID)]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
+
+
+class AskedProfile(Frozen):
+    """How many steps a trace is to have, at most: a job has only those that are left of it."""
+
+    steps: int = Field(default=3, ge=1, le=MAX_PROFILED_STEPS)
 
 
 @router.get("/overview")
@@ -62,6 +75,32 @@ async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: 
     await backend.runs.record(asking.tenant, run_id)
     data = await asyncio.to_thread(backend.run_files.output, run_id, job_id, fence)
     return PlainTextResponse(data)
+
+
+@router.post("/runs/{run_id}/profiles", status_code=202)
+async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Backed, asking: Asking) -> ProfileRequest:
+    """Trace a run's next optimizer steps with torch's profiler. 409 when it has ended, or one is waited for."""
+    if (await backend.runs.view(asking.tenant, run_id)).state != "running":
+        raise Conflict(f"{run_id} does not run: there are no steps to come")
+    audit.touched(run_id)
+    return await backend.run_files.ask_profile(asking.tenant, run_id, body.steps)
+
+
+@router.get("/runs/{run_id}/profiles")
+async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> Traces:
+    """The traces of a run's steps, and the one that is waited for."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.traces, run_id)
+
+
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
+async def show_profile(
+    run_id: RunId, job_id: JobId, fence: FenceLabel, profile_id: ProfileId, backend: Backed, asking: Asking
+) -> StreamingResponse:
+    """One trace, as Perfetto opens it: Chrome's JSON, as gzip."""
+    await backend.runs.record(asking.tenant, run_id)
+    pieces = await asyncio.to_thread(backend.run_files.trace, run_id, job_id, fence, profile_id)
+    return StreamingResponse(pieces, media_type="application/gzip")
 
 
 @router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)

@@ -3,6 +3,7 @@
 import secrets
 import time
 from functools import partial
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LONGEST_REASON = 72
 _LONG_POLL_S = 10.0
+_LOOK_S = 1.0
 _GOALS = {
     "sft": "loss",
     "dpo": "loss",
@@ -192,6 +194,40 @@ def checkpoints(client: "CliClient", run_id: RunId) -> CommandAnswer:
     found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
     rows = ((str(c.step), c.fence.label, c.artifact.uri) for c in found)
     return CommandAnswer(found, partial(print_table, ("step", "written by", "uri"), rows))
+
+
+@command(app)
+def profile(
+    client: "CliClient",
+    run_id: RunId,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="At most: a job may have fewer left.")] = 3,
+    into: Annotated[Path | None, typer.Option("--into", help="The file; RUN-profile.json.gz here if absent.")] = None,
+    timeout: Timeout = None,
+) -> CommandAnswer:
+    """Trace a run's next optimizer steps with torch's profiler, and fetch the trace for https://ui.perfetto.dev.
+
+    Exit codes: 0 done, 2 usage, 100 the run ended without one, 101 not finished within --timeout.
+    """
+    from service.runs.files import Traces
+    from shared.storage.staging import ProfileRequest
+
+    end = None if timeout is None else time.monotonic() + timeout
+    asked = client.post(f"/runs/{run_id}/profiles", ProfileRequest, json={"steps": steps})
+    while True:
+        has_ended = client.run(run_id).state != "running"  # asked first: what is listed next is then complete
+        known = {trace.profile_id: trace for trace in client.get(f"/runs/{run_id}/profiles", Traces).traces}
+        if (trace := known.get(asked.profile_id)) is not None:
+            break
+        if has_ended:
+            raise Stop(f"{run_id} ended before a step could be traced", FAILED)
+        if end is not None and time.monotonic() > end:
+            raise Stop(f"no trace within {timeout:g} s; it is kept below the run when it is done", NOT_FINISHED)
+        time.sleep(_LOOK_S)
+    target = into or Path(f"{run_id}-profile.json.gz")
+    client.save(f"/runs/{run_id}/jobs/{trace.job_id}/{trace.fence}/profiles/{trace.profile_id}", target)
+    return CommandAnswer(
+        trace, partial(say, f"{target}: {trace.num_bytes} bytes, of job {trace.job_id}; open it in Perfetto")
+    )
 
 
 @command(app)

@@ -1,0 +1,117 @@
+"""What hosts count (docs/observability.md has the table), and spans of a job's steps, made of the worker's events."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.errors import SamplerMismatch
+from shared.fence import Fence
+from shared.jobs.events import (
+    Applied,
+    Cancelled,
+    Evaluated,
+    Event,
+    Failed,
+    Offloaded,
+    Probed,
+    Saved,
+    Started,
+    Step,
+    Succeeded,
+    Synced,
+)
+from shared.jobs.job import AnyPlan
+
+_LONG_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
+LEASES = Gauge("longshore_leases", "Leases that this host has in hand", ["role"])
+GPU_SECONDS = Counter("longshore_gpu_seconds", "Seconds that workers of this host were leased, times their ranks")
+JOBS = Counter("longshore_jobs", "Jobs that ended, by outcome; `lost`: without a terminal event", ["outcome"])
+STEPS = Counter("longshore_steps", "Optimizer steps")
+TOKENS = Counter("longshore_trained_tokens", "Tokens that passed through optimizer steps")
+STEP_SECONDS = Histogram("longshore_step_seconds", "Of an optimizer step, as its worker says", buckets=_LONG_S)
+SYNC_SECONDS = Histogram(
+    "longshore_weight_sync_seconds", "Until the last sampler had the trainer's weights", buckets=_LONG_S
+)
+SYNC_BLOCKED = Counter("longshore_weight_sync_blocked_seconds", "That trainers waited for a sync")
+SYNC_BYTES = Counter("longshore_weight_sync_bytes", "Of weights that travelled to each sampler")
+SYNC_PROBLEMS = Counter("longshore_weight_sync_problems", "Samplers that a sync did not reach")
+PROOFS = Counter(
+    "longshore_sampler_proofs", "Comparisons of a sampler's log-probabilities with the trainer's", ["outcome"]
+)
+_SPANS = {
+    Saved: "save checkpoint",
+    Evaluated: "evaluate",
+    Probed: "probe",
+    Offloaded: "offload",
+}
+
+
+@contextmanager
+def proof_counted() -> Iterator[None]:
+    """Count the proof of a `with` block."""
+    outcome = "unavailable"
+    try:
+        yield
+        outcome = "proved"
+    except SamplerMismatch:
+        outcome = "refuted"
+        raise
+    finally:
+        PROOFS.labels(outcome).inc()
+
+
+class JobSeen:
+    """Counts a job's events, and makes spans of them below the span of the current activity.
+
+    Each span begins where the one before ended. `begun_at`: when the job was written, in seconds since 1970.
+    """
+
+    def __init__(self, plan: AnyPlan, fence: Fence, begun_at: float) -> None:
+        self._tracer = trace.get_tracer("longshore.worker")
+        ids = {"longshore.run": plan.run_id, "longshore.job": plan.job_id, "longshore.fence": fence.label}
+        self._job = self._tracer.start_span("job", start_time=_ns(begun_at), attributes=ids)
+        self._inside = trace.set_span_in_context(self._job)
+        self._until = begun_at
+        self._outcome = "lost"
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._job.set_attributes({"longshore.ranks": event.world_size, "longshore.device": event.device})
+                self._span("load", event)
+            case Step(step=step, metrics=metrics):
+                STEPS.inc()
+                TOKENS.inc(metrics.get("tokens", 0.0))
+                STEP_SECONDS.observe(metrics.get("step_s", 0.0))
+                counts = {f"longshore.{name}": metrics[name] for name in ("tokens", "num_bins") if name in metrics}
+                self._span("optimizer step", event, {"longshore.step": step, **counts})
+            case Applied(kind=kind, command=number):
+                self._span(f"command {kind}", event, {"longshore.command": number})
+            case Synced(outcome=sync):
+                SYNC_SECONDS.observe(sync.duration_s)
+                SYNC_BLOCKED.inc(sync.blocked_s)
+                SYNC_BYTES.inc(sync.num_bytes)
+                SYNC_PROBLEMS.inc(len(sync.problems))
+                self._span("sync weights", event, {"longshore.bytes": sync.num_bytes})
+            case Succeeded() | Failed() | Cancelled():
+                self._outcome, self._until = event.event, event.time
+            case Saved() | Evaluated() | Probed() | Offloaded():
+                self._span(_SPANS[type(event)], event)
+
+    def end(self) -> None:
+        """End the job's span, where its last event was."""
+        JOBS.labels(self._outcome).inc()
+        if self._outcome in ("failed", "lost"):
+            self._job.set_status(trace.StatusCode.ERROR, self._outcome)
+        self._job.end(_ns(self._until))
+
+    def _span(self, name: str, event: Event, attributes: dict[str, float | int] | None = None) -> None:
+        begin, self._until = self._until, max(self._until, event.time)
+        span = self._tracer.start_span(name, self._inside, start_time=_ns(begin), attributes=attributes)
+        span.end(_ns(self._until))
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,219 @@
+"""What traces and metrics show of a run, and what they cost.
+
+    python -m benchmarks.observability trace --svg docs/images/rl_step_trace.svg
+    python -m benchmarks.observability overhead [--pairs 6] [--steps 150] [--out FILE]
+
+`trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
+two stacks, one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT
+run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
+take without. (The worker has no such code.) Beside that: what the code for a step's span and counts takes alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal, get_args
+
+from benchmarks.control_plane import LONGSHORE, stack
+from benchmarks.machine import provenance, tell
+from benchmarks.spans import Receiver, of_run, picture, receiver
+from benchmarks.stack_processes import processor_s
+from examples.tiny_model import make_tiny_model
+from longshore.training import Lora
+from service.cli.client import CliClient
+from service.dev.connection import Connection
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.sources import DatasetSource
+
+WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
+PORTS = 21_700
+# A span in between says nothing that its child does not say.
+HIDDEN = ("StartActivity:", "SignalWorkflow:", "HandleSignal:")
+GRADER = {
+    "type": "python",
+    "name": "letters",
+    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
+}
+
+
+# Of one run: processor seconds of service and hosts, and of the worker; seconds until its end.
+Of = Literal["hosts_s", "worker_s", "until_end_s"]
+Cost = dict[Of, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    trace = parts.add_parser("trace")
+    trace.add_argument("--svg", type=Path, required=True)
+    overhead = parts.add_parser("overhead")
+    overhead.add_argument("--pairs", type=int, default=6)
+    overhead.add_argument("--steps", type=int, default=150)
+    overhead.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.part == "trace":
+            given.svg.write_text(draw_step(Path(folder)))
+        else:
+            tell(measure(Path(folder), given.pairs, given.steps) | provenance(), given.out)
+
+
+def draw_step(folder: Path) -> str:
+    """Return the picture of the second of two runs of one step each: worker and sampler are warm then."""
+    model, prompts = (
+        make_tiny_model(folder / "model", ["name a ship of the harbour. the evening tide."] * 8),
+        folder / "p",
+    )
+    rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(8))
+    prompts.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        *(LONGSHORE, "submit", "rl", "--json", "--model", str(model), "--prompts", str(prompts.with_suffix(".jsonl"))),
+        *("--grader", json.dumps(GRADER), "--steps", "1", "--prompts-per-step", "8", "--group-size", "8"),
+        *("--max-completion-tokens", "64", "--loss", "reinforce", "--lora-rank", "4", "--max-tokens", "128", "--wait"),
+    ]
+    with receiver() as received, stack(folder / "stack", **WARM, **_traced(received)):
+        environment = {**os.environ, "LONGSHORE_ROOT": str(folder / "stack"), **_traced(received)}
+        for seed in ("1", "2"):
+            done = subprocess.run([*command, "--seed", seed], env=environment, check=True, stdout=subprocess.PIPE)
+        run_id = json.loads(done.stdout)["run_id"]
+        time.sleep(3)  # the lease's span is sent when the host has let go of it
+        spans = [span for span in of_run(received.spans(), run_id) if not span.name.startswith("GET ")]
+    return picture(spans, "An RL run of one step: 64 answers of a tiny model, on warm processes of one machine", HIDDEN)
+
+
+def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
+    """Return processor seconds and seconds of runs, with and without."""
+    model = make_tiny_model(folder / "model", ["how many crates are on the quay? seven crates."] * 8)
+    data = folder / "data.jsonl"
+    rows = (
+        {"messages": [{"role": "user", "content": f"quay {n}?"}, {"role": "assistant", "content": "crates " * 40}]}
+        for n in range(64)
+    )
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = SFTRun(
+        model=model.as_uri(),
+        dataset=DatasetSource(uri=data.as_uri()),
+        trainable=Lora(rank=4),
+        steps=steps,
+        batch_size=32,
+        max_tokens=256,
+    )
+    found: dict[str, list[Cost]] = {"on": [], "off": []}
+    with ExitStack() as open_stacks:
+        received = open_stacks.enter_context(receiver())
+        on = {**_traced(received), "LONGSHORE_METRICS__PORT": str(PORTS)}
+        roots = {kind: folder / kind for kind in found}
+        clients = {
+            kind: _client(open_stacks.enter_context(stack(roots[kind], **WARM, **(on if kind == "on" else {}))))
+            for kind in found
+        }
+        open_stacks.enter_context(_scraping())
+        for pair in range(pairs + 1):  # the first warms both up
+            for kind in ("on", "off") if pair % 2 else ("off", "on"):
+                cost = _of_run(roots[kind], clients[kind], run.model_copy(update={"seed": pair}))
+                found[kind] += [cost] if pair else []
+        num_spans = len(received.spans())
+    mean = {
+        kind: {of: statistics.mean(cost[of] for cost in costs) for of in get_args(Of)} for kind, costs in found.items()
+    }
+    more = [on["hosts_s"] - off["hosts_s"] for on, off in zip(found["on"], found["off"], strict=True)]
+    whole = mean["off"]["hosts_s"] + mean["off"]["worker_s"]
+    return {
+        "what": "traces and metrics on, against off: processor seconds of our processes for an SFT run",
+        "steps": steps,
+        "mean": {kind: {of: round(value, 3) for of, value in costs.items()} for kind, costs in mean.items()},
+        "runs": found,
+        "more_processor_s_of_service_and_hosts": {
+            "median": round(statistics.median(more), 3),
+            "pairs": [round(s, 3) for s in more],
+        },
+        "overhead": round(statistics.median(more) / whole, 4),
+        "spans": num_spans,
+        **direct_costs(),
+    }
+
+
+def direct_costs() -> dict[str, float]:
+    """Return what the code of telemetry alone takes, in microseconds of a processor, spans encoded and sent."""
+    from opentelemetry import trace
+
+    from activities.telemetry import JobSeen
+    from service.telemetry import traces
+    from shared.fence import Fence
+    from shared.jobs.events import Step
+
+    class Plan:
+        run_id, job_id = "sft-0", "000001"
+
+    with receiver() as received:
+        os.environ |= _traced(received)
+        traces.start_tracing("benchmark")
+        seen, number = JobSeen(Plan(), Fence(epoch=1, attempt=1), time.time()), 20_000  # type: ignore[arg-type]
+        metrics = {"loss": 1.0, "tokens": 4096.0, "num_bins": 2.0, "step_s": 0.5}
+        events = [Step(seq=n, time=time.time(), step=n, metrics=metrics) for n in range(1, number + 1)]
+
+        def steps() -> None:
+            for event in events:
+                seen.take(event)
+                if event.step % 400 == 0:
+                    trace.get_tracer_provider().force_flush()  # type: ignore[attr-defined]
+
+        return {"microseconds_a_step": round(_cpu_us(steps) / number, 1)}
+
+
+def _cpu_us(work: Callable[[], None]) -> float:
+    begin = time.process_time()
+    work()
+    return (time.process_time() - begin) * 1e6
+
+
+def _of_run(root: Path, client: CliClient, run: SFTRun) -> Cost:
+    before, begin = processor_s(root), time.monotonic()
+    run_id = client.submit(run, f"run-{run.seed}").run_id
+    while (view := client.run(run_id)).state == "running":
+        time.sleep(0.2)
+    assert view.state == "succeeded", view.problem
+    seconds, after = time.monotonic() - begin, processor_s(root)
+    used = {role: after[role] - before.get(role, 0.0) for role in after}
+    hosts = sum(used[role] for role in used if role == "service" or role.endswith(" host"))
+    return {"hosts_s": round(hosts, 3), "worker_s": round(used["worker"], 3), "until_end_s": round(seconds, 2)}
+
+
+def _client(connection: Connection) -> CliClient:
+    return CliClient(connection.api_url, connection.api_key)
+
+
+def _traced(received: Receiver) -> dict[str, str]:
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint}
+
+
+@contextmanager
+def _scraping() -> Iterator[None]:
+    """Read the metrics of all four processes every 15 s, as Prometheus does."""
+    ended = threading.Event()
+
+    def scrape() -> None:
+        while not ended.wait(15.0):
+            for place in range(4):
+                urllib.request.urlopen(f"http://127.0.0.1:{PORTS + place}/metrics").read()
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Traces, sent by OTLP (HTTP, protobuf) where OTEL_EXPORTER_OTLP_ENDPOINT names a place.
+
+One trace leads from a request through workflow and activities to the optimizer steps, whose spans the GPU host makes of
+the worker's events (activities/telemetry.py). Temporal's interceptor makes a workflow's spans outside of the workflow
+and skips those of replays; ids travel in headers, which no workflow reads.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from temporalio import activity, workflow
+from temporalio.client import Interceptor
+
+if TYPE_CHECKING:
+    from temporalio.contrib.opentelemetry import TracingInterceptor
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACE_PARENT = "traceparent"
+# Ids, counts and names alone: an error's text, a path or a header may hold what a user wrote.
+_ATTRIBUTES = re.compile(
+    r"temporal\w+ID|temporalActivityType|longshore\.\w+|error\.type"
+    r"|http\.request\.method|http\.route|http\.response\.status_code"
+)
+# Users' pages and the service's own lists ask each second.
+_DROPPED = ("QueryWorkflow:", "HandleQuery:")
+_ERROR = re.compile(r"[A-Za-z_]\w{0,63}")
+_LAST_MS = 5000
+_interceptors: tuple[Interceptor, ...] = ()
+
+
+def traces_are_wanted() -> bool:
+    return any(os.environ.get(name) for name in _ENDPOINTS)
+
+
+def start_tracing(process: str) -> None:
+    """Send spans of this process from now on, if an endpoint is named. Called once, where a process begins."""
+    if not traces_are_wanted():
+        return
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    global _interceptors
+    resource = Resource.create({"service.name": f"longshore-{process}"})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(_exporter()))
+    trace.set_tracer_provider(provider)
+    _interceptors = (temporal_interceptor(trace.get_tracer("longshore.temporal")),)
+
+
+def stop_tracing() -> None:
+    """Send the last spans. Safe to repeat."""
+    if _interceptors:
+        trace.get_tracer_provider().force_flush(_LAST_MS)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str | None]:
+    """Hold a span for all that a program does; yields the header by which others go on with it, None without one."""
+    start_tracing(process)
+    try:
+        with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
+            yield current_traceparent()
+    finally:
+        stop_tracing()
+
+
+def tracing_interceptors() -> Sequence[Interceptor]:
+    """Return what a client of Temporal needs to carry traces on."""
+    return _interceptors
+
+
+def context_of(traceparent: str | None) -> Any:
+    """Return the context that a request's header names. Neither baggage nor `tracestate`, a client's text, is taken."""
+    return TraceContextTextMapPropagator().extract({_TRACE_PARENT: traceparent} if traceparent else {})
+
+
+def current_traceparent() -> str | None:
+    """Return the header by which another process goes on with the current trace; None where there is none."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get(_TRACE_PARENT)
+
+
+def current_ids() -> dict[str, str]:
+    """Return the ids of what is being done here, for a line of the log."""
+    found: dict[str, str] = {}
+    if workflow.in_workflow():
+        found["run_id"] = workflow.info().workflow_id
+    elif activity.in_activity():
+        info = activity.info()
+        found["run_id"], found["activity"] = info.workflow_id or "", info.activity_type
+        found["tenant"] = info.priority.fairness_key or ""  # service/temporal.py: each tenant's own
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        found |= {"trace_id": trace.format_trace_id(span.trace_id), "span_id": trace.format_span_id(span.span_id)}
+    return {name: value for name, value in found.items() if value}
+
+
+def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
+    """Return the interceptor of clients and workers. It passes on ids alone: neither baggage nor `tracestate`."""
+    from temporalio.contrib.opentelemetry import TracingInterceptor, TracingWorkflowInboundInterceptor
+    from temporalio.worker import WorkflowInboundInterceptor, WorkflowInterceptorClassInput
+
+    class InWorkflow(TracingWorkflowInboundInterceptor):
+        def __init__(self, next: WorkflowInboundInterceptor) -> None:
+            super().__init__(next)
+            self.text_map_propagator = TraceContextTextMapPropagator()
+
+    class WithoutBaggage(TracingInterceptor):
+        def __init__(self) -> None:
+            super().__init__(tracer)
+            self.text_map_propagator = TraceContextTextMapPropagator()
+
+        def workflow_interceptor_class(self, input: WorkflowInterceptorClassInput) -> type[InWorkflow]:
+            super().workflow_interceptor_class(input)
+            return InWorkflow
+
+    return WithoutBaggage()
+
+
+def _exporter() -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class ScrubbingExporter(SpanExporter):
+        """Sends spans without what a user may have written: the one place that every span passes."""
+
+        def __init__(self) -> None:
+            self._next = OTLPSpanExporter()
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return self._next.export([scrubbed(span) for span in spans if not span.name.startswith(_DROPPED)])
+
+        def shutdown(self) -> None:
+            self._next.shutdown()
+
+    return ScrubbingExporter()
+
+
+def scrubbed(span: Any) -> Any:
+    """Return a span with listed attributes alone, without events (errors' texts), with an error's type at most."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, Status
+
+    error = _ERROR.match(span.status.description or "")
+    kept = {name: value for name, value in (span.attributes or {}).items() if _ATTRIBUTES.fullmatch(name)}
+    return ReadableSpan(
+        name=span.name,
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=kept | ({"error.type": error[0]} if error else {}),
+        links=[Link(link.context) for link in span.links],
+        kind=span.kind,
+        status=Status(span.status.status_code),
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )

@@ -1,0 +1,137 @@
+"""Metrics, traces and logs of one process: few labels whatever is asked, ids in the log, nothing by default."""
+
+import json
+import logging
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import REGISTRY
+from sqlalchemy.orm import Session
+from starlette.types import Receive, Scope, Send
+from temporalio import activity
+from temporalio.worker import Worker
+
+from service.database import migrate
+from service.database.engine import open_database
+from service.runs.gauges import InstallationGauges
+from service.runs.rows import run_row
+from service.runs.states import queued
+from service.telemetry import traces
+from service.telemetry.requests import SeenRequests
+from service.temporal import Temporal, connect_temporal, share_of
+from shared.log_lines import JsonFormatter
+from shared.runs.dataset_runs import SFTRun
+from shared.runs.requests import RunRecord
+from shared.runs.sources import DatasetSource
+from shared.settings import Settings
+
+
+async def test_what_is_asked_makes_no_label_of_its_own() -> None:
+    async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    name = "longshore_http_requests_total"
+    labels = {"method": "OTHER", "route": "unmatched", "status": "404"}
+    before = REGISTRY.get_sample_value(name, labels) or 0.0
+    transport = httpx.ASGITransport(SeenRequests(refuses))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        for number in range(20):
+            await client.request(f"BREW{number}", f"/pots/{number}?word=secret{number}")
+    assert REGISTRY.get_sample_value(name, labels) == before + 20
+    routes = {sample.labels.get("route") for metric in REGISTRY.collect() for sample in metric.samples}
+    assert not any("pots" in route for route in routes if route)
+
+
+def test_of_a_request_its_traceparent_is_taken_and_no_text() -> None:
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    found = trace.get_current_span(traces.context_of(parent)).get_span_context()
+    assert trace.format_trace_id(found.trace_id) == "a" * 32
+    for broken in (None, "", "secret", f"00-{'0' * 32}-{'b' * 16}-01"):
+        assert not trace.get_current_span(traces.context_of(broken)).get_span_context().is_valid
+
+
+def test_a_span_is_sent_without_what_is_not_listed() -> None:
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracer = provider.get_tracer("test")
+    with (
+        pytest.raises(ValueError, match="secret"),
+        tracer.start_as_current_span("work", attributes={"longshore.run": "sft-1", "url.query": "secret"}) as span,
+    ):
+        span.add_event("secret", {"row": "secret"})
+        raise ValueError("secret of a user")
+    (whole,) = kept.get_finished_spans()
+    assert "secret" in whole.to_json()
+    sent = traces.scrubbed(whole)
+    assert "secret" not in sent.to_json()
+    assert dict(sent.attributes) == {"longshore.run": "sft-1", "error.type": "ValueError"}
+    assert (sent.name, sent.context, sent.start_time, sent.end_time) == (
+        whole.name,
+        whole.context,
+        whole.start_time,
+        whole.end_time,
+    )
+
+
+def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    traces.start_tracing("test")
+    assert traces.tracing_interceptors() == ()
+
+
+async def test_a_line_of_the_log_has_the_ids_of_its_activity(temporal_address: str, tmp_path: Path) -> None:
+    lines: list[dict] = []
+    formatter = JsonFormatter(traces.current_ids)
+
+    @activity.defn
+    def told() -> None:
+        record = logging.LogRecord("x", logging.WARNING, __file__, 1, "a %s", ("line\n\x7fforged",), None)
+        text = formatter.format(record)
+        assert text.isascii() and text.isprintable()
+        lines.append(json.loads(text))
+
+    client = await connect_temporal(Settings(root=tmp_path, temporal_address=temporal_address))
+    queue = uuid.uuid4().hex
+    with ThreadPoolExecutor(1) as threads:
+        async with Worker(client, task_queue=queue, activities=[told], activity_executor=threads):
+            await client.execute_activity(
+                "told",
+                id=queue,
+                task_queue=queue,
+                start_to_close_timeout=timedelta(seconds=60),
+                priority=share_of("acme"),
+            )
+    (line,) = lines
+    assert line["message"] == "a line\n\x7fforged" and (line["level"], line["logger"]) == ("WARNING", "x")
+    assert (line["activity"], line["tenant"]) == ("told", "acme")
+
+
+async def test_of_many_tenants_those_that_used_most_have_a_series(temporal_address: str, tmp_path: Path) -> None:
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=f"s{uuid.uuid4().hex[:8]}")
+    database = open_database(settings)
+    migrate.upgrade(database)
+    run = SFTRun(model="file:///m", dataset=DatasetSource(uri="file:///d"), epochs=1, batch_size=1)
+
+    def add(session: Session) -> None:
+        for number in range(200):
+            record = RunRecord(run_id=f"sft-{number}", tenant=f"t{number}", run=run, created_at=0.0, threads_per_rank=1)
+            session.add(run_row(record, queued(record).model_copy(update={"gpu_seconds": float(number)})))
+
+    await database.writing(add)
+    await InstallationGauges(settings, database, Temporal(settings)).refresh()
+    (metric,) = [metric for metric in REGISTRY.collect() if metric.name == "longshore_tenant_gpu_seconds"]
+    found = {sample.labels["tenant"]: sample.value for sample in metric.samples}
+    assert len(found) == 21 and found["t199"] == 199.0 and "t179" not in found
+    assert sum(found.values()) == sum(range(200))
+    assert REGISTRY.get_sample_value("longshore_queue_depth", {"role": "gpu", "shape": settings.shape}) == 0.0
+    assert REGISTRY.get_sample_value("longshore_runs", {"phase": "queued"}) == 200.0
+    database.close()
