@@ -73,7 +73,7 @@ async def _check_temporal(backend: Backend) -> str:
     try:
         await backend.temporal.check()
         return "ok"
-    except TemporalUnavailable:
+    except (TemporalUnavailable, StoreUnavailable):  # the first connection asks the store which keys are ours
         return "away"
 
 
