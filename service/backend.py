@@ -18,6 +18,7 @@ from service.database.engine import Database
 from service.decoding import Decoding
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
+from service.garbage import Garbage
 from service.host_http.clients import HostClients
 from service.host_http.session_bells import SessionBells
 from service.inference.art_models import ArtModels, UntrainedModels
@@ -30,6 +31,7 @@ from service.runs.checks import Checks
 from service.runs.estimates import Estimates
 from service.runs.files import RunFiles
 from service.runs.overview import Overviews
+from service.runs.removal import Removals
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.sessions import Sessions
@@ -60,6 +62,8 @@ class Backend:
         self.runs = Runs(settings, store, rows, states, temporal, access, self.quotas)
         self.watch = Watch(rows, states, temporal)
         self.spending = SpendingLimits(self.runs, rows)
+        self.removals = Removals(self.runs, store, database, self.quotas)
+        self.garbage = Garbage(settings, temporal, self.quotas)
         self.steps = TrainSteps(self.runs, store, temporal)
         self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
         bells = SessionBells(store, self.hosts)

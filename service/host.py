@@ -102,6 +102,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.records.commands import CommandRecords
     from activities.records.deliver import Deliver
     from activities.records.run_records import RunRecords
+    from activities.retention.collect import CollectGarbage
     from activities.sources.download import Download
     from activities.tokenizing.preview import PreviewDataset
     from activities.tokenizing.render_prompts import RenderPrompts
@@ -121,6 +122,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         commands.drop_commands,
         commands.fill_gap,
         FindCheckpoint(host).find_checkpoint,
+        CollectGarbage(host).collect,
         AskTeacher(host).ask_teacher,
         *(publish.publish, publish.publish_best),
         Exports(host).export,

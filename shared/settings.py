@@ -168,6 +168,28 @@ class QuotaSettings(BaseModel, extra="forbid"):
     )
 
 
+class RetentionSettings(BaseModel):
+    """Days after which a control host deletes what runs have left; None: never. What is published stays.
+
+    Days count from the end of the run, or of the last one that used it.
+    """
+
+    every_s: float = Field(default=3600.0, gt=0, description="between two times that it looks, and measures the store")
+    checkpoints_days: float | None = Field(default=None, ge=0, description="but for the newest `checkpoints_kept`")
+    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
+    data_days: float | None = Field(
+        default=None, ge=0, description="copies of data sets, and what was made of them: tokens, plans, prompts"
+    )
+    samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
+    logs_days: float | None = Field(default=None, ge=0, description="events, output, job files but for one")
+    sessions_days: float | None = Field(
+        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
+    )
+    models_days: float | None = Field(
+        default=None, ge=0, description="imported models that nothing published, no checkpoint and no live run is of"
+    )
+
+
 class PriceSettings(BaseModel):
     """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
 
@@ -241,6 +263,7 @@ class Settings(BaseSettings):
         default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
+    retention: RetentionSettings = RetentionSettings()
     prices: PriceSettings = PriceSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()
     tenant_limits: TenantLimits = TenantLimits()

@@ -17,14 +17,14 @@ from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database
 from service.database.locks import KeyedLocks
-from service.database.tables import RunRow, TenantRow
+from service.database.tables import RemovedRow, RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import PriceSettings, QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
+from shared.storage.stored_bytes import Ledger, Measured, Reservation, StoredCount, measured, no_room
 from shared.uri_queries import without_queries
 
 WINDOW_S = 30 * 86_400
@@ -113,13 +113,14 @@ def _json(record: TenantRecord) -> bytes:
 class TenantUsage(Frozen):
     """A tenant's usage beside its quotas; a quota of None is no limit.
 
-    `cost`: of its GPU hours; None where they have no price.
+    `cost`: of its GPU hours; None where they have no price. `measured`: what of the bytes is counted now and then.
     """
 
     tenant: Tenant
     concurrent_runs: int
     gpu_hours: float
     stored_bytes: int
+    measured: Measured = Measured()
     cost: float | None = None
     currency: str = "USD"
     quotas: QuotaSettings
@@ -150,10 +151,12 @@ class Quotas:
                 cost=None if self._prices.gpu_hour is None else hours * self._prices.gpu_hour,
                 currency=self._prices.currency,
                 stored_bytes=stored,
+                measured=parts,
                 quotas=self.of(session, tenant),
             )
 
         stored = await self.stored_bytes(tenant)
+        parts = await asyncio.to_thread(measured, self._store, tenant)
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
@@ -292,6 +295,11 @@ class Quotas:
         if used > most:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
+    def recount(self, tenant: str | None = None) -> None:
+        """Count a tenant's bytes anew when they are asked for next; without a tenant, all tenants'."""
+        for each in [tenant] if tenant else list(self._counted):
+            self._counted.pop(each, None)
+
     def remove_bytes(self, tenant: str, fewer: int) -> None:
         """Count so many bytes fewer: they were deleted since the last count."""
         if (known := self._counted.get(tenant)) is not None:
@@ -348,8 +356,11 @@ def _concurrent_runs(session: Session, tenant: str) -> int:
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:
-    """Return the GPU hours of runs that go on, or ended within the window. All of a run's hours count."""
+    """Return the GPU hours of runs that go on, or ended within the window, removed ones too. All of a run's count."""
     query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
     # Two queries, as each can use an index, which a query with OR could not.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)
-    return sum(float(session.scalars(query.where(which)).one()) for which in each) / 3600
+    removed = select(func.coalesce(func.sum(RemovedRow.gpu_seconds), 0.0)).where(
+        RemovedRow.tenant == tenant, RemovedRow.ended_at > time.time() - WINDOW_S
+    )
+    return sum(float(session.scalars(one).one()) for one in (*map(query.where, each), removed)) / 3600

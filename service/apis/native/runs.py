@@ -18,6 +18,7 @@ from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
 from service.runs.estimates import Estimate
+from service.runs.removal import RunRemoved
 from service.runs.views.history import Metrics
 from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
 from service.runs.views.words import last_lines, log_line
@@ -252,6 +253,12 @@ async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
 async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
     """A failed or cancelled run's request as a new run, from the beginning. 409 for any other."""
     return await backend.runs.retry(asking, run_id)
+
+
+@router.delete("/runs/{run_id}")
+async def remove_run(run_id: RunId, backend: Backed, asking: Asking) -> RunRemoved:
+    """Remove a run that has ended, with its checkpoints and logs. What it published stays. 409 while it is needed."""
+    return await backend.removals.remove(asking.tenant, run_id)
 
 
 @router.get("/runs/{run_id}/events", response_model=EventPage)
