@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from longshore.fields import Artifact
 from shared.errors import NotFound
@@ -67,7 +67,7 @@ class RunFolder:
     Attributes:
         noted: bytes that the tenant's ledger has already, by what they are of.
         checkpoints: those that have a manifest, by step and fence, and what they hold.
-        job: the key of one of its job files.
+        job: the key of one of its job files, and how long that is.
         model: the unit of the imported model that its jobs train.
         is_on_record: it was accepted.
     """
@@ -77,6 +77,7 @@ class RunFolder:
     noted: dict[What, int] = field(default_factory=lambda: defaultdict(int))
     checkpoints: dict[tuple[str, str], Heap] = field(default_factory=dict)
     job: str | None = None
+    job_bytes: int = 0
     tenant: str = FIRST_TENANT
     model: str | None = None
     end: RunEnd | None = None
@@ -166,8 +167,8 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
             heap.num_bytes += info.size
             if name == [MANIFEST]:
                 heap.newest = info.modified
-        case "logs", [*_, "job.json"]:
-            run.job = run.job or info.key
+        case "logs", [*_, "job.json"] if run.job is None:
+            run.job, run.job_bytes = info.key, info.size
         case "run.json", _:
             run.is_on_record = True
         case "result.json", _:
@@ -178,7 +179,8 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
 
 def _read(store: ObjectStore, run: RunFolder) -> None:
     keys = RunKeys(run.run_id)
-    with suppress(NotFound):  # it was removed since it was listed
+    # It was removed since it was listed; or a record cannot be read: then the run counts as going on.
+    with suppress(NotFound, ValidationError):
         if run.is_on_record:
             run.tenant = _Record.model_validate_json(store.get_bytes(keys.record)).tenant
         if run.has_result:

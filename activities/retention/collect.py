@@ -4,6 +4,7 @@ It may be killed at any moment, and done again: each unit is deleted under a cla
 due is looked for in one census; before each deletion the unit alone is looked at again, with its claim in hand.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from activities.records.checkpoints import find_newest, stored_checkpoints
 from activities.retention.census import FOLDERS, Census, RunFolder, What, take
 from activities.retention.policy import Due, due, without_marks
 from shared.automation.garbage import Freed, GarbageReport, GarbageRequest
+from shared.errors import InvalidInput
 from shared.settings import RetentionSettings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import RunKeys, brought, checkpoint_adapter
@@ -32,6 +34,7 @@ from shared.storage.uses import (
     used_by,
 )
 
+_log = logging.getLogger(__name__)
 _AT_ONCE = 8
 _STATES = "kept_states"  # marks of a session's checkpoints
 _COUNTED_S = 31 * 86_400.0  # GPU seconds of a removed run count for thirty days after its end
@@ -55,17 +58,17 @@ class CollectGarbage:
             return collect(self._store, self._policy, is_dry=request.is_dry)
 
 
-def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool) -> GarbageReport:
-    """Do the work of the activity. Blocking."""
+def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool, now: float | None = None) -> GarbageReport:
+    """Do the work of the activity. Blocking. `now`: by which days are counted, in seconds since 1970."""
     began = time.time()
     census = take(store)
-    found = list(due(census, policy, began))
+    found = list(due(census, policy, began if now is None else now))
     after, num_withdrawn = census, 0
     if is_dry:
         freed = [row for each in found for row in _would_free(each)]
     else:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="garbage") as threads:
-            done = list(threads.map(lambda each: _delete(store, policy, each, census), found))
+            done = list(threads.map(lambda each: _delete_or_tell(store, policy, each, census), found))
         freed = [row for rows in done for row in rows or ()]
         num_withdrawn = done.count(None)
         _clean_up(store, census, began)
@@ -104,6 +107,15 @@ def _summed(rows: Iterable[Freed]) -> tuple[Freed, ...]:
     return tuple(row for _, row in sorted(found.items()))
 
 
+def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
+    """Delete what is due of a unit. What cannot be read there must not keep the rest from being deleted."""
+    try:
+        return _delete(store, policy, each, census)
+    except (ValueError, InvalidInput):
+        _log.exception("nothing of %s is deleted", each.unit)
+        return []
+
+
 def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
     """Delete what is due of a unit. Returns None where it is needed after all, or another process deletes it."""
     with claiming(store, each.unit) as until:
@@ -117,11 +129,11 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
         if used_by(store, marks, but=each.run.run_id if each.run else None) is not None:
             return None
         if each.run is None:
-            gone = list(delete_objects(store, list(store.list(each.unit)), until))
-            for info in marks:  # of runs that have ended: one that goes on or is resumed meanwhile puts its own
+            # First what tells of it, which nobody would find later. The marks are of runs that have ended: one that
+            # comes or is resumed meanwhile puts its own.
+            for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:
                 store.delete(info.key)
-            if each.whats == ("models",):
-                _forget_model(store, each.unit, census)
+            gone = list(delete_objects(store, list(store.list(each.unit)), until))
             return [_freed(each, each.whats[0], len(gone), sum(info.size for info in gone))]
         if end_of(store, each.run.run_id) != each.run.end:
             return None  # it was resumed
@@ -147,9 +159,9 @@ def _delete_parts(store: ObjectStore, policy: RetentionSettings, each: Due, run:
         going = [i for i in listed if i.key != run.job and not any(i.key.startswith(f"{key}/") for key in kept)]
         if what == "checkpoints":
             going = references + going
-        deleted[what] = list(delete_objects(store, going, until))
         for entry in _noted(store, run, what):
             store.delete(entry.key)
+        deleted[what] = list(delete_objects(store, going, until))
     return deleted
 
 
@@ -175,11 +187,10 @@ def _noted(store: ObjectStore, run: RunFolder, what: What) -> list[ObjectInfo]:
             return []
 
 
-def _forget_model(store: ObjectStore, unit: str, census: Census) -> None:
-    """Forget the bytes of an imported model: whoever brought it stores it no more."""
-    for tenant in {run.tenant for run in census.runs.values()}:
-        for info in list(store.list(f"{brought(tenant, 'models')}{unit.rpartition('/')[2]}/")):
-            store.delete(info.key)
+def _noted_model(store: ObjectStore, unit: str, census: Census) -> list[ObjectInfo]:
+    """Return the entries of tenants' ledgers for an imported model."""
+    places = (f"{brought(t, 'models')}{unit.rpartition('/')[2]}/" for t in {r.tenant for r in census.runs.values()})
+    return [info for place in places for info in store.list(place)]
 
 
 def _clean_up(store: ObjectStore, census: Census, now: float) -> None:

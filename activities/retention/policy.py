@@ -69,8 +69,9 @@ def _of_run(census: Census, run: RunFolder, policy: RetentionSettings, now: floa
             found["checkpoints"] = run.heaps["checkpoints"]
         elif going:
             found["checkpoints"] = _summed(going)
-    if _is_over(policy.logs_days, ended_at, now) and _is_left(run, "logs", run.heaps["logs"]):
-        found["logs"] = run.heaps["logs"]
+    logs, num_jobs = run.heaps["logs"], int(run.job is not None)  # one job stays: it says what the run trained
+    if _is_over(policy.logs_days, ended_at, now) and logs.num_objects > num_jobs:
+        found["logs"] = Heap(logs.num_objects - num_jobs, logs.num_bytes - run.job_bytes)
     rest: dict[What, float | None] = {"data": policy.data_days, "sessions": policy.sessions_days}
     for what, days in rest.items():
         if _is_over(days, ended_at, now) and run.heaps[what].num_objects:
@@ -82,11 +83,6 @@ def _of_run(census: Census, run: RunFolder, policy: RetentionSettings, now: floa
 def _summed(heaps: Iterable[Heap]) -> Heap:
     found = list(heaps)
     return Heap(sum(heap.num_objects for heap in found), sum(heap.num_bytes for heap in found))
-
-
-def _is_left(run: RunFolder, what: What, heap: Heap) -> bool:
-    """True where there is more than what always stays: of a run's logs one job file, which says what it trained."""
-    return heap.num_objects > (what == "logs" and run.job is not None)
 
 
 def _needs_its_model(run: RunFolder) -> bool:

@@ -6,7 +6,7 @@ from longshore.fields import Frozen
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger
-from shared.storage.uses import MARKS, delete_objects, removed_run
+from shared.storage.uses import delete_objects, marks_of, removed_run
 
 _REMOVED = "removed"
 
@@ -31,12 +31,11 @@ def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> tuple[i
     stay = {keys.record, keys.result, job} if removed.stays_published else set()
     store.delete(paths.run_index(removed.run_id))
     references = list(store.list(paths.checkpoint_adapter(removed.tenant, removed.run_id, "")))
+    own = paths.brought(removed.tenant, removed.run_id)
+    for info in [*store.list(own), *marks_of(store, keys.prefix)]:  # first, as nobody would find them later
+        if not (removed.stays_published and info.key.startswith(f"{own}record/")):
+            store.delete(info.key)
     gone = list(delete_objects(store, (*references, *(info for info in found if info.key not in stay)), until))
-    if len(gone) == len(references) + len(found) - len(stay - {None}):
-        own = paths.brought(removed.tenant, removed.run_id)
-        for info in [*store.list(own), *store.list(f"{MARKS}{keys.prefix}/")]:
-            if not (removed.stays_published and info.key.startswith(f"{own}record/")):
-                store.delete(info.key)
     return len(gone), sum(info.size for info in gone)
 
 
