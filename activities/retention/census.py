@@ -69,6 +69,7 @@ class RunFolder:
         checkpoints: those that have a manifest, by step and fence, and what they hold.
         job: the key of one of its job files, and how long that is.
         model: the unit of the imported model that its jobs train.
+        ended_at: when its result says that it ended, or was written.
         is_on_record: it was accepted.
     """
 
@@ -82,7 +83,7 @@ class RunFolder:
     model: str | None = None
     end: RunEnd | None = None
     is_on_record: bool = False
-    has_result: bool = False
+    ended_at: float | None = None
     has_begun: bool = False
 
     @property
@@ -172,7 +173,7 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
         case "run.json", _:
             run.is_on_record = True
         case "result.json", _:
-            run.has_result = True
+            run.ended_at = info.modified
         case "starts", _:
             run.has_begun = True
 
@@ -183,9 +184,9 @@ def _read(store: ObjectStore, run: RunFolder) -> None:
     with suppress(NotFound, ValidationError):
         if run.is_on_record:
             run.tenant = _Record.model_validate_json(store.get_bytes(keys.record)).tenant
-        if run.has_result:
+        if run.ended_at is not None:
             end = RunEnd.model_validate_json(store.get_bytes(keys.result))
-            run.end = None if end.state == "paused" else end
+            run.end, run.ended_at = None if end.state == "paused" else end, end.ended_at or run.ended_at
         if run.job is not None:
             uri = _Job.model_validate_json(store.get_bytes(run.job)).plan.model.uri
             run.model = unit_of(uri.removeprefix(f"{store.uri}/"))

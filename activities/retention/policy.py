@@ -37,7 +37,7 @@ def due(census: Census, policy: RetentionSettings, now: float) -> Iterator[Due]:
         what, users = what_of(unit), census.users_of(unit)
         if unit in needed or any(run.goes_on for run in users) or (what != "models" and without_marks(census)):
             continue
-        used = max((run.end.ended_at or 0.0 for run in users if run.end is not None), default=0.0)
+        used = max((run.ended_at or 0.0 for run in users), default=0.0)
         if _is_over(days[what], max(heap.newest, used), now):
             tenants = tuple(sorted({run.tenant for run in users}))
             yield Due(unit, (what,), tenants, (heap,))
@@ -61,7 +61,7 @@ def _of_run(census: Census, run: RunFolder, policy: RetentionSettings, now: floa
     others = [user for user in census.users_of(unit) if user is not run]
     if run.end is None or not run.is_on_record or any(user.goes_on for user in others):
         return
-    ended_at, found = run.end.ended_at or now, dict[What, Heap]()
+    ended_at, found = run.ended_at or now, dict[What, Heap]()
     if _is_over(policy.checkpoints_days, ended_at, now):
         places = sorted(run.checkpoints)
         going = [run.checkpoints[place] for place in places[: max(0, len(places) - policy.checkpoints_kept)]]
