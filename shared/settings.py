@@ -153,7 +153,7 @@ class QuotaSettings(BaseModel, extra="forbid"):
         description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, what was published, and the data that runs have brought"
+        default=None, ge=0, description="uploads, what was published, and what runs have brought and left"
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
@@ -186,7 +186,7 @@ class RetentionSettings(BaseModel):
         default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
     )
     models_days: float | None = Field(
-        default=None, ge=0, description="imported models that nothing published, no checkpoint and no live run is of"
+        default=None, ge=1, description="imported models that nothing published, no checkpoint and no live run is of"
     )
 
 

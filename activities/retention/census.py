@@ -1,6 +1,6 @@
 """Counts what the store holds: the parts of each run, what several runs may share, and who uses it.
 
-One listing of each prefix, and of each run its record, its result and one job. Blocking.
+One listing of each prefix, and of each run its record, its result and, if that is wanted, one job. Blocking.
 """
 
 from collections import defaultdict
@@ -130,8 +130,11 @@ class _Job(BaseModel):
     plan: _Plan
 
 
-def take(store: ObjectStore) -> Census:
-    """Count everything. Marks are listed first: a run that puts one later is looked for again before a deletion."""
+def take(store: ObjectStore, *, reads_jobs: bool = True) -> Census:
+    """Count everything. Marks are listed first: a run that puts one later is looked for again before a deletion.
+
+    `reads_jobs`: which models runs have trained is wanted, too.
+    """
     census = Census()
     for info in store.list(MARKS):
         unit, run_id = of_mark(info.key)
@@ -147,7 +150,7 @@ def take(store: ObjectStore) -> Census:
         # What has no manifest is none: a checkpoint that is being uploaded, or was only half deleted.
         run.checkpoints = {place: heap for place, heap in run.checkpoints.items() if heap.newest}
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="census") as threads:
-        list(threads.map(lambda run: _read(store, run), census.runs.values()))
+        list(threads.map(lambda run: _read(store, run, reads_jobs), census.runs.values()))
     prefix = removed_run()
     for info in list(store.list(prefix)):
         with suppress(NotFound):
@@ -159,7 +162,8 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
     folder, _, rest = path.partition("/")
     what = FOLDERS.get(folder, "records")
     run.heaps[what].add(info)
-    if folder in _NOTED or (folder == "results" and info.size > _NOTED_RESULT_BYTES):
+    is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
+    if is_noted or (folder == "results" and info.size > _NOTED_RESULT_BYTES):
         run.noted[what] += info.size
     match folder, rest.split("/"):
         case "checkpoints", [label, step, *name]:
@@ -178,7 +182,7 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
             run.has_begun = True
 
 
-def _read(store: ObjectStore, run: RunFolder) -> None:
+def _read(store: ObjectStore, run: RunFolder, reads_job: bool) -> None:
     keys = RunKeys(run.run_id)
     # It was removed since it was listed; or a record cannot be read: then the run counts as going on.
     with suppress(NotFound, ValidationError):
@@ -187,7 +191,7 @@ def _read(store: ObjectStore, run: RunFolder) -> None:
         if run.ended_at is not None:
             end = RunEnd.model_validate_json(store.get_bytes(keys.result))
             run.end, run.ended_at = None if end.state == "paused" else end, end.ended_at or run.ended_at
-        if run.job is not None:
+        if reads_job and run.job is not None:
             uri = _Job.model_validate_json(store.get_bytes(run.job)).plan.model.uri
             run.model = unit_of(uri.removeprefix(f"{store.uri}/"))
 

@@ -61,7 +61,7 @@ class CollectGarbage:
 def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool, now: float | None = None) -> GarbageReport:
     """Do the work of the activity. Blocking. `now`: by which days are counted, in seconds since 1970."""
     began = time.time()
-    census = take(store)
+    census = take(store, reads_jobs=policy.models_days is not None)
     found = list(due(census, policy, began if now is None else now))
     after, num_withdrawn = census, 0
     if is_dry:
@@ -72,7 +72,7 @@ def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool, now:
         freed = [row for rows in done for row in rows or ()]
         num_withdrawn = done.count(None)
         _clean_up(store, census, began)
-        after = take(store) if freed else census
+        after = take(store, reads_jobs=False) if freed else census
         _put_measured(store, after.measured(), began)
     return GarbageReport(
         is_dry=is_dry,

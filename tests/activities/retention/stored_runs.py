@@ -95,8 +95,7 @@ def _run(writer: Writer, request: SFTRun, number: int, now: float) -> Made:
         writer.put(f"{keys.logs}/{job}/{FENCE}/job.json", json.dumps(plan))
         writer.put(f"{keys.logs}/{job}/{FENCE}/log.jsonl", b"{}\n" * 10)
     writer.artifact(keys.dataset("train"), rows=b"r" * 50)
-    num_bytes = 50 + len(Manifest(files=(_entry("rows", b"r" * 50),)).encoded())
-    writer.put(f"{paths.brought(tenant, run_id)}train/{num_bytes}", b"")
+    writer.put(f"{paths.brought(tenant, run_id)}train/50", b"")
     shared = tuple(place(key_of(number // 2)) for place in (paths.tokenized, paths.packed, paths.graded))
     for unit in (keys.prefix, *shared):
         writer.put(mark(unit, run_id, "e"), b"")
