@@ -66,7 +66,7 @@ class RunFolder:
 
     Attributes:
         noted: bytes that the tenant's ledger has already, by what they are of.
-        checkpoints: those that have a manifest, by step and fence, and what they hold.
+        checkpoints: by step and fence, what they hold; `newest` is of the manifest, 0 without one.
         job: the key of one of its job files, and how long that is.
         model: the unit of the imported model that its jobs train.
         ended_at: when its result says that it ended, or was written.
@@ -85,6 +85,11 @@ class RunFolder:
     is_on_record: bool = False
     ended_at: float | None = None
     has_begun: bool = False
+
+    @property
+    def whole_checkpoints(self) -> list[tuple[str, str]]:
+        """Those that have a manifest, the oldest first. Others are being uploaded, or were only half deleted."""
+        return sorted(place for place, heap in self.checkpoints.items() if heap.newest)
 
     @property
     def goes_on(self) -> bool:
@@ -146,9 +151,6 @@ def take(store: ObjectStore, *, reads_jobs: bool = True) -> Census:
     for info in store.list("runs/"):
         _, run_id, path = info.key.split("/", 2)
         _count(census.runs.setdefault(run_id, RunFolder(run_id)), path, info)
-    for run in census.runs.values():
-        # What has no manifest is none: a checkpoint that is being uploaded, or was only half deleted.
-        run.checkpoints = {place: heap for place, heap in run.checkpoints.items() if heap.newest}
     with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="census") as threads:
         list(threads.map(lambda run: _read(store, run, reads_jobs), census.runs.values()))
     prefix = removed_run()

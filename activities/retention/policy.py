@@ -63,8 +63,8 @@ def _of_run(census: Census, run: RunFolder, policy: RetentionSettings, now: floa
         return
     ended_at, found = run.ended_at or now, dict[What, Heap]()
     if _is_over(policy.checkpoints_days, ended_at, now):
-        places = sorted(run.checkpoints)
-        going = [run.checkpoints[place] for place in places[: max(0, len(places) - policy.checkpoints_kept)]]
+        kept = run.whole_checkpoints[-policy.checkpoints_kept :] if policy.checkpoints_kept else []
+        going = [heap for place, heap in run.checkpoints.items() if place not in kept]
         if policy.checkpoints_kept == 0 and run.heaps["checkpoints"].num_objects:
             found["checkpoints"] = run.heaps["checkpoints"]
         elif going:
@@ -87,7 +87,7 @@ def _summed(heaps: Iterable[Heap]) -> Heap:
 
 def _needs_its_model(run: RunFolder) -> bool:
     """True for a run whose checkpoints or published versions are of the model that its jobs trained."""
-    return run.goes_on or bool(run.checkpoints) or (run.end is not None and run.end.adapter is not None)
+    return run.goes_on or bool(run.whole_checkpoints) or (run.end is not None and run.end.adapter is not None)
 
 
 def _is_over(days: float | None, since: float, now: float) -> bool:

@@ -1,7 +1,6 @@
 """The same spine with its store on S3: nothing lies on a shared disk."""
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -115,8 +114,8 @@ def test_a_session_goes_back_to_a_state_that_s3_holds(s3_stack: Stack, tiny_mode
     assert told_of_s3(watch) & {"worker", "data step", "any other"} == set() and "worker" in watch.seen
 
 
-def _num_checkpoints(stack: Stack, run_id: str) -> int:
-    return len(json.loads(stack.cli("checkpoints", run_id, "--json").stdout))
+def _num_checkpoints(store: ObjectStore, run_id: str) -> int:
+    return sum(info.key.endswith("/manifest.json") for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
 
 
 def _stored_bytes(store: ObjectStore, tenant: str) -> int:
@@ -142,7 +141,7 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     wanted = sha256_file(Path(undisturbed.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors")
     done = stack.cli(*sft_options, "--wait").json["run_id"]
     cut = stack.cli(*sft_options).json["run_id"]
-    wait_until(lambda: _num_checkpoints(stack, cut) == 2, "two checkpoints")
+    wait_until(lambda: _num_checkpoints(s3_store, cut) > 1, "two checkpoints")
     halt(stack, cut, "cancel")
     rl = stack.cli(*rl_options).json["run_id"]
     train(stack, rl, groups, 1)
@@ -162,11 +161,13 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
         assert report["num_withdrawn"] == 0 and report["held_back_by"] is None
         assert {row["what"] for row in report["freed"]} == {row["what"] for row in dry["freed"]}
         assert {"checkpoints", "data", "logs"} <= {row["what"] for row in report["freed"]}
-        assert stack.cli("usage", "--json").json["stored_bytes"] == _stored_bytes(s3_store, "default")
-        assert list(s3_store.list("tokenized/")) == [] and _num_checkpoints(stack, cut) == 1
+        assert list(s3_store.list("tokenized/")) == [] and _num_checkpoints(s3_store, cut) == 1
         session.load_state(f"{session.id}:step-{saved.step}").result(900)
         assert session.forward(data).result(900).data == before
         session.close()
+        wait_until(lambda: session.status()["state"] == "succeeded", "the session's end")
+    stack.cli("gc", "--json")
+    assert stack.cli("usage", "--json").json["stored_bytes"] == _stored_bytes(s3_store, "default")
     assert weights_sha256(s3_store, stack.cli("resume", cut, "--wait", "--json").json["adapter"]) == wanted
     stack.cli("resume", rl)
     assert train(stack, rl, groups, 2)["policy_version"] == 2
