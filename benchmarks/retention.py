@@ -24,7 +24,6 @@ from shared.automation.garbage import GarbageReport
 from shared.settings import RetentionSettings, S3Settings
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store
 from tests.activities.retention.stored_runs import DAY_S, fill
-from tests.conftest import free_port
 
 POLICY = RetentionSettings(checkpoints_days=30, data_days=20, logs_days=10, samples_days=5, models_days=40)
 _LISTED_AT_ONCE = 1000  # objects that S3 tells of in one request
@@ -105,7 +104,7 @@ def _s3_store() -> Iterator[ObjectStore]:
     from moto.server import ThreadedMotoServer
 
     os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test-secret", AWS_DEFAULT_REGION="us-east-1")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     endpoint_url = f"http://{host}:{port}"
