@@ -9,6 +9,8 @@ from service.accounts.audit import Audit
 from service.accounts.keys import Keys, SignInLinks, SignIns
 from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.tenants import Quotas, Tenants
+from service.automation.garbage import Garbage
+from service.automation.removals import Removals
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
 from service.automation.spending import SpendingLimits
@@ -18,7 +20,6 @@ from service.database.engine import Database
 from service.decoding import Decoding
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
-from service.garbage import Garbage
 from service.host_http.clients import HostClients
 from service.host_http.session_bells import SessionBells
 from service.inference.art_models import ArtModels, UntrainedModels
@@ -31,7 +32,6 @@ from service.runs.checks import Checks
 from service.runs.estimates import Estimates
 from service.runs.files import RunFiles
 from service.runs.overview import Overviews
-from service.runs.removal import Removals
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.sessions import Sessions

@@ -18,8 +18,7 @@ from service.accounts.tenants import TenantRecord, ensure_first
 from service.database.engine import Database
 from service.database.tables import FileRow, KeyRow, RemovedRow, RunRow, Table, TenantRow
 from service.files.files import FileRecord
-from service.runs.removal import removed_row
-from service.runs.rows import run_row
+from service.runs.rows import removed_row, run_row
 from service.runs.states import queued
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT, RunRecord

@@ -1,6 +1,6 @@
 """Which runs need what others may delete: marks of use, and claims of whoever deletes. Their keys are here.
 
-What is deleted, and when: activities/retention, service/runs/removal.py.
+What is deleted, and when: activities/retention, service/automation/removals.py.
 
 A *unit* is an artifact that several runs may share, by its key without what is below it; or the folder of a run.
 Whoever uses one puts a mark, and then looks for a claim; whoever deletes puts a claim, and then looks for marks of runs

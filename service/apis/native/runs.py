@@ -14,11 +14,11 @@ from service.accounts.principals import BEARER, Asking, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.file_answers import file_answer, tar_answer
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.automation.removals import RunRemoved
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
 from service.runs.estimates import Estimate
-from service.runs.removal import RunRemoved
 from service.runs.views.history import Metrics
 from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
 from service.runs.views.words import last_lines, log_line

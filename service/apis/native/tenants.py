@@ -14,9 +14,9 @@ from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, S
 from service.accounts.tenants import TenantRecord, TenantUsage
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.automation.garbage import GarbageView
 from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
-from service.garbage import GarbageView
 from shared.automation.garbage import GarbageRequest
 from shared.field_rules import NO_NUL
 from shared.runs.requests import FIRST_TENANT, Tenant

@@ -6,15 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pydantic import Field
-from sqlalchemy import delete
-from sqlalchemy.orm import Session
 
 from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.database.engine import Database
-from service.database.tables import RemovedRow, RunRow
 from service.errors import Conflict
+from service.runs.rows import forget
 from service.runs.runs import Runs
 from shared.errors import NotFound
 from shared.runs.requests import RunId, RunRecord, SessionRun
@@ -117,14 +115,3 @@ class Removals:
             return read_record(self._store, version_claim(tenant, kind, name, version), _Owner).run_id
         except NotFound:
             return None
-
-
-def forget(session: Session, removed: RemovedRun) -> None:
-    """Put a removed run's row aside: its GPU seconds go on to count."""
-    session.merge(removed_row(removed))
-    session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
-
-
-def removed_row(removed: RemovedRun) -> RemovedRow:
-    """The row of a removed run, as its record in the store has it."""
-    return RemovedRow(**removed.model_dump(include={"run_id", "tenant", "created_at", "ended_at", "gpu_seconds"}))
