@@ -37,6 +37,7 @@ WORK_S = 60.0
 """Who has claimed a unit deletes of it no longer than this, and leaves the rest to the next time."""
 CLAIM_S = 2 * WORK_S
 """An older claim counts no more: its process died, or forgot to give it back. (Clocks may differ by WORK_S.)"""
+_NEW_S = 3600.0
 _UNIT = re.compile(rf"(?:{'|'.join(SHARED)})/[0-9a-f]{{32}}")
 
 
@@ -132,19 +133,26 @@ def end_of(store: ObjectStore, run_id: str) -> RunEnd | None:
     return None
 
 
-def goes_on(store: ObjectStore, run_id: str) -> bool:
-    """True for a run on record that has not ended. (Marks may be of something else, such as a preview.)"""
-    return end_of(store, run_id) is None and store.head(RunKeys(run_id).record) is not None
-
-
 def marks_of(store: ObjectStore, unit: str) -> list[ObjectInfo]:
     return list(store.list(f"{MARKS}{unit}/"))
 
 
 def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = None) -> str | None:
-    """Return a run that goes on and has put one of the marks; None if there is none. `but`: a run that is not meant."""
-    users = {of_mark(info.key)[1] for info in marks} - {but}
-    return next((user for user in sorted(users) if goes_on(store, user)), None)
+    """Return a run that has put one of the marks and has not ended; None if there is none. `but`: one not meant.
+
+    A run is marked for before it is on record, where it names another's checkpoint. A mark of what is no run on record,
+    such as a preview, counts for an hour.
+    """
+    users: dict[str, float] = {}
+    for info in marks:
+        user = of_mark(info.key)[1]
+        users[user] = max(users.get(user, 0.0), info.modified)
+    for user, marked_at in users.items():
+        if user != but and end_of(store, user) is None:
+            is_new = marked_at > time.time() - _NEW_S
+            if is_new or store.head(RunKeys(user).record) is not None:
+                return user
+    return None
 
 
 @contextmanager

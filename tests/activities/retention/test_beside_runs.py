@@ -101,10 +101,11 @@ def test_killed_at_any_operation_it_is_done_again_and_nothing_is_damaged(tmp_pat
 UNIT = tokenized(key_of(1))
 
 
-def _an_old_artifact(root: Path) -> Writer:
+def _an_old_artifact(root: Path, is_on_record: bool) -> Writer:
     writer = Writer(LocalStore(root))
     writer.artifact(UNIT, a=b"a" * 10, b=b"b" * 10)
-    writer.put(RunKeys("sft-new").record, "{}")
+    if is_on_record:
+        writer.put(RunKeys("sft-new").record, "{}")
     return writer
 
 
@@ -119,15 +120,16 @@ def _use_it(writer: Writer) -> bool:
     return True
 
 
-def test_a_run_that_comes_at_any_moment_has_what_it_uses_and_it_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_record", [True, False], ids=["on record", "on its way to be"])
+def test_a_run_that_comes_at_any_moment_has_what_it_uses_and_it_stays(tmp_path: Path, is_on_record: bool) -> None:
     """At each operation of a collection that deletes what it needs: it waits, finds it whole, or makes it anew."""
     now, outcomes = time.time() + AHEAD_S, list[bool]()
     undisturbed = Watched(tmp_path / "alone", lambda _: None)
-    _an_old_artifact(undisturbed.root)
+    _an_old_artifact(undisturbed.root, is_on_record)
     collect(undisturbed, ALL, is_dry=False, now=now)
     assert find_artifact(undisturbed, UNIT) is None
     for number in range(undisturbed.num_done):
-        writer = _an_old_artifact(tmp_path / str(number))
+        writer = _an_old_artifact(tmp_path / str(number), is_on_record)
 
         def come(done: int, writer: Writer = writer, number: int = number) -> None:
             if done == number:
