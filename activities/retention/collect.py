@@ -58,8 +58,15 @@ class CollectGarbage:
             return collect(self._store, self._policy, is_dry=request.is_dry)
 
 
-def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool, now: float | None = None) -> GarbageReport:
-    """Do the work of the activity. Blocking. `now`: by which days are counted, in seconds since 1970."""
+def collect(
+    store: ObjectStore,
+    policy: RetentionSettings,
+    *,
+    is_dry: bool,
+    now: float | None = None,
+    at_once: int = _AT_ONCE,
+) -> GarbageReport:
+    """Do the work of the activity, of so many units at once. Blocking. `now`: by which days are counted."""
     began = time.time()
     census = take(store, reads_jobs=policy.models_days is not None)
     found = list(due(census, policy, began if now is None else now))
@@ -67,7 +74,7 @@ def collect(store: ObjectStore, policy: RetentionSettings, *, is_dry: bool, now:
     if is_dry:
         freed = [row for each in found for row in _would_free(each)]
     else:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="garbage") as threads:
+        with ThreadPoolExecutor(at_once, thread_name_prefix="garbage") as threads:
             done = list(threads.map(lambda each: _delete_or_tell(store, policy, each, census), found))
         freed = [row for rows in done for row in rows or ()]
         num_withdrawn = done.count(None)

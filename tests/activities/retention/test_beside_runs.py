@@ -181,5 +181,4 @@ def test_a_run_that_is_resumed_at_any_moment_has_its_checkpoint_or_is_refused(tm
         else:
             assert (outcome, result_sha256(host.store, RUN)) == ("refused", ended), "its end stands again"
         assert not damaged(LocalStore(root / "store"))
-    assert "resumed" in outcomes
     assert not IS_DEEP or set(outcomes) == {"resumed", "waits", "refused"}
