@@ -23,9 +23,11 @@ from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.storage.uses import BeingDeleted, unit_of, use
 
 _NEW_S = 10.0  # a younger folder is not considered abandoned, as its owner may not have locked it yet
 BEAT_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.5
 HOST_LEAVES = "the host is shutting down"
 """The error message of work that is given up because the host shuts down."""
 _log = logging.getLogger(__name__)
@@ -73,17 +75,35 @@ class HostContext:
         with beating(), scratch_folder(self.paths.scratch, purpose) as folder, disk_errors(folder):
             yield folder
 
+    def use(self, key: str) -> None:
+        """Mark an artifact that several runs may share as used by the current activity's run, before it is looked for.
+
+        Waits while it is being deleted, two minutes at most.
+        """
+        unit = unit_of(key)
+        info = activity.info() if unit is not None and activity.in_activity() else None
+        if unit is None or info is None or info.workflow_id is None:
+            return
+        with beating():
+            while True:
+                try:
+                    use(self.store, unit, info.workflow_id, info.workflow_run_id or "")
+                    break
+                except BeingDeleted:
+                    time.sleep(_LOOK_EVERY_S)
+
     def keep(self, key: str, folder: Path) -> Artifact:
         """Upload a scratch folder as the artifact under `key`."""
         return upload_files(self.store, key, folder, manifest_of(folder))
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object]) -> Artifact:
-        """The artifact under a key, made in a scratch folder where the store has none.
+        """The artifact under a key, made in a scratch folder where the store has none. It stays while its run goes on.
 
         Args:
             key: derived from everything that `make` depends on.
             make: fills the folder that it is given. What it raises is raised, and nothing is kept.
         """
+        self.use(key)
         if done := find_artifact(self.store, key):
             return done
         with self.scratch(purpose) as folder:

@@ -230,6 +230,7 @@ def _chores(
             _SWEEP_EVERY_S,
             partial(backend.scheduled_runs.serve, *backend.sweeps.activities),
         ),
+        ("garbage is left", _SWEEP_EVERY_S, backend.garbage.collect_when_due),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
         (

@@ -9,6 +9,8 @@ from service.accounts.audit import Audit
 from service.accounts.keys import Keys, SignInLinks, SignIns
 from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.tenants import Quotas, Tenants
+from service.automation.garbage import Garbage
+from service.automation.removals import Removals
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
 from service.automation.spending import SpendingLimits
@@ -62,6 +64,8 @@ class Backend:
         self.watch = Watch(rows, states, temporal)
         self.gauges = InstallationGauges(settings, database, temporal)
         self.spending = SpendingLimits(self.runs, rows)
+        self.removals = Removals(self.runs, store, database, self.quotas)
+        self.garbage = Garbage(settings, temporal, self.quotas)
         self.steps = TrainSteps(self.runs, store, temporal)
         self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
         bells = SessionBells(store, self.hosts)

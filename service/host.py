@@ -105,6 +105,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.records.commands import CommandRecords
     from activities.records.deliver import Deliver
     from activities.records.run_records import RunRecords
+    from activities.retention.collect import CollectGarbage
     from activities.sources.download import Download
     from activities.tokenizing.preview import PreviewDataset
     from activities.tokenizing.render_prompts import RenderPrompts
@@ -117,12 +118,11 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     return [
         records.record_result,
         records.begin,
-        records.record_step,
-        records.recover_steps,
+        *(records.record_step, records.recover_steps),
         commands.record_command,
         commands.find_commands,
         *(commands.drop_commands, commands.fill_gap),
-        FindCheckpoint(host).find_checkpoint,
+        *(FindCheckpoint(host).find_checkpoint, CollectGarbage(host).collect),
         AskTeacher(host).ask_teacher,
         *(publish.publish, publish.publish_best),
         Exports(host).export,
@@ -156,10 +156,9 @@ def control_workflows() -> list[type]:
         SFTWorkflow,
         RLWorkflow,
         SessionWorkflow,
-        single_activity.PreviewWorkflow,
-        single_activity.GraderWorkflow,
-        single_activity.UntrainedModelWorkflow,
-        single_activity.ExportWorkflow,
+        *(single_activity.PreviewWorkflow, single_activity.GraderWorkflow),
+        *(single_activity.UntrainedModelWorkflow, single_activity.ExportWorkflow),
+        single_activity.GarbageWorkflow,
         single_activity.TrackWorkflow,
         ScheduledRunWorkflow,
         sweep.SweepWorkflow,

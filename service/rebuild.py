@@ -16,15 +16,17 @@ from sqlalchemy.orm import Session
 from service.accounts.keys import KeyRecord
 from service.accounts.tenants import TenantRecord, ensure_first
 from service.database.engine import Database
-from service.database.tables import FileRow, KeyRow, RunRow, Table, TenantRow
+from service.database.tables import FileRow, KeyRow, RemovedRow, RunRow, Table, TenantRow
 from service.files.files import FileRecord
-from service.runs.rows import run_row
+from service.runs.rows import removed_row, run_row
 from service.runs.states import queued
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT, RunRecord
 from shared.runs.status import RunStatus
 from shared.storage import paths
+from shared.storage.removal import RemovedRun
 from shared.storage.store import ObjectStore
+from shared.storage.uses import removed_run
 
 _AT_ONCE = 20  # rows in a transaction; few, as other writers wait for it, and records are read again within
 _SETTLED_S = 60.0  # the record of a younger row may still be on its way into the store
@@ -84,6 +86,7 @@ class _Rebuild:
         self._table(TenantRow, self._records(paths.tenant_record(), TenantRecord))
         self._table(KeyRow, self._records(paths.key_record(), KeyRecord))
         self._table(FileRow, self._records(paths.FILE_RECORDS, FileRecord))
+        self._table(RemovedRow, self._removed())
         self._table(RunRow, self._runs())
         if not self._only_look:
             self._database.write(ensure_first)
@@ -102,7 +105,16 @@ class _Rebuild:
             keys = paths.RunKeys(info.key.removeprefix(prefix))
             yield _Record(keys.record, partial(self._run_row, keys))
 
+    def _removed(self) -> Iterator[_Record]:
+        for info in self._store.list(removed_run()):
+            yield _Record(info.key, partial(self._removed_row, info.key))
+
+    def _removed_row(self, key: str) -> Table:
+        return removed_row(RemovedRun.model_validate_json(self._store.get_bytes(key)))
+
     def _run_row(self, keys: paths.RunKeys) -> Table:
+        if self._store.head(removed_run(keys.prefix.rpartition("/")[2])) is not None:
+            raise NotFound(f"{keys.prefix} is of a removed run")
         record = RunRecord.model_validate_json(self._store.get_bytes(keys.record))
         status = queued(record)
         with suppress(NotFound):  # it has not ended

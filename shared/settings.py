@@ -164,7 +164,7 @@ class QuotaSettings(BaseModel, extra="forbid"):
         description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, what was published, and the data that runs have brought"
+        default=None, ge=0, description="uploads, what was published, and what runs have brought and left"
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
@@ -176,6 +176,28 @@ class QuotaSettings(BaseModel, extra="forbid"):
         gt=0,
         le=1000,
         description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
+    )
+
+
+class RetentionSettings(BaseModel):
+    """Days after which a control host deletes what runs have left; None: never. What is published stays.
+
+    Days count from the end of the run, or of the last one that used it.
+    """
+
+    every_s: float = Field(default=3600.0, gt=0, description="between two times that it looks, and measures the store")
+    checkpoints_days: float | None = Field(default=None, ge=0, description="but for the newest `checkpoints_kept`")
+    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
+    data_days: float | None = Field(
+        default=None, ge=0, description="copies of data sets, and what was made of them: tokens, plans, prompts"
+    )
+    samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
+    logs_days: float | None = Field(default=None, ge=0, description="events, output, job files but for one")
+    sessions_days: float | None = Field(
+        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
+    )
+    models_days: float | None = Field(
+        default=None, ge=1, description="imported models that nothing published, no checkpoint and no live run is of"
     )
 
 
@@ -295,6 +317,7 @@ class Settings(BaseSettings):
         default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
+    retention: RetentionSettings = RetentionSettings()
     prices: PriceSettings = PriceSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()
     tenant_limits: TenantLimits = TenantLimits()

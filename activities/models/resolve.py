@@ -144,6 +144,7 @@ class Resolve:
         """Make a model folder of a GGUF file, once. Its bytes count as the tenant's."""
         store, place = self._host.store, location.place(name)
         key = model_import(content_key("gguf", location.store.uri, _state(location, name)))
+        self._host.use(key)
         if (artifact := find_artifact(store, key)) is None:
             with self._host.scratch("gguf") as scratch:
                 path = scratch / "model.gguf"
@@ -284,6 +285,7 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
         return location.artifact
     store = host.store
     key = model_import(content_key(location.store.uri, *(_state(location, name) for name in sorted(names))))
+    host.use(key)
     found = find_artifact(store, key)
     if found is not None:
         return found

@@ -15,6 +15,7 @@ from shared.runs.status import Policy, RunStatus, StepStatus
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
+from shared.storage.uses import STATE_IS_GONE, expired, removed_run, use
 
 
 class Recorded(Frozen):
@@ -103,7 +104,14 @@ class RunRecords:
             ended = result_sha256(store, request.run_id)
             if ended is not None and not (request.resumed and ended == request.goes_on_from):
                 return Begun(refusal="the run has ended, and the service has not resumed it")
-            return Begun(status=_reopened(store, keys)) if request.resumed else Begun()
+            status = _reopened(store, keys) if request.resumed else None
+            # Whoever deletes of the run has seen that its result is there no more, or is waited for here.
+            use(store, keys.prefix, request.run_id, request.execution)
+            if request.resumed and (gone := _what_is_gone(store, request.run_id)) is not None:
+                with suppress(NotFound):
+                    store.put_bytes(keys.result, store.get_bytes(keys.previous_result))
+                return Begun(refusal=gone)
+            return Begun(status=status)
 
     @activity.defn(name="record_step", no_thread_cancel_exception=True)
     def record_step(self, request: StepRecordRequest) -> None:
@@ -138,6 +146,13 @@ class RunRecords:
                 trained=trained,
                 policies=_policies(steps)[-request.num_policies :],
             )
+
+
+def _what_is_gone(store: ObjectStore, run_id: str) -> str | None:
+    """Return why a run cannot go on: it was removed, or its state was deleted by a policy."""
+    if store.head(removed_run(run_id)) is not None:
+        return "the run was removed"
+    return STATE_IS_GONE if store.head(expired(run_id)) is not None else None
 
 
 def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:

@@ -187,6 +187,7 @@ class SamplerActivities:
         """
         store = self._host.store
         parts = Parts(store, partial(sampled_part, request.key))
+        self._host.use(completions(request.key))
         if done := _result(store, request.key):
             parts.forget(parts.known())  # an attempt that was killed as it forgot them has left some
             return done
@@ -208,6 +209,7 @@ class SamplerActivities:
     def draw_share(self, request: ShareRequest) -> None:
         """Draw the samples of some of a request's prompts, for `sample` to put together. Raises as `sample` does."""
         store = self._host.store
+        self._host.use(completions(request.key))
         if _result(store, request.key):
             return
         with beating(), PromptsFile(self._host.stage(request.prompts)) as prompts:

@@ -116,6 +116,8 @@ class PackTrajectories:
             # The key contains the tenant, since messages are converted by the records of its own answers.
             own = request.model_dump_json(exclude={"run_id", "step"})
             key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
+            self._host.use(tokenized(key))
+            self._host.use(packed(key))
             if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
                 self._pack(request, groups, drawn, key)
             return _result(store, key)

@@ -5,9 +5,11 @@ Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
 from sqlalchemy import func, select
@@ -17,14 +19,14 @@ from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database
 from service.database.locks import KeyedLocks
-from service.database.tables import RunRow, TenantRow
+from service.database.tables import RemovedRow, RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import PriceSettings, QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
+from shared.storage.stored_bytes import Ledger, Measured, Reservation, StoredCount, measured, no_room
 from shared.uri_queries import without_queries
 
 WINDOW_S = 30 * 86_400
@@ -113,13 +115,14 @@ def _json(record: TenantRecord) -> bytes:
 class TenantUsage(Frozen):
     """A tenant's usage beside its quotas; a quota of None is no limit.
 
-    `cost`: of its GPU hours; None where they have no price.
+    `cost`: of its GPU hours; None where they have no price. `measured`: what of the bytes is counted now and then.
     """
 
     tenant: Tenant
     concurrent_runs: int
     gpu_hours: float
     stored_bytes: int
+    measured: Measured = Measured()
     cost: float | None = None
     currency: str = "USD"
     quotas: QuotaSettings
@@ -150,10 +153,12 @@ class Quotas:
                 cost=None if self._prices.gpu_hour is None else hours * self._prices.gpu_hour,
                 currency=self._prices.currency,
                 stored_bytes=stored,
+                measured=parts,
                 quotas=self.of(session, tenant),
             )
 
         stored = await self.stored_bytes(tenant)
+        parts = await asyncio.to_thread(measured, self._store, tenant)
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
@@ -292,6 +297,11 @@ class Quotas:
         if used > most:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
+    def recount(self, tenant: str | None = None) -> None:
+        """Count a tenant's bytes anew when they are asked for next; without a tenant, all tenants'."""
+        for each in [tenant] if tenant else list(self._counted):
+            self._counted.pop(each, None)
+
     def remove_bytes(self, tenant: str, fewer: int) -> None:
         """Count so many bytes fewer: they were deleted since the last count."""
         if (known := self._counted.get(tenant)) is not None:
@@ -348,16 +358,24 @@ def _concurrent_runs(session: Session, tenant: str) -> int:
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:
-    """Return the GPU hours of runs that go on, or ended within the window. All of a run's hours count."""
+    """Return the GPU hours of runs that go on, or ended within the window, removed ones too. All of a run's count."""
     query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
     # Two queries, as each can use an index, which a query with OR could not.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)
-    return sum(float(session.scalars(query.where(which)).one()) for which in each) / 3600
+    removed = select(func.coalesce(func.sum(RemovedRow.gpu_seconds), 0.0)).where(
+        RemovedRow.tenant == tenant, RemovedRow.ended_at > time.time() - WINDOW_S
+    )
+    return sum(float(session.scalars(one).one()) for one in (*map(query.where, each), removed)) / 3600
 
 
 def used_gpu_seconds(session: Session) -> list[tuple[str, float]]:
     """Return the tenants and their GPU seconds, counted as `_gpu_hours` counts, the greatest first."""
-    used = func.sum(RunRow.gpu_seconds)
-    is_recent = RunRow.ended_at.is_(None) | (RunRow.ended_at > time.time() - WINDOW_S)
-    query = select(RunRow.tenant, used).where(is_recent).group_by(RunRow.tenant).order_by(used.desc())
-    return [(tenant, float(seconds)) for tenant, seconds in session.execute(query)]
+    since, used = time.time() - WINDOW_S, defaultdict[str, float](float)
+    for row, is_recent in (
+        (RunRow, RunRow.ended_at.is_(None) | (RunRow.ended_at > since)),
+        (RemovedRow, RemovedRow.ended_at > since),
+    ):
+        query = select(row.tenant, func.sum(row.gpu_seconds)).where(is_recent).group_by(row.tenant)
+        for tenant, seconds in session.execute(query):
+            used[tenant] += float(seconds)
+    return sorted(used.items(), key=itemgetter(1), reverse=True)

@@ -23,11 +23,11 @@ HEADINGS = {
         "session": "runs",
         "webhook": "webhooks",
     },
-    "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry"), "runs"),
+    "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry", "rm"), "runs"),
     "Use what they published": dict.fromkeys(("models", "chat", "download", "export", "verify"), "models"),
     "Services, keys, tenants": {
         **{"login": "sign_in", "logout": "sign_in"},
-        **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit"), "account"),
+        **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit", "gc"), "account"),
         "config": "sign_in",
     },
     "This machine": dict.fromkeys(("dev", "doctor", "db", "builds"), "stack"),

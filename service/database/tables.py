@@ -110,6 +110,19 @@ class RunRow(Table):
     updated_at: Mapped[float]
 
 
+class RemovedRow(Table):
+    """A run that was removed. Its GPU seconds count in its tenant's quota as if it were there."""
+
+    __tablename__ = "removed_runs"
+    __table_args__ = (Index("removed_by_end", "tenant", "ended_at"),)
+
+    run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(48))
+    created_at: Mapped[float]
+    ended_at: Mapped[float]
+    gpu_seconds: Mapped[float]
+
+
 class OutboxRow(Table):
     """A change of a run's state of which webhooks are still to be notified.
 

@@ -11,13 +11,14 @@ from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas
 from service.database.engine import Database
-from service.database.tables import OutboxRow, RunRow
+from service.database.tables import OutboxRow, RemovedRow, RunRow
 from service.errors import QuotaExceeded
 from service.runs.views.run_view import RunView
 from shared.automation.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
 from shared.settings import QuotaSettings
+from shared.storage.removal import RemovedRun
 
 _KEPT = 1024
 _BY_LIMIT = '"paused_by":"'  # within a text of JSON the quotes would be escaped
@@ -246,6 +247,17 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
         updated_at=time.time(),
         **_columns(status),
     )
+
+
+def forget(session: Session, removed: RemovedRun) -> None:
+    """Put a removed run's row aside: its GPU seconds go on to count."""
+    session.merge(removed_row(removed))
+    session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
+
+
+def removed_row(removed: RemovedRun) -> RemovedRow:
+    """The row of a removed run, as its record in the store has it."""
+    return RemovedRow(**removed.model_dump(include={"run_id", "tenant", "created_at", "ended_at", "gpu_seconds"}))
 
 
 def _columns(status: RunStatus) -> dict[str, object]:

@@ -40,6 +40,7 @@ from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
+from shared.storage.uses import STATE_IS_GONE, expired, hold_checkpoints, removed_run
 
 logger = logging.getLogger("longshore.service")
 F = TypeVar("F", bound=Frozen)
@@ -120,12 +121,17 @@ class Runs:
         return await self._quotas.sealed(tenant, request)
 
     async def claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
-        """Return the run or sweep that a key made: `run_id` the first time. Raises InvalidInput for another request."""
+        """Return the run or sweep that a key made: `run_id` the first time.
+
+        Raises InvalidInput for another request; Conflict where that run was removed.
+        """
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
         if await self._quotas.put_record(tenant, place, mine.model_dump_json().encode(), only_new=True):
             return run_id
         first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
+        if await asyncio.to_thread(self._store.head, removed_run(first.run_id)) is not None:
+            raise Conflict(f"this key made {first.run_id}, which was removed: take another Idempotency-Key")
         if first.request_sha256 != mine.request_sha256:
             raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
         return first.run_id
@@ -157,6 +163,7 @@ class Runs:
         data = record.model_dump_json(indent=1).encode()
 
         def put() -> bool:
+            hold_checkpoints(self._store, tenant, run_id, run.model_dump_json())
             self._store.put_bytes(paths.run_index(run_id), b"")
             return self._store.put_if_absent(paths.RunKeys(run_id).record, data)
 
@@ -292,6 +299,8 @@ class Runs:
                 raise Conflict(f"{run_id} succeeded: there is nothing to go on with")
             case "failed" | "cancelled" | "paused":
                 audit.touched(run_id)
+                if await asyncio.to_thread(self._store.head, expired(run_id)) is not None:
+                    raise Conflict(f"{run_id}: {STATE_IS_GONE}; its request can be sent as a new run")
                 async with self._going_on(tenant):
                     await self._rows.check_place(tenant)
                     await self._start_again(run.record)

@@ -26,6 +26,7 @@ from shared.runs.sessions import MAX_WAITING, CommandArrived
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
+from shared.storage.uses import use
 
 # Between looks into the store for a result of which no host has told, and at whether the session still runs.
 _LOOK_EACH_S, _ASK_EACH_S = 3.0, 3.0
@@ -180,6 +181,8 @@ class Sessions:
             case theirs, ours:
                 message = f"{state} is of a {theirs.kind} training in {source.run.dtype}, this session is"
                 raise InvalidInput(f"{message} a {ours.kind} training in {record.run.dtype}", "state")
+        # It stays from here on, as this session may have to load it again on another worker.
+        await asyncio.to_thread(use, self._store, RunKeys(name.run_id).prefix, record.run_id)
         found = await asyncio.to_thread(checkpoint_of_step, self._store, name)
         if found is None:
             raise NotFound(f"there is no saved state {state}: the `step` of a save_state's result names one")

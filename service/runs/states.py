@@ -22,6 +22,7 @@ from shared.runs.start import RL_WORKFLOW, SESSION_WORKFLOW, SFT_WORKFLOW
 from shared.runs.status import STATUS_MEMO, Problem, RunStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
+from shared.storage.uses import removed_run
 
 logger = logging.getLogger("longshore.service")
 SHARED_S = 0.5
@@ -128,11 +129,13 @@ class RunStates:
         self.changed(run.run_id)
 
     async def record(self, run_id: str) -> RunRecord:
-        """Read a run's record in the store. Raises NotFound for an unknown run."""
+        """Read a run's record in the store. Raises NotFound for an unknown run, and for one that was removed."""
         try:
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
         except NotFound:
             raise NotFound(f"there is no run {run_id}") from None
+        if await asyncio.to_thread(self._store.head, removed_run(run_id)) is not None:
+            raise NotFound(f"there is no run {run_id}: it was removed")
         return RunRecord.model_validate_json(data)
 
     async def adopt(self, run_id: str) -> IndexedRun:

@@ -1,4 +1,4 @@
-"""Every key of the store, and the folders that a host and its worker share. Nobody else joins them."""
+"""The keys of the store (with uses.py), and the folders that a host and its worker share. Nobody else joins them."""
 
 import hashlib
 import json

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object of a store: its key, its size in bytes, and an opaque tag that differs when its content does."""
+    """An object of a store: its key, its size in bytes, and an opaque tag that differs when its content does.
+
+    `modified`: when it was written, in seconds since 1970, by the store's clock.
+    """
 
     key: str
     size: int
     etag: str | None = None
+    modified: float = field(default=0.0, compare=False)
 
 
 def go_on() -> None: ...
@@ -202,7 +206,8 @@ def _is_temporary(name: str) -> bool:
 
 
 def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}")
+    etag = f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
+    return ObjectInfo(key, status.st_size, etag, status.st_mtime)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -320,7 +325,7 @@ class S3Store:
                 answer = self._client.head_object(Bucket=self.bucket, Key=self._key(key))
         except NotFound:
             return None
-        return ObjectInfo(key, answer["ContentLength"], answer.get("ETag"))
+        return ObjectInfo(key, answer["ContentLength"], answer.get("ETag"), answer["LastModified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._errors(prefix):
@@ -329,7 +334,8 @@ class S3Store:
             )
             for page in pages:
                 for item in page.get("Contents", []):
-                    yield ObjectInfo(item["Key"].removeprefix(self.prefix), item["Size"], item.get("ETag"))
+                    key, modified = item["Key"].removeprefix(self.prefix), item["LastModified"].timestamp()
+                    yield ObjectInfo(key, item["Size"], item.get("ETag"), modified)
 
     def delete(self, key: str) -> None:
         with self._errors(key):

@@ -22,6 +22,7 @@ from shared.errors import InvalidInput, NotFound
 from shared.settings import QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
+from shared.storage.uses import measured_record
 
 _BELIEVED_S = 900.0  # an entry of a process that died
 _RENEWED_S = 300.0
@@ -39,6 +40,24 @@ class StoredCount:
     num_bytes: int
 
 
+class Measured(BaseModel, frozen=True):
+    """Bytes of a tenant that nobody notes as they are written, as they were counted `at`: by what they are of.
+
+    What several tenants use counts for each of them.
+    """
+
+    at: float = 0.0
+    num_bytes: dict[str, int] = {}
+
+
+def measured(store: ObjectStore, tenant: str) -> Measured:
+    """Return what was measured last (activities/retention)."""
+    try:
+        return Measured.model_validate_json(store.get_bytes(measured_record(tenant)))
+    except NotFound:
+        return Measured()
+
+
 @dataclass(frozen=True)
 class Ledger:
     """A tenant's account of stored bytes."""
@@ -47,12 +66,14 @@ class Ledger:
     _tenant: str
 
     def count(self) -> StoredCount:
-        """Count uploads, published adapters and models, records, what runs have downloaded, and sessions' scores."""
+        """Count uploads, published adapters and models, records, what runs have downloaded, and sessions' scores; and
+        what was measured of the rest.
+        """
         at = time.time()
         own = (f"{paths.tenant_folder(self._tenant)}/", *paths.counted_records(self._tenant))
         stored = sum(item.size for prefix in own for item in self._store.list(prefix))
         brought = sum(_bytes_of(item.key) for item in self._store.list(paths.brought(self._tenant)))
-        return StoredCount(at, stored + brought)
+        return StoredCount(at, stored + brought + sum(measured(self._store, self._tenant).num_bytes.values()))
 
     def written_since(self, at: float) -> int:
         """Bytes that are being written, or were after a count began."""

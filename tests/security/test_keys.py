@@ -30,7 +30,7 @@ ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # What hosts and workflows write, so many keys and deliveries a tenant or webhook, the accounts themselves, and the run
 # that a test's published version is of.
 BOUNDED = re.compile(
-    r"hosts/|models/imported/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
+    r"hosts/|uses/|models/imported/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
     r"|runs/sft-[0-9a-f]{8}/"
     r"|records/(deliveries|keys|tenants|reserved|brought|last_scheduled|sweep_ends)/"
 )

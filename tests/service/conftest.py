@@ -23,6 +23,7 @@ from activities.host_context import HostContext
 from activities.models.resolve import Resolve
 from activities.records.deliver import Deliver
 from activities.records.run_records import RunRecords
+from activities.retention.collect import CollectGarbage
 from activities.sources.download import Download
 from activities.tokenizing.preview import PreviewDataset
 from service.apis.listening import config
@@ -41,7 +42,7 @@ from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
 from workflows.services.scheduled import ScheduledRunWorkflow
-from workflows.services.single_activity import GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
+from workflows.services.single_activity import GarbageWorkflow, GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
 from workflows.services.sweep import SweepWorkflow
 from workflows.services.webhook import WebhookWorkflow
 from workflows.session import SessionWorkflow
@@ -176,9 +177,10 @@ def polling(settings: Settings) -> Iterator[None]:
             Resolve(HostContext(settings)).resolve_model,
             deliver.deliver,
             deliver.give_up,
+            CollectGarbage(HostContext(settings)).collect,
         ]
         workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, UntrainedModelWorkflow]
-        workflows += [ScheduledRunWorkflow, SweepWorkflow, WebhookWorkflow, SessionWorkflow]
+        workflows += [ScheduledRunWorkflow, SweepWorkflow, WebhookWorkflow, SessionWorkflow, GarbageWorkflow]
         async with control_workers(client, settings.control_queue, activities, workflows):
             ready.set()
             await asyncio.to_thread(stopped.wait)

@@ -6,9 +6,11 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
     from activities.publishing.export import Exports
+    from activities.retention.collect import CollectGarbage
     from activities.tokenizing.preview import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
     from longshore.fields import Artifact
+    from shared.automation.garbage import GarbageReport, GarbageRequest
     from shared.grading.graders import GradeOneRequest, OneGrade
     from shared.runs.models import ExportRequest, ModelRequest, ResolvedModel
     from shared.runs.previews import Preview, PreviewStart
@@ -50,6 +52,15 @@ class ExportWorkflow:
     @workflow.run
     async def run(self, request: ExportRequest) -> Artifact:
         return await control.do(Exports.export, request)
+
+
+@workflow.defn
+class GarbageWorkflow:
+    """Measures what tenants store, and deletes what policies let go: on a control host, beside runs that go on."""
+
+    @workflow.run
+    async def run(self, request: GarbageRequest) -> GarbageReport:
+        return await control.do(CollectGarbage.collect, request)
 
 
 @workflow.defn

@@ -14,6 +14,7 @@ from service.accounts.principals import BEARER, Asking, reads_or_writes
 from service.apis.errors import RESPONSES
 from service.apis.file_answers import file_answer, tar_answer
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.automation.removals import RunRemoved
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
 from service.files.files import PublishedFiles
@@ -252,6 +253,12 @@ async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
 async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
     """A failed or cancelled run's request as a new run, from the beginning. 409 for any other."""
     return await backend.runs.retry(asking, run_id)
+
+
+@router.delete("/runs/{run_id}")
+async def remove_run(run_id: RunId, backend: Backed, asking: Asking) -> RunRemoved:
+    """Remove a run that has ended, with its checkpoints and logs. What it published stays. 409 while it is needed."""
+    return await backend.removals.remove(asking.tenant, run_id)
 
 
 @router.get("/runs/{run_id}/events", response_model=EventPage)

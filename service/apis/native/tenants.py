@@ -14,8 +14,10 @@ from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, S
 from service.accounts.tenants import TenantRecord, TenantUsage
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
+from service.automation.garbage import GarbageView
 from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
+from shared.automation.garbage import GarbageRequest
 from shared.field_rules import NO_NUL
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
@@ -139,6 +141,16 @@ async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: B
     """Give a tenant quotas of its own; fields that are not given are the installation's again."""
     backend.quotas.check_priced(quotas)
     return await backend.tenants.set_quotas(tenant, quotas)
+
+
+@router.post("/gc", dependencies=_operators)
+async def collect_garbage(
+    backend: Backed,
+    dry_run: Annotated[bool, Query(description="only say what would be deleted")] = True,
+    wait_s: Annotated[float, Query(ge=0, le=600, description="how long to wait for the end")] = 60,
+) -> GarbageView:
+    """Measure what all tenants store, and delete what the installation's policies let go. A repeated call joins."""
+    return await backend.garbage.collect(GarbageRequest(is_dry=dry_run), wait_s)
 
 
 @router.get("/audit", dependencies=_admin)

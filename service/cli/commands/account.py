@@ -1,4 +1,4 @@
-"""`whoami`, `usage`, `audit`, `keys` and `tenants`: identity, quotas and use."""
+"""`whoami`, `usage`, `audit`, `keys`, `tenants` and `gc`: identity, quotas and use."""
 
 import time
 from enum import StrEnum
@@ -9,7 +9,7 @@ import typer
 
 from service.cli.command import CommandAnswer, command, group
 from service.cli.commands.sign_in import who_in_words
-from service.cli.exits import USAGE, Stop
+from service.cli.exits import DONE, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, plain, print_table, say, seconds_of, size, span
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ tenants = group(help="Manage the tenants of this installation, and their quotas.
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
+_GC_ANSWERS_S = 30.0  # beyond the time that it is told to wait
 _QUOTAS = ("concurrent_runs", "gpu_hours", "spending", "stored_bytes", "worker_sharing", "worker_weight")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="A description.")]
@@ -197,6 +198,38 @@ def quotas(
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
+@command(app)
+def gc(
+    client: "CliClient",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    wait: Annotated[float, typer.Option(min=0, max=600, help="Seconds to wait for its end.")] = 600,
+) -> CommandAnswer:
+    """Delete what the installation's policies let go, of all tenants (its operators)."""
+    params = {"dry_run": dry_run, "wait_s": wait}
+    found = client.ask("POST", "/gc", params=params, timeout=wait + _GC_ANSWERS_S)
+    return CommandAnswer(found, partial(_print_collected, found["report"]), DONE if found["report"] else NOT_FINISHED)
+
+
+def _print_collected(report: dict[str, Any] | None) -> None:
+    if report is None:
+        say("the collection goes on; the same command joins it")
+        return
+    names = ("num_units", "num_objects")
+    rows = [
+        (row["what"], row["tenant"] or "-", *(f"{row[name]:,}" for name in names), size(row["num_bytes"]))
+        for row in report["freed"]
+    ]
+    if rows:
+        print_table(("would go" if report["is_dry"] else "deleted", "tenant", "units", "objects", "bytes"), rows)
+    measured = ((t, what, size(n)) for t, parts in sorted(report["measured"].items()) for what, n in parts.items())
+    print_table(("tenant", "stores, beside its files", "bytes"), measured)
+    say(f"{report['num_runs']} runs, {report['num_going_on']} go on; {report['took_s']:.1f} s")
+    if report["num_withdrawn"]:
+        say(f"{report['num_withdrawn']} of them stay: runs that have begun meanwhile use them")
+    if report["held_back_by"]:
+        say(f"nothing that runs share goes before {report['held_back_by']} has ended: it marks nothing as used")
+
+
 def _given(*quotas: float | str | None) -> dict[str, float | str]:
     return {name: value for name, value in zip(_QUOTAS, quotas, strict=True) if value is not None}
 
@@ -210,6 +243,7 @@ def _usage(found: dict[str, Any]) -> CommandAnswer:
             ("stored", "stored_bytes"),
         )
     )
+    parts = [(f"  of it {what} of runs", size(n), "") for what, n in found["measured"]["num_bytes"].items()]
     money, most = found["currency"], found["quotas"]["spending"]
     cost = "" if found["cost"] is None else f"{found['cost']:,.2f} {money}"
     spending = ("cost of 30 days", cost, "no limit" if most is None else f"{most:,.2f} {money}")
@@ -220,7 +254,7 @@ def _usage(found: dict[str, Any]) -> CommandAnswer:
         partial(
             print_table,
             (found["tenant"], "used", "quota"),
-            [*rows, *([spending] if cost or most is not None else []), sharing, weight],
+            [*rows, *parts, *([spending] if cost or most is not None else []), sharing, weight],
         ),
     )
 

@@ -12,7 +12,7 @@ import typer
 from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import cli_client, run_ids
 from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
-from service.cli.output.render import ago, coloured, plain, print_table, say, span
+from service.cli.output.render import ago, coloured, plain, print_table, say, size, span
 from service.cli.output.runs import doing, outcome, print_details, summary
 from service.cli.output.step_table import print_step_metrics, print_steps, step_line
 
@@ -244,6 +244,15 @@ def pause(client: "CliClient", run_id: RunId) -> CommandAnswer:
     view = client.change(run_id, "pause")
     words = f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there"
     return CommandAnswer(outcome(view), partial(say, words))
+
+
+@command(app)
+def rm(client: "CliClient", run_id: RunId) -> CommandAnswer:
+    """Remove a run that has ended: its checkpoints, logs and data. What it published stays."""
+    gone = client.ask("DELETE", f"/runs/{run_id}")
+    words = f"{run_id} is removed: {gone['num_objects']} objects, {size(gone['num_bytes'])}"
+    stays = "; what it published stays, with its request and result" if gone["stays_published"] else ""
+    return CommandAnswer(gone, partial(say, words + stays))
 
 
 @command(app)

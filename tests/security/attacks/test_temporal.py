@@ -51,7 +51,7 @@ CONTROL = "control"
 COMPLETED = UpdateWorkflowExecutionLifecycleStage.UPDATE_WORKFLOW_EXECUTION_LIFECYCLE_STAGE_COMPLETED
 WORKFLOWS = [
     *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "ExportWorkflow"),
-    *("TrackWorkflow", "ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow"),
+    *("TrackWorkflow", "ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow", "GarbageWorkflow"),
 ]
 
 

@@ -1,0 +1,202 @@
+"""Counts what the store holds: the parts of each run, what several runs may share, and who uses it.
+
+One listing of each prefix, and of each run its record, its result and, if that is wanted, one job. Blocking.
+"""
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from longshore.fields import Artifact
+from shared.errors import NotFound
+from shared.runs.requests import FIRST_TENANT
+from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.removal import RemovedRun
+from shared.storage.store import ObjectInfo, ObjectStore
+from shared.storage.uses import MARKS, SHARED, RunEnd, of_mark, removed_run, unit_of
+
+What = Literal["checkpoints", "data", "samples", "logs", "sessions", "models", "records", "removed"]
+FOLDERS: dict[str, What] = {
+    "checkpoints": "checkpoints",
+    "kept_states": "checkpoints",
+    "dataset": "data",
+    "logs": "logs",
+    "wandb": "logs",
+    "commands": "sessions",
+    "results": "sessions",
+}
+"""Of a run's folder; what is elsewhere in it are records, which stay as long as the run."""
+KINDS: dict[str, What] = {
+    "tokenized": "data",
+    "packed": "data",
+    "prompts": "data",
+    "models": "models",
+}
+"""Of what several runs may share; the rest are samples."""
+_NOTED = ("dataset", "commands", "run.json")
+_NOTED_RESULT_BYTES = 2048  # larger results are noted by who writes them (shared/runs/session_results.py)
+_READS_AT_ONCE = 16
+
+
+@dataclass
+class Heap:
+    """Objects that are counted together. `newest`: when the last of them was written, in seconds since 1970."""
+
+    num_objects: int = 0
+    num_bytes: int = 0
+    newest: float = 0.0
+
+    def add(self, info: ObjectInfo) -> None:
+        self.num_objects += 1
+        self.num_bytes += info.size
+        self.newest = max(self.newest, info.modified)
+
+
+def _heaps() -> "defaultdict[What, Heap]":
+    return defaultdict(Heap)
+
+
+@dataclass
+class RunFolder:
+    """A run as the store has it.
+
+    Attributes:
+        noted: bytes that the tenant's ledger has already, by what they are of.
+        checkpoints: by step and fence, what they hold; `newest` is of the manifest, 0 without one.
+        job: the key of one of its job files, and how long that is.
+        model: the unit of the imported model that its jobs train.
+        ended_at: when its result says that it ended, or was written.
+        is_on_record: it was accepted.
+    """
+
+    run_id: str
+    heaps: dict[What, Heap] = field(default_factory=_heaps)
+    noted: dict[What, int] = field(default_factory=lambda: defaultdict(int))
+    checkpoints: dict[tuple[str, str], Heap] = field(default_factory=dict)
+    job: str | None = None
+    job_bytes: int = 0
+    tenant: str = FIRST_TENANT
+    model: str | None = None
+    end: RunEnd | None = None
+    is_on_record: bool = False
+    ended_at: float | None = None
+    has_begun: bool = False
+
+    @property
+    def whole_checkpoints(self) -> list[tuple[str, str]]:
+        """Those that have a manifest, the oldest first. Others are being uploaded, or were only half deleted."""
+        return sorted(place for place, heap in self.checkpoints.items() if heap.newest)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.is_on_record and self.end is None
+
+
+@dataclass
+class Census:
+    """What the store holds. `users`: the runs that have marked a unit. `removed`: removed runs."""
+
+    runs: dict[str, RunFolder] = field(default_factory=dict)
+    shared: dict[str, Heap] = field(default_factory=lambda: defaultdict(Heap))
+    users: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    removed: dict[str, RemovedRun] = field(default_factory=dict)
+
+    def users_of(self, unit: str) -> list[RunFolder]:
+        """Return the runs on record that use a unit."""
+        known = (self.runs.get(run_id) for run_id in sorted(self.users.get(unit, ())))
+        return [run for run in known if run is not None and run.is_on_record]
+
+    def measured(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each tenant that its ledger does not have, by what they are of."""
+        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for run in self.runs.values():
+            for what, heap in run.heaps.items():
+                found[run.tenant][what] += heap.num_bytes - run.noted.get(what, 0)
+        for unit, heap in self.shared.items():
+            if (what := what_of(unit)) != "models":  # whoever brings a model has it noted
+                for tenant in {run.tenant for run in self.users_of(unit)}:
+                    found[tenant][what] += heap.num_bytes
+        return {tenant: {w: n for w, n in sorted(of.items()) if n} for tenant, of in found.items()}
+
+
+class _Record(BaseModel):
+    tenant: str = FIRST_TENANT
+
+
+class _Plan(BaseModel):
+    model: Artifact
+
+
+class _Job(BaseModel):
+    plan: _Plan
+
+
+def take(store: ObjectStore, *, reads_jobs: bool = True) -> Census:
+    """Count everything. Marks are listed first: a run that puts one later is looked for again before a deletion.
+
+    `reads_jobs`: which models runs have trained is wanted, too.
+    """
+    census = Census()
+    for info in store.list(MARKS):
+        unit, run_id = of_mark(info.key)
+        census.users[unit].add(run_id)
+    for folder in SHARED:
+        for info in store.list(f"{folder}/"):
+            if (shared := unit_of(info.key)) is not None:
+                census.shared[shared].add(info)
+    for info in store.list("runs/"):
+        _, run_id, path = info.key.split("/", 2)
+        _count(census.runs.setdefault(run_id, RunFolder(run_id)), path, info)
+    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="census") as threads:
+        list(threads.map(lambda run: _read(store, run, reads_jobs), census.runs.values()))
+    prefix = removed_run()
+    for info in list(store.list(prefix)):
+        with suppress(NotFound):
+            census.removed[info.key.removeprefix(prefix)] = RemovedRun.model_validate_json(store.get_bytes(info.key))
+    return census
+
+
+def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
+    folder, _, rest = path.partition("/")
+    what = FOLDERS.get(folder, "records")
+    run.heaps[what].add(info)
+    is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
+    if is_noted or (folder == "results" and info.size > _NOTED_RESULT_BYTES):
+        run.noted[what] += info.size
+    match folder, rest.split("/"):
+        case "checkpoints", [label, step, *name]:
+            heap = run.checkpoints.setdefault((step, label), Heap())
+            heap.num_objects += 1
+            heap.num_bytes += info.size
+            if name == [MANIFEST]:
+                heap.newest = info.modified
+        case "logs", [*_, "job.json"] if run.job is None:
+            run.job, run.job_bytes = info.key, info.size
+        case "run.json", _:
+            run.is_on_record = True
+        case "result.json", _:
+            run.ended_at = info.modified
+        case "starts", _:
+            run.has_begun = True
+
+
+def _read(store: ObjectStore, run: RunFolder, reads_job: bool) -> None:
+    keys = RunKeys(run.run_id)
+    # It was removed since it was listed; or a record cannot be read: then the run counts as going on.
+    with suppress(NotFound, ValidationError):
+        if run.is_on_record:
+            run.tenant = _Record.model_validate_json(store.get_bytes(keys.record)).tenant
+        if run.ended_at is not None:
+            end = RunEnd.model_validate_json(store.get_bytes(keys.result))
+            run.end, run.ended_at = None if end.state == "paused" else end, end.ended_at or run.ended_at
+        if reads_job and run.job is not None:
+            uri = _Job.model_validate_json(store.get_bytes(run.job)).plan.model.uri
+            run.model = unit_of(uri.removeprefix(f"{store.uri}/"))
+
+
+def what_of(unit: str) -> What:
+    return KINDS.get(unit.partition("/")[0], "samples")

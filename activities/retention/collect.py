@@ -1,0 +1,217 @@
+"""The activity `collect_garbage`: measures what tenants store, and deletes what policies let go.
+
+It may be killed at any moment, and done again: each unit is deleted under a claim, manifests first (uses.py). What is
+due is looked for in one census; before each deletion the unit alone is looked at again, with its claim in hand.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from temporalio import activity
+
+from activities.host_context import HostContext, beating
+from activities.records.checkpoints import find_newest, stored_checkpoints
+from activities.retention.census import FOLDERS, Census, RunFolder, What, take
+from activities.retention.policy import Due, due, without_marks
+from shared.automation.garbage import Freed, GarbageReport, GarbageRequest
+from shared.errors import InvalidInput
+from shared.settings import RetentionSettings
+from shared.storage.artifacts import find_artifact
+from shared.storage.paths import RunKeys, brought, checkpoint_adapter
+from shared.storage.removal import delete_run, forget_removed
+from shared.storage.store import ObjectInfo, ObjectStore
+from shared.storage.stored_bytes import Measured
+from shared.storage.uses import (
+    CLAIMS,
+    claiming,
+    delete_objects,
+    end_of,
+    expired,
+    marks_of,
+    measured_record,
+    used_by,
+)
+
+_log = logging.getLogger(__name__)
+_AT_ONCE = 8
+_STATES = "kept_states"  # marks of a session's checkpoints
+_COUNTED_S = 31 * 86_400.0  # GPU seconds of a removed run count for thirty days after its end
+Deleted = dict[What, list[ObjectInfo]]
+
+
+class CollectGarbage:
+    """The activity. `policy`: the installation's."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._store = host.store
+        self._policy = host.settings.retention
+
+    @activity.defn(name="collect_garbage")
+    def collect(self, request: GarbageRequest) -> GarbageReport:
+        """Measure, and delete what is due; of a dry run only say what that is.
+
+        Raises StoreUnavailable: what is left is deleted the next time.
+        """
+        with beating():
+            return collect(self._store, self._policy, is_dry=request.is_dry)
+
+
+def collect(
+    store: ObjectStore,
+    policy: RetentionSettings,
+    *,
+    is_dry: bool,
+    now: float | None = None,
+    at_once: int = _AT_ONCE,
+) -> GarbageReport:
+    """Do the work of the activity, of so many units at once. Blocking. `now`: by which days are counted."""
+    began = time.time()
+    census = take(store, reads_jobs=policy.models_days is not None)
+    found = list(due(census, policy, began if now is None else now))
+    after, num_withdrawn = census, 0
+    if is_dry:
+        freed = [row for each in found for row in _would_free(each)]
+    else:
+        with ThreadPoolExecutor(at_once, thread_name_prefix="garbage") as threads:
+            done = list(threads.map(lambda each: _delete_or_tell(store, policy, each, census), found))
+        freed = [row for rows in done for row in rows or ()]
+        num_withdrawn = done.count(None)
+        _clean_up(store, census, began)
+        after = take(store, reads_jobs=False) if freed else census
+        _put_measured(store, after.measured(), began)
+    return GarbageReport(
+        is_dry=is_dry,
+        began=began,
+        took_s=time.time() - began,
+        num_runs=sum(run.is_on_record for run in census.runs.values()),
+        num_going_on=sum(run.goes_on for run in census.runs.values()),
+        freed=_summed(freed),
+        num_withdrawn=num_withdrawn,
+        held_back_by=without_marks(census),
+        measured=after.measured(),
+    )
+
+
+def _would_free(each: Due) -> list[Freed]:
+    heaps = zip(each.whats, each.heaps, strict=True)
+    return [_freed(each, what, heap.num_objects, heap.num_bytes) for what, heap in heaps]
+
+
+def _freed(each: Due, what: What, num_objects: int, num_bytes: int) -> Freed:
+    tenant = each.tenants[0] if len(each.tenants) == 1 else None
+    return Freed(what=what, tenant=tenant, num_units=1, num_objects=num_objects, num_bytes=num_bytes)
+
+
+def _summed(rows: Iterable[Freed]) -> tuple[Freed, ...]:
+    found: dict[tuple[str, str], Freed] = {}
+    for row in rows:
+        place = row.tenant or "", row.what
+        before = found.get(place, row.model_copy(update={"num_units": 0, "num_objects": 0, "num_bytes": 0}))
+        sums = {n: getattr(before, n) + getattr(row, n) for n in ("num_units", "num_objects", "num_bytes")}
+        found[place] = row.model_copy(update=sums)
+    return tuple(row for _, row in sorted(found.items()))
+
+
+def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
+    """Delete what is due of a unit. What cannot be read there must not keep the rest from being deleted."""
+    try:
+        return _delete(store, policy, each, census)
+    except (ValueError, InvalidInput):
+        _log.exception("nothing of %s is deleted", each.unit)
+        return []
+
+
+def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
+    """Delete what is due of a unit. Returns None where it is needed after all, or another process deletes it."""
+    with claiming(store, each.unit) as until:
+        if until is None:
+            return None
+        if each.whats == ("removed",):
+            assert each.run is not None
+            num_objects, num_bytes = delete_run(store, census.removed[each.run.run_id], until)
+            return [_freed(each, "removed", num_objects, num_bytes)]
+        marks = marks_of(store, each.unit)
+        if used_by(store, marks, but=each.run.run_id if each.run else None) is not None:
+            return None
+        if each.run is None:
+            # First what tells of it, which nobody would find later. The marks are of runs that have ended: one that
+            # comes or is resumed meanwhile puts its own.
+            for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:
+                store.delete(info.key)
+            gone = list(delete_objects(store, list(store.list(each.unit)), until))
+            return [_freed(each, each.whats[0], len(gone), sum(info.size for info in gone))]
+        if end_of(store, each.run.run_id) != each.run.end:
+            return None  # it was resumed
+        deleted = _delete_parts(store, policy, each, each.run, until)
+        return [_freed(each, what, len(gone), sum(i.size for i in gone)) for what, gone in deleted.items()]
+
+
+def _delete_parts(store: ObjectStore, policy: RetentionSettings, each: Due, run: RunFolder, until: float) -> Deleted:
+    """Delete parts of the folder of a run that has ended, and what its tenant's ledger has noted of them."""
+    keys, kept = RunKeys(run.run_id), set[str]()
+    references: list[ObjectInfo] = []
+    if "checkpoints" in each.whats:
+        kept = _kept_checkpoints(store, run.run_id, policy.checkpoints_kept)
+        hashes = {found.sha256[:32] for key in kept if (found := find_artifact(store, key)) is not None}
+        known = list(store.list(checkpoint_adapter(run.tenant, run.run_id, "")))
+        references = [info for info in known if info.key.split("/")[-2] not in hashes]
+    if "sessions" in each.whats or ("checkpoints" in each.whats and not kept):
+        store.put_bytes(expired(run.run_id), b"")
+    deleted: Deleted = {}
+    for what in each.whats:
+        folders = [name for name, of in FOLDERS.items() if of == what and not (kept and name == _STATES)]
+        listed = [info for name in folders for info in store.list(f"{keys.prefix}/{name}/")]
+        going = [i for i in listed if i.key != run.job and not any(i.key.startswith(f"{key}/") for key in kept)]
+        if what == "checkpoints":
+            going = references + going
+        for entry in _noted(store, run, what):
+            store.delete(entry.key)
+        deleted[what] = list(delete_objects(store, going, until))
+    return deleted
+
+
+def _kept_checkpoints(store: ObjectStore, run_id: str, most: int) -> set[str]:
+    """Return the keys of the newest checkpoints of a run, and of the newest one that is intact."""
+    if most == 0:
+        return set()
+    intact = find_newest(store, run_id).checkpoint
+    newest = {found.key for found in stored_checkpoints(store, run_id)[-most:]}
+    return newest | ({RunKeys(run_id).checkpoint(intact.fence, intact.step)} if intact else set())
+
+
+def _noted(store: ObjectStore, run: RunFolder, what: What) -> list[ObjectInfo]:
+    """Return the ledger's entries for the data, or the commands and scores, of a run."""
+    own = brought(run.tenant, run.run_id)
+    match what:
+        case "data":
+            splits = [info for info in store.list(own) if not info.key.startswith((f"{own}record/", f"{own}results/"))]
+            return [info for info in splits if not info.key.startswith(f"{own}command-")]
+        case "sessions":
+            return [*store.list(f"{own}command-"), *store.list(f"{own}results/")]
+        case _:
+            return []
+
+
+def _noted_model(store: ObjectStore, unit: str, census: Census) -> list[ObjectInfo]:
+    """Return the entries of tenants' ledgers for an imported model."""
+    places = (f"{brought(t, 'models')}{unit.rpartition('/')[2]}/" for t in {r.tenant for r in census.runs.values()})
+    return [info for place in places for info in store.list(place)]
+
+
+def _clean_up(store: ObjectStore, census: Census, now: float) -> None:
+    """Give back claims of processes that died, and forget removed runs of which nothing is left."""
+    for info in list(store.list(CLAIMS)):
+        with claiming(store, info.key.removeprefix(CLAIMS)):
+            pass
+    for run_id, removed in census.removed.items():
+        if run_id not in census.runs and removed.ended_at < now - _COUNTED_S:
+            forget_removed(store, removed)
+
+
+def _put_measured(store: ObjectStore, usage: dict[str, dict[str, int]], at: float) -> None:
+    before = [info.key.removeprefix(measured_record()) for info in store.list(measured_record())]
+    for tenant in {*before, *usage}:
+        found = Measured(at=at, num_bytes=usage.get(tenant, {}))
+        store.put_bytes(measured_record(tenant), found.model_dump_json().encode())

@@ -1,0 +1,39 @@
+"""The collection of garbage: what is asked for, and what came of it."""
+
+from pydantic import Field
+
+from longshore.fields import Frozen
+
+
+class GarbageRequest(Frozen):
+    """`is_dry`: only say what would be deleted."""
+
+    is_dry: bool = True
+
+
+class Freed(Frozen):
+    """What was deleted, or would be: of one tenant and one kind. What several tenants use is nobody's here."""
+
+    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed: of removed runs")
+    tenant: str | None = None
+    num_units: int = Field(description="runs, or artifacts that runs share")
+    num_objects: int
+    num_bytes: int
+
+
+class GarbageReport(Frozen):
+    """What a collection found and did."""
+
+    is_dry: bool
+    began: float
+    took_s: float
+    num_runs: int = Field(description="on record")
+    num_going_on: int
+    freed: tuple[Freed, ...] = ()
+    num_withdrawn: int = Field(default=0, description="units that a run was found to use at the second look")
+    held_back_by: str | None = Field(
+        default=None, description="a run that began before runs marked what they use: until its end nothing shared goes"
+    )
+    measured: dict[str, dict[str, int]] = Field(
+        default_factory=dict, description="bytes of each tenant that its quota counts by this measure, by kind"
+    )

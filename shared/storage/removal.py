@@ -1,0 +1,53 @@
+"""A run that is removed, and what is deleted of its folder. Blocking."""
+
+from pydantic import Field
+
+from longshore.fields import Frozen
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+from shared.storage.stored_bytes import Ledger
+from shared.storage.uses import delete_objects, marks_of, removed_run
+
+_REMOVED = "removed"
+
+
+class RemovedRun(Frozen):
+    """The record of a removed run. From it on the run is removed, whatever is still there of it."""
+
+    run_id: str
+    tenant: str
+    removed_at: float
+    created_at: float
+    ended_at: float
+    gpu_seconds: float = Field(description="they count in the tenant's quota as if it were there")
+    stays_published: bool = Field(description="versions that it published stay, and need its record and one job")
+
+
+def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> tuple[int, int]:
+    """Delete what is in a removed run's folder, and its entries elsewhere. Returns objects and bytes."""
+    keys = paths.RunKeys(removed.run_id)
+    found = list(store.list(f"{keys.prefix}/"))
+    job = next((info.key for info in found if info.key.endswith("/job.json")), None)
+    stay = {keys.record, keys.result, job} if removed.stays_published else set()
+    store.delete(paths.run_index(removed.run_id))
+    references = list(store.list(paths.checkpoint_adapter(removed.tenant, removed.run_id, "")))
+    own = paths.brought(removed.tenant, removed.run_id)
+    for info in [*store.list(own), *marks_of(store, keys.prefix)]:  # first, as nobody would find them later
+        if not (removed.stays_published and info.key.startswith(f"{own}record/")):
+            store.delete(info.key)
+    gone = list(delete_objects(store, (*references, *(info for info in found if info.key not in stay)), until))
+    return len(gone), sum(info.size for info in gone)
+
+
+def note_removed(store: ObjectStore, removed: RemovedRun) -> None:
+    """Put the record of a removed run, whose bytes count as its tenant's."""
+    data = removed.model_dump_json().encode()
+    Ledger(store, removed.tenant).bring(_REMOVED, removed.run_id, len(data))
+    store.put_bytes(removed_run(removed.run_id), data)
+
+
+def forget_removed(store: ObjectStore, removed: RemovedRun) -> None:
+    """Delete the record of a removed run of which nothing is left, and that counts no more."""
+    store.delete(removed_run(removed.run_id))
+    for info in list(store.list(f"{paths.brought(removed.tenant, _REMOVED)}{removed.run_id}/")):
+        store.delete(info.key)
