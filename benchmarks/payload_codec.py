@@ -19,8 +19,8 @@ from temporalio.api.common.v1 import Payload
 from temporalio.converter import ActivitySerializationContext
 
 from benchmarks.machine import provenance, tell
-from service.codec import Sealing
-from service.seal_keys import SealKeys
+from service.sealing.codec import Sealing
+from service.sealing.keys import SealKeys
 from shared.settings import Settings
 from tests.service.sealed_before import SealedBefore
 

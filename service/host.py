@@ -38,15 +38,15 @@ from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
 from service import builds
-from service.codec import SealedRunner
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.metrics import observed
 from service.host_http.server import serving
 from service.host_record import HostRecord
 from service.lease_polling import LeasePolling, polling
-from service.seal_keys import sync_key
-from service.signing import Signer
+from service.sealing.codec import SealedRunner
+from service.sealing.keys import sync_key
+from service.sealing.signing import Signer
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output
 from shared.settings import Settings

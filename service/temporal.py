@@ -23,9 +23,9 @@ from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
-from service.codec import UNSEALED, sealed_data_converter
 from service.errors import TemporalUnavailable, WrongSealKey
-from service.seal_keys import SealKeys
+from service.sealing.codec import UNSEALED, sealed_data_converter
+from service.sealing.keys import SealKeys
 from service.telemetry.sdk_metrics import sdk_runtime
 from service.telemetry.traces import tracing_interceptors
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable

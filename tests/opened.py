@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from temporalio.api.common.v1 import Payload
 
-from service.codec import unseal
-from service.seal_keys import SealKey, seal_keys
+from service.sealing.codec import unseal
+from service.sealing.keys import SealKey, seal_keys
 from shared.settings import Settings
 
 M = TypeVar("M", bound=Message)

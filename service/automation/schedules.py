@@ -33,10 +33,10 @@ from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.tenants import Quotas
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
-from service.codec import key_of
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
-from service.seal_keys import seal_keys
+from service.sealing.codec import key_of
+from service.sealing.keys import seal_keys
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
 from shared.automation.schedules import (
     ACTION_MEMO,

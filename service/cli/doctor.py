@@ -138,7 +138,7 @@ def _store(settings: Settings) -> Check:
 
 def _seal_key(settings: Settings) -> Check:
     """Compare this machine's key with the keys that the store lists, and make none."""
-    from service.seal_keys import SealKeys, has_seal_key
+    from service.sealing.keys import SealKeys, has_seal_key
 
     if not has_seal_key(settings):
         return Check("seal key", "ok", "none here; a service or a host needs one")

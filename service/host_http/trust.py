@@ -1,6 +1,6 @@
 """Mutual TLS between processes of one installation on different machines.
 
-All of them hold the installation's keys (service/seal_keys.py). From each key each makes the same certificate
+All of them hold the installation's keys (service/sealing/keys.py). From each key each makes the same certificate
 authority, and by that of the key that seals a certificate of its own. So whoever has a certificate of one of these
 authorities holds a key, and nobody else is served.
 """
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from service.seal_keys import seal_keys
+from service.sealing.keys import seal_keys
 from shared.settings import Settings
 
 # Fixed, so that all make the same authority. Its key, and not its age, is what is trusted.

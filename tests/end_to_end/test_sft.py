@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
-from service.signing import Signer
+from service.sealing.signing import Signer
 from shared.settings import Settings
 from shared.storage.paths import published_version
 from shared.storage.store import ObjectStore, open_store

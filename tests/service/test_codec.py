@@ -14,9 +14,9 @@ from temporalio.converter import ActivitySerializationContext, DataConverter, Wo
 from temporalio.exceptions import ApplicationError
 
 from service.cli.doctor import _seal_key
-from service.codec import UNSEALED, key_of, sealed_data_converter, unseal
 from service.errors import WrongSealKey
-from service.seal_keys import SealKeys, seal_keys
+from service.sealing.codec import UNSEALED, key_of, sealed_data_converter, unseal
+from service.sealing.keys import SealKeys, seal_keys
 from shared.settings import Settings
 from shared.storage.paths import SEAL_KEYS
 from tests.service import sealed_before

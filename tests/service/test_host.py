@@ -27,7 +27,7 @@ from activities.tracking.track import Track
 from longshore.layout import Layout
 from service.host import control_activities, serve_host
 from service.host_record import HostRecord
-from service.seal_keys import SealKey, seal_keys
+from service.sealing.keys import SealKey, seal_keys
 from service.temporal import connect_temporal
 from shared.grading.graders import UNGRADED, GradeOneRequest, OneGrade
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord

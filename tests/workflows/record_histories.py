@@ -32,9 +32,9 @@ from longshore.commands import Datum, SaveState
 from longshore.fields import Frozen
 from longshore.training import Lora, SessionRun
 from service.automation.webhooks import WebhookChoice
-from service.codec import Sealing
 from service.dev.connection import Connection
 from service.host import serve_host
+from service.sealing.codec import Sealing
 from service.temporal import connect_temporal
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
 from shared.runs.dataset_runs import SFTRun

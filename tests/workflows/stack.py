@@ -33,7 +33,7 @@ from service.host import _end_idle_workers, control_workers, gpu_workers
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
 from service.lease_polling import polling
-from service.seal_keys import seal_keys
+from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource

@@ -10,8 +10,8 @@ import pytest
 from pydantic import SecretStr
 from temporalio.client import Client, WorkflowHandle
 
-from service.codec import ENCRYPTED, key_of
-from service.seal_keys import seal_keys
+from service.sealing.codec import ENCRYPTED, key_of
+from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from tests import forks
 from tests.service.sealed_before import SealedBefore

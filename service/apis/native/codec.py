@@ -17,9 +17,9 @@ from service.accounts.principals import BEARER, require_operator
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
-from service.codec import unseal
 from service.errors import Forbidden
-from service.seal_keys import SealKey, seal_keys
+from service.sealing.codec import unseal
+from service.sealing.keys import SealKey, seal_keys
 from shared.errors import NotFound
 from shared.settings import Settings
 

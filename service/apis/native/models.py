@@ -14,7 +14,7 @@ from service.apis.file_answers import file_answer, tar_answer
 from service.backend import Backed, Backend
 from service.files.files import PublishedFiles
 from service.inference.published_models import ModelView
-from service.signing import public_keys
+from service.sealing.signing import public_keys
 from shared.errors import InvalidInput
 from shared.provenance import Envelope, PublicKey
 from shared.runs.acceptance import precision_of

@@ -23,7 +23,7 @@ from service.backend import Backed, Backend
 from service.errors import Forbidden
 from service.files.files import PublishedFiles
 from service.inference.published_models import PublishedModel
-from service.seal_keys import SealKey, seal_keys
+from service.sealing.keys import SealKey, seal_keys
 from shared.errors import NotFound
 
 router = APIRouter(prefix=TINKER_FILES.rstrip("/"), include_in_schema=False)

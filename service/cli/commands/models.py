@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.cli.client import CliClient
     from service.inference.exports import ExportView
     from service.inference.published_models import ModelView
-    from service.runs.retraining import Retrained
+    from service.inference.retraining import Retrained
     from shared.models.memory import LayoutBytes
     from shared.provenance import PublicKey, Statement
     from shared.storage.artifacts import FileEntry
@@ -308,7 +308,7 @@ def verify(
     --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
     same where devices are of the same kind.
     """
-    from service.signing import checked, read_key
+    from service.sealing.signing import checked, read_key
     from shared.errors import CorruptArtifact, InvalidInput
     from shared.provenance import Envelope, PublicKey
 
@@ -334,7 +334,7 @@ def verify(
 
 
 def _keys_in(path: Path) -> "list[PublicKey]":
-    from service.signing import read_key
+    from service.sealing.signing import read_key
 
     try:
         text = path.read_text()
@@ -345,7 +345,7 @@ def _keys_in(path: Path) -> "list[PublicKey]":
 
 
 def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retrained":
-    from service.runs.retraining import choose, retrain, stretches
+    from service.inference.retraining import choose, retrain, stretches
     from shared.errors import LongshoreError
     from shared.settings import Settings
     from shared.storage.store import open_store

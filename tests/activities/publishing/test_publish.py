@@ -13,7 +13,7 @@ from activities.records.run_records import BeginRequest, Begun, RunRecords
 from longshore.fields import Artifact
 from longshore.training import Full, Lora
 from service.inference.published_models import PublishedModels
-from service.signing import Signer, checked
+from service.sealing.signing import Signer, checked
 from shared.errors import CorruptArtifact
 from shared.fence import Fence
 from shared.jobs.events import Started

@@ -36,8 +36,8 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.hosts.lease import LeaseRequest
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from service.codec import UNSEALED
 from service.dev.connection import Connection
+from service.sealing.codec import UNSEALED
 from shared.jobs.leases import WorkerKey
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.start import RunStart

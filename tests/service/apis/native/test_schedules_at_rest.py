@@ -10,8 +10,8 @@ from temporalio.client import Client, Schedule, ScheduleActionStartWorkflow
 from temporalio.service import RPCError
 
 from service.automation.schedules import Schedules
-from service.codec import key_of
-from service.seal_keys import seal_keys
+from service.sealing.codec import key_of
+from service.sealing.keys import seal_keys
 from service.temporal import Temporal
 from shared.automation.schedules import ScheduledAction, ScheduleRecord, first_schedule_id
 from shared.storage.paths import schedule_record

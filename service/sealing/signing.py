@@ -8,7 +8,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
-from service.seal_keys import SealKey, seal_keys
+from service.sealing.keys import SealKey, seal_keys
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.provenance import PAYLOAD_TYPE, Envelope, PublicKey, Signature, Statement
 from shared.settings import Settings

@@ -43,7 +43,7 @@ from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from service.errors import WrongSealKey
-from service.seal_keys import MEND, SealKey, SealKeys, found_key
+from service.sealing.keys import MEND, SealKey, SealKeys, found_key
 
 UNSEALED = "Unsealed"
 """The error type of payloads that no key of the installation opens, or of another workflow."""
