@@ -21,7 +21,8 @@ from typing import Any
 from activities.retention.collect import collect
 from benchmarks.machine import provenance, tell
 from shared.automation.garbage import GarbageReport
-from shared.settings import RetentionSettings, S3Settings
+from shared.limits import RetentionSettings
+from shared.settings import S3Settings
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store
 from tests.activities.retention.stored_runs import DAY_S, fill
 

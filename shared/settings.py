@@ -6,7 +6,7 @@ Read once, at an entry point, and passed on; nothing else reads the environment.
 import os
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, IPvAnyAddress, IPvAnyNetwork, SecretStr, field_validator
 from pydantic_settings import (
@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 from longshore.training import DtypeChoice
+from shared.limits import PriceSettings, QuotaSettings, RateLimitSettings, RetentionSettings, TenantLimits
 
 FROM_FILE = "_file"
 """At the end of a variable's name: its value is the path of a file that holds the setting."""
@@ -140,92 +141,6 @@ class WebhookSettings(BaseModel):
     allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
     timeout_s: float = Field(default=15.0, gt=0, description="of a receiver that is silent")
     first_retry_s: float = Field(default=5.0, gt=0, description="then four times as long each time, up to six hours")
-
-
-def _no_truth(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise ValueError("a number, and neither true nor false")
-    return given
-
-
-WorkerSharing = Literal["all", "tenant", "none"]
-
-
-class QuotaSettings(BaseModel, extra="forbid"):
-    """Quotas of tenants that have none of their own; None: no limit."""
-
-    _not_a_truth = field_validator("*", mode="before")(_no_truth)
-
-    concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
-    gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
-    spending: float | None = Field(
-        default=None,
-        ge=0,
-        description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
-    )
-    stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, what was published, and what runs have brought and left"
-    )
-    worker_sharing: WorkerSharing | None = Field(
-        default=None,
-        description="whose adapters are trained on one worker: `tenant`, also where absent: this one's; `all`: those "
-        "of every tenant of which the same is said; `none`: one run's",
-    )
-    worker_weight: float | None = Field(
-        default=None,
-        gt=0,
-        le=1000,
-        description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
-    )
-
-
-class RetentionSettings(BaseModel):
-    """Days after which a control host deletes what runs have left; None: never. What is published stays.
-
-    Days count from the end of the run, or of the last one that used it.
-    """
-
-    every_s: float = Field(default=3600.0, gt=0, description="between two times that it looks, and measures the store")
-    checkpoints_days: float | None = Field(default=None, ge=0, description="but for the newest `checkpoints_kept`")
-    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
-    data_days: float | None = Field(
-        default=None, ge=0, description="copies of data sets, and what was made of them: tokens, plans, prompts"
-    )
-    samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
-    logs_days: float | None = Field(default=None, ge=0, description="events, output, job files but for one")
-    sessions_days: float | None = Field(
-        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
-    )
-    models_days: float | None = Field(
-        default=None, ge=1, description="imported models that nothing published, no checkpoint and no live run is of"
-    )
-
-
-class PriceSettings(BaseModel):
-    """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
-
-    gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
-    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
-
-
-class RateLimitSettings(BaseModel):
-    """Requests of one API key to one service process, and tries to sign in on its page."""
-
-    per_s: float = Field(default=100.0, gt=0, description="in the long run")
-    burst: int = Field(default=500, ge=1, description="at once")
-    sign_ins_per_min: float = Field(
-        default=10.0, gt=0, description="in the long run, from one address, and with keys of one prefix"
-    )
-    sign_in_burst: int = Field(default=20, ge=1, description="at once")
-
-
-class TenantLimits(BaseModel):
-    """Limits of a tenant's simultaneous requests to a service process. More of them wait, then are refused (429)."""
-
-    checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
-    questions: int = Field(default=16, ge=1, description="to published models")
-    bodies: int = Field(default=2, ge=1, description="bodies of requests of more than a few kB that are being read")
-    patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
 
 
 class MetricsSettings(BaseModel):

@@ -17,7 +17,7 @@ from activities.retention.census import FOLDERS, Census, RunFolder, What, take
 from activities.retention.policy import Due, due, without_marks
 from shared.automation.garbage import Freed, GarbageReport, GarbageRequest
 from shared.errors import InvalidInput
-from shared.settings import RetentionSettings
+from shared.limits import RetentionSettings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import RunKeys, brought, checkpoint_adapter
 from shared.storage.removal import delete_run, forget_removed

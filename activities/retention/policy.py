@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from activities.retention.census import Census, Heap, RunFolder, What, what_of
-from shared.settings import RetentionSettings
+from shared.limits import RetentionSettings
 from shared.storage.paths import RunKeys
 
 _DAY_S = 86_400.0

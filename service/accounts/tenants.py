@@ -22,8 +22,8 @@ from service.database.locks import KeyedLocks
 from service.database.tables import RemovedRow, RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
+from shared.limits import PriceSettings, QuotaSettings
 from shared.runs.requests import FIRST_TENANT, Tenant
-from shared.settings import PriceSettings, QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger, Measured, Reservation, StoredCount, measured, no_room

@@ -19,10 +19,10 @@ from service.runs.views.history import Histories, RunHistory
 from service.runs.views.run_view import devices_of
 from shared.errors import InvalidInput
 from shared.jobs.steps import Cut
+from shared.limits import PriceSettings
 from shared.runs.dataset_runs import DatasetRun, RewardRun
 from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import Precision, RLRun, Run
-from shared.settings import PriceSettings
 
 _MEASURED_RUNS = 3
 _LOOKED_AT = 100

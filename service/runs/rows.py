@@ -15,9 +15,9 @@ from service.database.tables import OutboxRow, RemovedRow, RunRow
 from service.errors import QuotaExceeded
 from service.runs.views.run_view import RunView
 from shared.automation.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
+from shared.limits import QuotaSettings
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
-from shared.settings import QuotaSettings
 from shared.storage.removal import RemovedRun
 
 _KEPT = 1024

@@ -9,11 +9,12 @@ from pydantic import Field
 from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
+from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
-from shared.settings import QuotaSettings, Settings
+from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 

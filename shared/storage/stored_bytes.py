@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from shared.errors import InvalidInput, NotFound
-from shared.settings import QuotaSettings
+from shared.limits import QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.storage.uses import measured_record

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from shared.settings import PriceSettings, Settings, WebhookSettings
+from shared.limits import PriceSettings
+from shared.settings import Settings, WebhookSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import FileEntry, Manifest, refer
 from shared.storage.paths import RunKeys

@@ -6,7 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.settings import DownloadSettings, RateLimitSettings, Settings
+from shared.limits import RateLimitSettings
+from shared.settings import DownloadSettings, Settings
 from tests.security.belongings import Belongings, Operation, acquire, new_tenant, operations
 from tests.service.conftest import Service, polling, serving
 

@@ -34,7 +34,8 @@ from service.host import control_workers
 from service.rebuild import rebuild
 from service.runs.views.run_view import RunView
 from service.temporal import connect_temporal
-from shared.settings import DownloadSettings, RateLimitSettings, Settings
+from shared.limits import RateLimitSettings
+from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version, version_claim
 from shared.storage.store import ObjectStore, open_store

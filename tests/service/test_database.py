@@ -24,9 +24,10 @@ from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from shared.errors import InvalidInput
+from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord, Source
-from shared.settings import QuotaSettings, Settings
+from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Ledger

@@ -10,7 +10,8 @@ from fastapi import HTTPException, Request
 from service.accounts.principals import Principal
 from service.decoding import Decoding
 from service.errors import Busy
-from shared.settings import Settings, TenantLimits
+from shared.limits import TenantLimits
+from shared.settings import Settings
 from tests.activities import confined_work as work
 from tests.service.conftest import wait_until
 

@@ -13,7 +13,7 @@ from temporalio.client import Client
 from service.accounts import keys
 from service.accounts.limits import SignInLimit
 from service.accounts.tenants import TenantRecord
-from shared.settings import QuotaSettings, RateLimitSettings
+from shared.limits import QuotaSettings, RateLimitSettings
 from shared.storage.paths import tenant_record
 from tests.opened import opened
 from tests.service.conftest import KEY, Service, new_key, reaches, serving, sft, started

@@ -29,9 +29,10 @@ from service.database.engine import Database
 from service.inference.named_models import StartingPoint
 from service.runs.own_settings import LORA_FIELDS, OwnSettings
 from shared.errors import InvalidInput
+from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import DPORun, SFTRun
 from shared.runs.requests import RLRun
-from shared.settings import QuotaSettings, S3Settings
+from shared.settings import S3Settings
 from shared.storage import paths
 from shared.storage.store import open_store
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.settings import DownloadSettings, RateLimitSettings, Settings
+from shared.limits import RateLimitSettings
+from shared.settings import DownloadSettings, Settings
 from tests.service.conftest import KEY, Service, polling, serving
 
 # Parameters that only ask for time.

@@ -26,11 +26,12 @@ from shared.automation.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl,
 from shared.errors import InvalidInput, NotFound
 from shared.fence import Fence
 from shared.jobs.events import Step
+from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.requests import MetadataKey, MetadataValue, RunId, RunRecord, Source, Tenant
 from shared.runs.status import RunStatus
-from shared.settings import QuotaSettings, Settings
+from shared.settings import Settings
 from shared.storage.checkpoints import CheckpointName
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store

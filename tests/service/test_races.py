@@ -17,7 +17,8 @@ from service.files.files import FileRecord, Files
 from service.files.uploads import UploadRecord, Uploads
 from service.rebuild import rebuild
 from shared.errors import NotFound
-from shared.settings import QuotaSettings, Settings
+from shared.limits import QuotaSettings
+from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.store import LocalStore, ObjectInfo
 

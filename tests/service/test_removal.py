@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.settings import RetentionSettings, Settings
+from shared.limits import RetentionSettings
+from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version, version_claim
 from shared.storage.uses import expired, use

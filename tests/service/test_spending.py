@@ -8,10 +8,11 @@ import pytest
 
 from service.database.engine import open_database
 from service.runs.rows import run_row
+from shared.limits import PriceSettings
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus
-from shared.settings import PriceSettings, Settings
+from shared.settings import Settings
 from tests.service.conftest import Service, key_of_acme, reaches, serving, settings_below, sft, started
 from tests.service.stand_in import WAITS
 

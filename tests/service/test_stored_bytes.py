@@ -17,7 +17,7 @@ from service.database.tables import TenantRow
 from service.errors import QuotaExceeded
 from shared.automation.schedules import ScheduledRun
 from shared.errors import InvalidInput
-from shared.settings import QuotaSettings
+from shared.limits import QuotaSettings
 from shared.storage import paths, stored_bytes
 from shared.storage.store import LocalStore, ObjectInfo
 from shared.storage.stored_bytes import Ledger, Reservation, Room

@@ -11,7 +11,7 @@ import pytest
 from service.apis.tinker.addresses import TINKER
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, MESSAGES, PROTOBUF
 from shared.jobs.commands import CommandHead
-from shared.settings import RateLimitSettings
+from shared.limits import RateLimitSettings
 from shared.storage.paths import RunKeys
 from tests.depth import drawn
 from tests.service.conftest import KEY, Service, new_key, serving

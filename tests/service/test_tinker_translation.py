@@ -40,7 +40,8 @@ from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import read_command, stored_form
-from shared.settings import QuotaSettings, Settings, TinkerSettings
+from shared.limits import QuotaSettings
+from shared.settings import Settings, TinkerSettings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (
     FLOAT32,

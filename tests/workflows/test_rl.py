@@ -29,10 +29,11 @@ from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal, connect_temporal
 from shared.jobs.events import Started, Step
+from shared.limits import QuotaSettings
 from shared.runs.requests import RunRecord
 from shared.runs.start import RLStart, RunTiming
 from shared.runs.status import StepRequest, StepStatus
-from shared.settings import DownloadSettings, QuotaSettings, Settings
+from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import open_store, open_uri

@@ -19,8 +19,8 @@ from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
 from shared.automation.garbage import GarbageRequest
 from shared.field_rules import NO_NUL
+from shared.limits import QuotaSettings
 from shared.runs.requests import FIRST_TENANT, Tenant
-from shared.settings import QuotaSettings
 
 logger = logging.getLogger("longshore.service")
 router = APIRouter(route_class=JsonRoute, prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)

@@ -3,10 +3,10 @@
 import time
 
 from longshore.fields import Frozen
+from shared.limits import PriceSettings
 from shared.runs.events import RunEvent
 from shared.runs.requests import FIRST_TENANT, Precision, Run, Source, Tenant
 from shared.runs.status import Phase, RunStatus, StepStatus
-from shared.settings import PriceSettings
 
 IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
 """Phases in which a running run has a place in the queue for workers."""

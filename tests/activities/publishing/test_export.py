@@ -18,9 +18,10 @@ from activities.publishing.export_files import ExportSource, write_export
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.limits import QuotaSettings
 from shared.models.merging import Merger
 from shared.runs.models import LABELS, Export, ExportRequest
-from shared.settings import QuotaSettings, Settings
+from shared.settings import Settings
 from shared.storage.artifacts import manifest_of, seal, upload_artifact
 from tests.conftest import CORPUS
 

@@ -11,8 +11,9 @@ from activities.host_context import HostContext
 from activities.records.checkpoints import find_newest
 from activities.records.run_records import BeginRequest, RunRecords
 from activities.retention.collect import collect
+from shared.limits import RetentionSettings
 from shared.runs.start import result_sha256
-from shared.settings import RetentionSettings, Settings
+from shared.settings import Settings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import RunKeys, tokenized
 from shared.storage.store import LocalStore

@@ -10,7 +10,7 @@ from activities.records.checkpoints import find_newest
 from activities.retention.collect import collect
 from shared.automation.garbage import Freed
 from shared.fence import Fence
-from shared.settings import RetentionSettings
+from shared.limits import RetentionSettings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore, S3Store
 from shared.storage.stored_bytes import Ledger

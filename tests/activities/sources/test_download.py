@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from shared.errors import DiskFull
-from shared.settings import QuotaSettings
+from shared.limits import QuotaSettings
 from shared.storage.store import LocalStore, uri_of
 from shared.storage.stored_bytes import Room
 from tests.activities.sources.downloads import ROWS, download, files_of, refusal, scratch_of, with_limits

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from service.apis import edge, listening
-from shared.settings import RateLimitSettings, Settings
+from shared.limits import RateLimitSettings
+from shared.settings import Settings
 from tests.security.belongings import Belongings
 from tests.security.conftest import client
 from tests.service.conftest import Service, serving, wait_until

@@ -32,10 +32,11 @@ from service.temporal import Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.limits import QuotaSettings
 from shared.runs.requests import RLRun, RunRecord
 from shared.runs.start import RunTiming
 from shared.serving import ServeRequest, ServingStart
-from shared.settings import QuotaSettings, ServingSettings
+from shared.settings import ServingSettings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import published_version
 from tests.depth import drawn

@@ -28,8 +28,8 @@ from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host import control_workers
 from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun
 from shared.errors import InvalidInput, NotFound
+from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
-from shared.settings import QuotaSettings
 from shared.storage.paths import RunKeys, published_version, schedule_record
 from shared.storage.store import LocalStore
 from tests.service.apis.native.schedule_stack import TENANT, Stack, accepting, stack_run, started
