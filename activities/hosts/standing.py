@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.host_context import HOST_LEAVES
 from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
-from shared.errors import AVOIDED, UNFIT, LeaseLost, LongshoreError, WorkerLost
+from shared.errors import AVOIDED, UNFIT, HostLeft, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
 from shared.storage.host_states import (
     MAX_LOST,
@@ -56,11 +57,17 @@ class Standing:
         self.state = state
         self.leave: Callable[[], object] | None = None
         self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
+        self.is_closing = False  # leases that still come are given back at once
+        self.num_offered = 0
+        self._num_held, self._is_examined = 0, False
+        self._idle_since = time.monotonic()
 
     def examine(self) -> None:
         """Check what the host lacks."""
         self.is_doubtful = False
         lacks = self._check()
+        if not self._is_examined:
+            self._is_examined, self._idle_since = True, time.monotonic()
         if lacks != self.state.lacks:
             _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
         self._change(lacks=lacks)
@@ -103,21 +110,44 @@ class Standing:
             return self._alone_since is not None and time.monotonic() - self._alone_since >= self._alone_s
         return self._alone_since is not None or not self.state.is_quarantined(time.time())
 
+    def is_idle(self, after_s: float, close: bool = False) -> bool:
+        """Return True if nothing has come from the lease queue for a time since the first check, and none is in hand.
+
+        `close`: if so, give back leases that come from now on.
+        """
+        with self._lock:
+            is_idle = not self._num_held and time.monotonic() - self._idle_since >= after_s
+            if is_idle and close:
+                self.is_closing = True
+            return is_idle
+
     @contextmanager
     def offered(self, run_id: str, avoid: tuple[str, ...]) -> Iterator[None]:
         """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
 
-        Raises ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
-        detail, by which the run avoids this host.
+        Raises:
+            ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
+                detail, by which the run avoids this host.
+            HostLeft: the host has stopped asking, and this lease was on its way.
         """
-        self._refuse(avoid)
+        with self._lock:
+            self.num_offered += 1
+            self._num_held += 1
+            is_closing = self.is_closing
         try:
-            yield
-        except WorkerLost as error:
-            raise ApplicationError(str(error), self.state.queue, type=type(error).__name__) from error
+            if is_closing:
+                raise HostLeft(HOST_LEAVES)
+            self._refuse(avoid)
+            try:
+                yield
+            except WorkerLost as error:
+                raise ApplicationError(str(error), self.state.queue, type=type(error).__name__) from error
+            finally:
+                if self.is_doubtful:
+                    self._leave_queue()
         finally:
-            if self.is_doubtful:
-                self._leave_queue()
+            with self._lock:
+                self._num_held, self._idle_since = self._num_held - 1, time.monotonic()
 
     def _refuse(self, avoid: tuple[str, ...]) -> None:
         state = self.state
@@ -196,6 +226,7 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
         seen_at=time.time(),
         lacks=("its first check has not ended",),
         fast_bf16=is_bf16_fast(),
+        launch=settings.launch,
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
     return Standing(open_store(settings.store, settings.s3), state, check)

@@ -52,7 +52,8 @@ class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
-    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast.
+    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: by
+    which name it was started, where something starts hosts when runs wait.
     """
 
     role: LeasingRole
@@ -65,6 +66,7 @@ class HostState(Frozen):
     num_lost: int = 0
     quarantined_until: float = 0.0
     fast_bf16: bool = False
+    launch: str | None = None
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S

@@ -359,6 +359,10 @@ class HostPaths:
         """The socket at which the web service reaches the host with this task queue."""
         return self.root / "sockets" / f"{queue}.sock"
 
+    def polls(self, role: str) -> Path:
+        """A file that is there once a host of this role has asked for work, for readiness probes."""
+        return self.root / f"polls-{role}"
+
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)
 
