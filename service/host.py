@@ -246,7 +246,7 @@ def _leases(
 ) -> Worker | LeasePolling:
     if standing is None:
         return make()
-    return LeasePolling(standing, make, idle, HostPaths(settings.root_path).polls(standing.state.role).touch)
+    return LeasePolling(standing, make, idle, HostPaths(settings.root_path).told("polls", standing.state.role).touch)
 
 
 def _worker(
@@ -290,7 +290,7 @@ async def serve_host(
         idle_s: seconds without a lease after which a gpu or sampler host leaves by itself.
     """
     host, idle = HostContext(settings), IdleExit(idle_s, stopped.set) if idle_s is not None else None
-    host.paths.polls(role).unlink(missing_ok=True)
+    host.paths.told("polls", role).unlink(missing_ok=True)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect_temporal(settings, interceptors=[record])
@@ -310,7 +310,7 @@ async def serve_host(
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
-                host.paths.polls(role).touch()
+                host.paths.told("polls", role).touch()
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)

@@ -116,12 +116,12 @@ async def waiting(client: Client, queue: str) -> int:
     return total
 
 
-def num_missing(num_waiting: int, launched: frozenset[str], up: frozenset[str], most: int) -> int:
-    """Return how many hosts to start: one for each lease that waits, but for those that a host on its way will take.
+def num_missing(num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int) -> int:
+    """Return how many hosts to start: one for each lease that waits, but for those that a free host will take.
 
-    A host that is up and busy takes nothing off what waits; one that is not up yet has been started for one of them.
+    A host at work takes nothing off what waits. One that has no lease is on its way to one, or idle.
     """
-    return max(0, min(num_waiting - len(launched - up), most - len(launched)))
+    return max(0, min(num_waiting - len(launched - at_work), most - len(launched)))
 
 
 class Launching:
@@ -132,26 +132,24 @@ class Launching:
         self._shape = settings.shape
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
-        self._seen_up: frozenset[str] = frozenset()
 
     async def look(self, launcher: Launcher) -> int:
         """Start the hosts that are missing now. Returns their number."""
-        # Waiting leases come last: what a host takes meanwhile is not counted, and a host that has come up is.
         launched = frozenset(n for n in await asyncio.to_thread(launcher.launched) if n.startswith(self._prefix))
-        before, self._seen_up = self._seen_up, await asyncio.to_thread(self._up)
+        # Waiting leases come last: what a host takes meanwhile is not counted, and that host still counts as free.
+        at_work = await asyncio.to_thread(self._at_work)
         num_waiting = await waiting(self._client, self._queue)
-        # Who has just come up may not have asked for a lease yet.
-        num = num_missing(num_waiting, launched, before & self._seen_up, self._most)
+        num = num_missing(num_waiting, launched, at_work, self._most)
         for _ in range(num):
             name = f"{self._prefix}{uuid.uuid4().hex[:12]}"
             _log.info("%d leases wait in %s, %d hosts: starting %s", num_waiting, self._queue, len(launched), name)
             await asyncio.to_thread(launcher.launch, name)
         return num
 
-    def _up(self) -> frozenset[str]:
-        """Return the names of the hosts that are up and lack nothing, as they say in the store."""
+    def _at_work(self) -> frozenset[str]:
+        """Return the names of the hosts that hold a lease, as they say in the store."""
         states = read_states(self._store, self._shape)
-        return frozenset(s.launch for s in states if s.launch and s.role == self._role and not s.lacks)
+        return frozenset(s.launch for s in states if s.launch and s.role == self._role and s.holds_lease)
 
     async def look_each(self, every_s: float, launcher: Launcher, stopped: asyncio.Event) -> None:
         """Look until `stopped`. What cannot be asked or started now is tried again at the next look."""

@@ -18,6 +18,7 @@ from temporalio.exceptions import ApplicationError
 from activities.host_context import HOST_LEAVES
 from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
+from activities.hosts.worker_process import room_for_ranks
 from shared.errors import AVOIDED, UNFIT, HostLeft, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
 from shared.storage.host_states import (
@@ -28,8 +29,10 @@ from shared.storage.host_states import (
     is_bf16_fast,
     read_states,
     write_fast_bf16,
+    write_offer,
     write_state,
 )
+from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, open_store
 
 _QUARANTINE_S = 600.0
@@ -45,7 +48,8 @@ class Standing:
         check: finds what the host lacks; it may take a minute.
         alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
 
-    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one.
+    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one. `begun`: is
+    called when it has taken a lease.
     """
 
     def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
@@ -56,6 +60,7 @@ class Standing:
         self._lock = threading.Lock()
         self.state = state
         self.leave: Callable[[], object] | None = None
+        self.begun: Callable[[], object] = lambda: None
         self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
         self.is_closing = False  # leases that still come are given back at once
         self.num_offered = 0
@@ -78,14 +83,18 @@ class Standing:
         is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(others)
         self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
         if self.state.role == "gpu":
-            self._say(all(host.fast_bf16 for host in (self.state, *others)))
+            self._say((self.state, *others))
 
-    def _say(self, is_fast: bool) -> None:
-        """Write whether bfloat16 is fast on all GPU hosts of the shape: runs to come take their precision by that."""
+    def _say(self, hosts: tuple[HostState, ...]) -> None:
+        """Write what GPU hosts of the shape offer to runs to come: whether bfloat16 is fast on all of them, by which
+        those take their precision, and the most ranks that one of them takes.
+        """
         try:
-            write_fast_bf16(self._store, self.state.shape, is_fast)
+            write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
+            if most := max((host.max_ranks or 0 for host in hosts), default=0):
+                write_offer(self._store, self.state.shape, most)
         except (LongshoreError, OSError) as error:
-            _log.warning("what this host says of bfloat16 is not written: %s", error)
+            _log.warning("what this host offers is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
         """Return the other hosts, and note since when none of them takes leases."""
@@ -138,6 +147,8 @@ class Standing:
             if is_closing:
                 raise HostLeft(HOST_LEAVES)
             self._refuse(avoid)
+            self._change(holds_lease=True)
+            self.begun()
             try:
                 yield
             except WorkerLost as error:
@@ -145,6 +156,7 @@ class Standing:
             finally:
                 if self.is_doubtful:
                     self._leave_queue()
+                self._change(holds_lease=False)  # before Temporal can give it the next one
         finally:
             with self._lock:
                 self._num_held, self._idle_since = self._num_held - 1, time.monotonic()
@@ -227,6 +239,11 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
         lacks=("its first check has not ended",),
         fast_bf16=is_bf16_fast(),
         launch=settings.launch,
+        max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
-    return Standing(open_store(settings.store, settings.s3), state, check)
+    standing = Standing(open_store(settings.store, settings.s3), state, check)
+    leased = HostPaths(settings.root_path).told("leased", role)
+    leased.unlink(missing_ok=True)
+    standing.begun = leased.touch
+    return standing

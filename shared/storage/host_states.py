@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from longshore.fields import Frozen
 from shared.errors import NotFound
-from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state
+from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state, offer
 from shared.storage.store import ObjectStore
 
 WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
@@ -48,12 +48,20 @@ class AnsweringHost(Frozen):
     seen_at: float
 
 
+class Offer(Frozen):
+    """The most ranks that a GPU host of a shape takes, as they said at `seen_at`, in seconds since 1970."""
+
+    max_ranks: int
+    seen_at: float
+
+
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
     `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: by
-    which name it was started, where something starts hosts when runs wait.
+    which name it was started, where something starts hosts when runs wait. `holds_lease`: it is at work for a run.
+    `max_ranks`: of a GPU host's worker.
     """
 
     role: LeasingRole
@@ -67,6 +75,8 @@ class HostState(Frozen):
     quarantined_until: float = 0.0
     fast_bf16: bool = False
     launch: str | None = None
+    holds_lease: bool = False
+    max_ranks: int | None = None
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -158,6 +168,18 @@ def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
     """Return whether bfloat16 is fast on all GPU hosts of a shape, as they said last; None if none ever said so."""
     with suppress(NotFound):
         return store.get_bytes(fast_bf16(_plain(shape))) == b"true"
+    return None
+
+
+def write_offer(store: ObjectStore, shape: str, max_ranks: int) -> None:
+    store.put_bytes(offer(_plain(shape)), Offer(max_ranks=max_ranks, seen_at=time.time()).model_dump_json().encode())
+
+
+def read_offered_ranks(store: ObjectStore, shape: str) -> int | None:
+    """Return the most ranks that a GPU host of a shape takes that is up; None where none is, or none has said so."""
+    with suppress(NotFound, ValidationError):
+        said = Offer.model_validate_json(store.get_bytes(offer(_plain(shape))))
+        return said.max_ranks if time.time() - said.seen_at < _SILENT_S else None
     return None
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 from longshore.fields import Frozen
 from shared.fence import Fence
@@ -115,6 +116,11 @@ def host_state(name: str) -> str:
 def fast_bf16(shape: str) -> str:
     """What the GPU hosts of a shape have said of bfloat16; it stays when they leave."""
     return f"shapes/{shape}/fast_bf16.json"
+
+
+def offer(shape: str) -> str:
+    """What the GPU hosts of a shape that are up offer."""
+    return f"shapes/{shape}/offer.json"
 
 
 def run_index(run_id: str = "") -> str:
@@ -359,9 +365,9 @@ class HostPaths:
         """The socket at which the web service reaches the host with this task queue."""
         return self.root / "sockets" / f"{queue}.sock"
 
-    def polls(self, role: str) -> Path:
-        """A file that is there once a host of this role has asked for work, for readiness probes."""
-        return self.root / f"polls-{role}"
+    def told(self, what: Literal["polls", "leased"], role: str) -> Path:
+        """A file that is there once a host has asked for work, or has had a lease: for probes of Kubernetes."""
+        return self.root / f"{what}-{role}"
 
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)

@@ -142,12 +142,15 @@ def test_pods_have_no_more_rights_than_they_use(values: Path | None) -> None:
     assert runtime == {"keda-temporal-cloud": "gvisor", "keda-self-hosted": "kata"}.get(name(values))
 
 
-def test_a_host_is_ready_by_the_file_that_it_writes() -> None:
-    for app, pod in pods(documents(None)):
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_a_host_is_ready_by_the_file_that_it_writes(values: Path | None) -> None:
+    """A job's, once it has had a lease: until then it is on its way to one, in KEDA's eyes."""
+    for app, pod in pods(documents(values)):
         role = app.removeprefix("longshore-").removesuffix("-host")
         if role != "service":
             [*_, path] = pod["containers"][0]["readinessProbe"]["exec"]["command"]
-            assert Path(path) == HostPaths(Path("/var/lib/longshore")).polls(role)
+            what = "leased" if "--exit-when-idle" in pod["containers"][0]["command"] else "polls"
+            assert Path(path) == HostPaths(Path("/var/lib/longshore")).told(what, role)
 
 
 @pytest.mark.parametrize("values", [*BY_KEDA, CHART / "examples" / "worker-controller.yaml"], ids=name)

@@ -32,7 +32,7 @@ spec:
   # A change of this file ends no job: hosts of before end when they have been idle.
   rollout: {strategy: gradual}
   # A lease in progress is in no backlog: `accurate` starts a job for each task that waits, however many are at work,
-  # and takes off only jobs that are not ready yet. `default` would take off every running one, and start none.
+  # and takes off only jobs whose host has had no lease yet. `default` would take off every running one, and start none.
   scalingStrategy:
     strategy: accurate
     pendingPodConditions: [Ready]

@@ -79,11 +79,13 @@ containers:
       httpGet: {path: /readyz, port: http}
       periodSeconds: 5
     {{- else }}
-    # Ready: it has asked for work, twice seen. Until then KEDA takes its job for one on its way to a run that waits.
+    {{- $told := "polls" }}
+    {{- if and $leases $v.keda.enabled }}{{ $told = "leased" }}
+    # Ready: it has had a lease. Until then KEDA takes its job for one on its way to a lease that waits.
+    {{- end }}
     readinessProbe:
-      exec: {command: [test, -e, /var/lib/longshore/polls-{{ .role }}]}
+      exec: {command: [test, -e, /var/lib/longshore/{{ $told }}-{{ .role }}]}
       periodSeconds: 5
-      successThreshold: 2
     {{- end }}
     resources: {{ toJson $own.resources }}
     volumeMounts:
