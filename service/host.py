@@ -48,7 +48,7 @@ from service.temporal import connect_temporal
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
 from shared.storage.files import private_folder
-from shared.storage.host_states import HostAddress
+from shared.storage.host_states import HostAddress, told_file
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
@@ -246,7 +246,7 @@ def _leases(
 ) -> Worker | LeasePolling:
     if standing is None:
         return make()
-    return LeasePolling(standing, make, idle, HostPaths(settings.root_path).told("polls", standing.state.role).touch)
+    return LeasePolling(standing, make, idle, told_file(settings.root_path, "polls", standing.state.role).touch)
 
 
 def _worker(
@@ -290,7 +290,7 @@ async def serve_host(
         idle_s: seconds without a lease after which a gpu or sampler host leaves by itself.
     """
     host, idle = HostContext(settings), IdleExit(idle_s, stopped.set) if idle_s is not None else None
-    host.paths.told("polls", role).unlink(missing_ok=True)
+    told_file(settings.root_path, "polls", role).unlink(missing_ok=True)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect_temporal(settings, interceptors=[record])
@@ -310,7 +310,7 @@ async def serve_host(
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
-                host.paths.told("polls", role).touch()
+                told_file(settings.root_path, "polls", role).touch()
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)

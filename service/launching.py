@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ from shared.storage.host_states import LeasingRole, read_states
 from shared.storage.store import ObjectStore, open_store
 
 _COMMAND_S = 60.0
+# What Temporal says of a queue may be 5 s old (its matching.TaskQueueInfoByBuildIdTTL): a lease that was taken since
+# then counts as waiting.
+_OLD_S = 10.0
 _TYPES = (TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW)
 _log = logging.getLogger("longshore.launching")
 
@@ -95,9 +99,9 @@ def _output(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def slurm_hosts(script: Path, options: str = "") -> CommandHosts:
+def slurm_hosts(script: Path, role: LeasingRole, idle_s: float, options: str = "") -> CommandHosts:
     """Return the launcher of Slurm. `options`: of sbatch, such as `--partition=gpu`."""
-    start = f"sbatch --parsable --job-name={{name}} {options} {shlex.quote(str(script))}"
+    start = f"sbatch --parsable --job-name={{name}} {options} {shlex.quote(str(script))} {role} {idle_s:g}"
     return CommandHosts(start, "squeue --me --noheader --format=%j")
 
 
@@ -119,7 +123,7 @@ async def waiting(client: Client, queue: str) -> int:
 def num_missing(num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int) -> int:
     """Return how many hosts to start: one for each lease that waits, but for those that a free host will take.
 
-    A host at work takes nothing off what waits. One that has no lease is on its way to one, or idle.
+    A host at work takes nothing off what waits. One that has no lease, or has just taken it, is on its way to one.
     """
     return max(0, min(num_waiting - len(launched - at_work), most - len(launched)))
 
@@ -136,7 +140,7 @@ class Launching:
     async def look(self, launcher: Launcher) -> int:
         """Start the hosts that are missing now. Returns their number."""
         launched = frozenset(n for n in await asyncio.to_thread(launcher.launched) if n.startswith(self._prefix))
-        # Waiting leases come last: what a host takes meanwhile is not counted, and that host still counts as free.
+        # Waiting leases come last: a host that takes one meanwhile still counts as on its way.
         at_work = await asyncio.to_thread(self._at_work)
         num_waiting = await waiting(self._client, self._queue)
         num = num_missing(num_waiting, launched, at_work, self._most)
@@ -147,9 +151,10 @@ class Launching:
         return num
 
     def _at_work(self) -> frozenset[str]:
-        """Return the names of the hosts that hold a lease, as they say in the store."""
-        states = read_states(self._store, self._shape)
-        return frozenset(s.launch for s in states if s.launch and s.role == self._role and s.holds_lease)
+        """Return the names of the hosts that hold a lease, for so long that it cannot count as waiting."""
+        before, states = time.time() - _OLD_S, read_states(self._store, self._shape)
+        held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
+        return frozenset(state.launch for state in held if state.launch)
 
     async def look_each(self, every_s: float, launcher: Launcher, stopped: asyncio.Event) -> None:
         """Look until `stopped`. What cannot be asked or started now is tried again at the next look."""
@@ -170,7 +175,7 @@ async def _main(given: argparse.Namespace, settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     launcher: Launcher = LocalHosts(given.role, given.exit_when_idle)
     if given.slurm is not None:
-        launcher = slurm_hosts(given.slurm, given.sbatch_options)
+        launcher = slurm_hosts(given.slurm, given.role, given.exit_when_idle, given.sbatch_options)
     elif given.start is not None:
         launcher = CommandHosts(given.start, given.names)
     client = await connect_temporal(settings)
@@ -183,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", choices=get_args(LeasingRole), default="gpu")
     parser.add_argument("--most", type=int, required=True, help="hosts at a time")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks")
-    parser.add_argument("--exit-when-idle", type=float, default=300.0, metavar="S", help="of hosts of this machine")
+    parser.add_argument(
+        "--exit-when-idle", type=float, default=300.0, metavar="S", help="of its hosts; not with --start"
+    )
     parser.add_argument(
         "--slurm", type=Path, metavar="SCRIPT", help="a host is a job of Slurm: infra/slurm/host.sbatch"
     )

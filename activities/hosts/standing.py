@@ -28,11 +28,11 @@ from shared.storage.host_states import (
     delete_state,
     is_bf16_fast,
     read_states,
+    told_file,
     write_fast_bf16,
     write_offer,
     write_state,
 )
-from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, open_store
 
 _QUARANTINE_S = 600.0
@@ -147,7 +147,7 @@ class Standing:
             if is_closing:
                 raise HostLeft(HOST_LEAVES)
             self._refuse(avoid)
-            self._change(holds_lease=True)
+            self._change(lease_since=time.time())
             self.begun()
             try:
                 yield
@@ -156,7 +156,7 @@ class Standing:
             finally:
                 if self.is_doubtful:
                     self._leave_queue()
-                self._change(holds_lease=False)  # before Temporal can give it the next one
+                self._change(lease_since=None)  # before Temporal can give it the next one
         finally:
             with self._lock:
                 self._num_held, self._idle_since = self._num_held - 1, time.monotonic()
@@ -243,7 +243,7 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
     standing = Standing(open_store(settings.store, settings.s3), state, check)
-    leased = HostPaths(settings.root_path).told("leased", role)
+    leased = told_file(settings.root_path, "leased", role)
     leased.unlink(missing_ok=True)
     standing.begun = leased.touch
     return standing

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Literal
 
 from longshore.fields import Frozen
 from shared.fence import Fence
@@ -113,14 +112,9 @@ def host_state(name: str) -> str:
     return f"{HOST_STATES}{name}.json"
 
 
-def fast_bf16(shape: str) -> str:
-    """What the GPU hosts of a shape have said of bfloat16; it stays when they leave."""
-    return f"shapes/{shape}/fast_bf16.json"
-
-
-def offer(shape: str) -> str:
-    """What the GPU hosts of a shape that are up offer."""
-    return f"shapes/{shape}/offer.json"
+def of_shape(shape: str, name: str) -> str:
+    """What the GPU hosts of a shape have said, of bfloat16 or what they offer; it stays when they leave."""
+    return f"shapes/{shape}/{name}.json"
 
 
 def run_index(run_id: str = "") -> str:
@@ -364,10 +358,6 @@ class HostPaths:
     def socket(self, queue: str) -> Path:
         """The socket at which the web service reaches the host with this task queue."""
         return self.root / "sockets" / f"{queue}.sock"
-
-    def told(self, what: Literal["polls", "leased"], role: str) -> Path:
-        """A file that is there once a host has asked for work, or has had a lease: for probes of Kubernetes."""
-        return self.root / f"{what}-{role}"
 
     def worker(self, worker_id: str) -> "WorkerPaths":
         return WorkerPaths(self.workers / worker_id)

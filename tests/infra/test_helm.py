@@ -16,8 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from service.launching import _OLD_S
 from shared.settings import Settings
-from shared.storage.paths import HostPaths
+from shared.storage.host_states import told_file
 from workflows.policies import lease_queue, sampler_queue
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +151,10 @@ def test_a_host_is_ready_by_the_file_that_it_writes(values: Path | None) -> None
         if role != "service":
             [*_, path] = pod["containers"][0]["readinessProbe"]["exec"]["command"]
             what = "leased" if "--exit-when-idle" in pod["containers"][0]["command"] else "polls"
-            assert Path(path) == HostPaths(Path("/var/lib/longshore")).told(what, role)
+            assert Path(path) == told_file(Path("/var/lib/longshore"), what, role)
+            probe = pod["containers"][0]["readinessProbe"]
+            waits_s = probe["periodSeconds"] * (probe.get("successThreshold", 1) - 1)
+            assert (waits_s >= _OLD_S) == (what == "leased"), "Temporal's count of what waits is old by less"
 
 
 @pytest.mark.parametrize("values", [*BY_KEDA, CHART / "examples" / "worker-controller.yaml"], ids=name)

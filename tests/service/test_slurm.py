@@ -19,7 +19,6 @@ from tests.conftest import free_port
 from tests.workflows.leases.test_come_and_go import is_at, steps
 from tests.workflows.stack import eventually, started
 from tests.workflows.stand_in import REPOSITORY
-from tests.workflows.stand_in_worker import adapter_bytes
 
 SCRIPT = REPOSITORY / "infra" / "slurm" / "host.sbatch"
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "mungekey", "sbatch") if shutil.which(name) is None]
@@ -134,20 +133,25 @@ async def test_a_run_has_a_job_of_slurm_and_another_when_that_is_told_to_leave(
             "PYTHON": str(python),
         }.items():
             monkeypatch.setenv(name, value)
-        launcher = slurm_hosts(SCRIPT, f"--gres=none --mem=0 --cpus-per-task=1 --output={tmp_path}/%j.log")
+        launcher = slurm_hosts(SCRIPT, "gpu", 300, f"--gres=none --mem=0 --cpus-per-task=1 --output={tmp_path}/%j.log")
         launching = Launching(stack.client, stack.store, stack.settings, "gpu", most=2)
         stopped = asyncio.Event()
         assert await launching.look(launcher) == 0 and not jobs(), "none at rest"
         looking = asyncio.create_task(launching.look_each(0.5, launcher, stopped))
-        handle = await stack.start(steps=20, checkpoint_every=1000)
-        await eventually(lambda: is_at(stack, handle.id, 5), "step 5", 120)
+        handle = await stack.start(steps=100_000, checkpoint_every=100_000)
+        await eventually(lambda: is_at(stack, handle.id, 5), "step 5", 240)
         [first] = jobs()
         assert said("scancel", "--batch", "--signal=TERM", first) == ""
-        status = await asyncio.wait_for(handle.result(), 120)
-        assert first not in jobs() and len(jobs()) == 1, "it goes on in another job"
-        await eventually(lambda: not jobs(), "the end of jobs without a lease", 60)
+        await eventually(lambda: first not in jobs(), "its end", 120)
+        left_at = max(await asyncio.to_thread(steps, stack, handle.id))
+        await eventually(lambda: is_at(stack, handle.id, left_at + 5), "steps in another job", 240)
+        [second] = jobs()
+        assert second != first
+        await handle.cancel()
+        await eventually(lambda: not jobs(), "the end of jobs without a lease", 120)
         stopped.set()
         await looking
-        assert steps(stack, handle.id) == [*range(1, 21)], "none twice"
-        assert stack.weights(status) == adapter_bytes(7, 20)
-        assert status.workers_lost == 0
+        status = await stack.result(handle.id)
+        done = steps(stack, handle.id)
+        assert done == [*range(1, len(done) + 1)], "none twice, none left out"
+        assert (status.state, status.epoch, status.workers_lost) == ("cancelled", 2, 0)

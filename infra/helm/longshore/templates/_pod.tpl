@@ -81,11 +81,15 @@ containers:
     {{- else }}
     {{- $told := "polls" }}
     {{- if and $leases $v.keda.enabled }}{{ $told = "leased" }}
-    # Ready: it has had a lease. Until then KEDA takes its job for one on its way to a lease that waits.
+    # Ready: it has had a lease for 10 s. Until then KEDA takes its job for one on its way to a lease that waits, which
+    # Temporal's count of them, up to 5 s old, may hold longer than it does.
     {{- end }}
     readinessProbe:
       exec: {command: [test, -e, /var/lib/longshore/{{ $told }}-{{ .role }}]}
       periodSeconds: 5
+      {{- if eq $told "leased" }}
+      successThreshold: 3
+      {{- end }}
     {{- end }}
     resources: {{ toJson $own.resources }}
     volumeMounts:
