@@ -26,6 +26,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from service.temporal import PATIENCE, connect_temporal
+from shared.errors import LongshoreError
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
 from shared.storage.host_states import LeasingRole, read_states
@@ -161,7 +162,7 @@ class Launching:
         while not stopped.is_set():
             try:
                 await self.look(launcher)
-            except (RPCError, OSError, subprocess.SubprocessError) as error:
+            except (RPCError, LongshoreError, OSError, subprocess.SubprocessError) as error:
                 _log.warning("no hosts can be started now: %s", error)
             try:
                 await asyncio.wait_for(stopped.wait(), every_s)
