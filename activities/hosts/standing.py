@@ -64,7 +64,7 @@ class Standing:
         self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
         self.is_closing = False  # leases that still come are given back at once
         self.num_offered = 0
-        self._num_held, self._is_examined = 0, False
+        self._num_held, self._is_examined, self._is_retired = 0, False, False
         self._idle_since = time.monotonic()
 
     def examine(self) -> None:
@@ -107,10 +107,12 @@ class Standing:
 
     def retire(self) -> None:
         """Take the state off the store, as this host leaves in good order."""
-        try:
-            delete_state(self._store, self.state)
-        except (LongshoreError, OSError) as error:
-            _log.warning("the state of this host stays in the store: %s", error)
+        with self._lock:
+            self._is_retired = True  # a beat that is still under way writes it no more
+            try:
+                delete_state(self._store, self.state)
+            except (LongshoreError, OSError) as error:
+                _log.warning("the state of this host stays in the store: %s", error)
 
     @property
     def polls(self) -> bool:
@@ -213,6 +215,8 @@ class Standing:
     def _change(self, **fields: object) -> None:
         with self._lock:
             self.state = self.state.model_copy(update=fields)
+            if self._is_retired:
+                return
             try:
                 write_state(self._store, self.state)
             except (LongshoreError, OSError) as error:  # a full disk: this host's own checks say so
