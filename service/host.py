@@ -43,7 +43,7 @@ from service.host_http.bells import bell_routes
 from service.host_http.metrics import observed
 from service.host_http.server import serving
 from service.host_record import HostRecord
-from service.lease_polling import LeasePolling, polling
+from service.lease_polling import IdleExit, LeasePolling, polling
 from service.sealing.codec import SealedRunner
 from service.sealing.keys import sync_key
 from service.sealing.signing import Signer
@@ -51,7 +51,7 @@ from service.temporal import connect_temporal
 from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.files import private_folder
-from shared.storage.host_states import HostAddress
+from shared.storage.host_states import HostAddress, told_file
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
@@ -116,18 +116,13 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     records, resolve, grade, deliver = RunRecords(host), Resolve(host), Grade(host), Deliver(host)
     commands, publish = CommandRecords(host), Publish(host, Signer(host.settings).sign)
     return [
-        records.record_result,
-        records.begin,
-        *(records.record_step, records.recover_steps),
-        commands.record_command,
-        commands.find_commands,
-        *(commands.drop_commands, commands.fill_gap),
+        *(records.record_result, records.begin, records.record_step, records.recover_steps),
+        *(commands.record_command, commands.find_commands, commands.drop_commands, commands.fill_gap),
         *(FindCheckpoint(host).find_checkpoint, CollectGarbage(host).collect),
         AskTeacher(host).ask_teacher,
         *(publish.publish, publish.publish_best),
         Exports(host).export,
-        resolve.resolve_model,
-        resolve.resolve_adapter,
+        *(resolve.resolve_model, resolve.resolve_adapter),
         Download(host).download,
         Tokenize(host).tokenize,
         PackDataset(host).pack,
@@ -153,17 +148,10 @@ def control_workflows() -> list[type]:
     from workflows.sft import SFTWorkflow
 
     return [
-        SFTWorkflow,
-        RLWorkflow,
-        SessionWorkflow,
-        *(single_activity.PreviewWorkflow, single_activity.GraderWorkflow),
-        *(single_activity.UntrainedModelWorkflow, single_activity.ExportWorkflow),
-        single_activity.GarbageWorkflow,
-        single_activity.TrackWorkflow,
-        ScheduledRunWorkflow,
-        sweep.SweepWorkflow,
-        WebhookWorkflow,
-        ServingWorkflow,
+        *(SFTWorkflow, RLWorkflow, SessionWorkflow),
+        *(single_activity.PreviewWorkflow, single_activity.GraderWorkflow, single_activity.UntrainedModelWorkflow),
+        *(single_activity.ExportWorkflow, single_activity.GarbageWorkflow, single_activity.TrackWorkflow),
+        *(ScheduledRunWorkflow, sweep.SweepWorkflow, WebhookWorkflow, ServingWorkflow),
     ]
 
 
@@ -202,6 +190,7 @@ def gpu_workers(
     standing: Standing | None,
     bells: Bells,
     at: HostAddress,
+    idle: IdleExit | None = None,
 ) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a gpu host: one lease at a time on the shape's queue, jobs and joining leases on its own."""
     store = open_store(settings.store, settings.s3)
@@ -221,10 +210,10 @@ def gpu_workers(
 
     shares = joining_leases if settings.runs_per_worker > 1 else None
     lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports, standing)
-    leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]))
+    leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]), settings, idle)
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
     stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
-    run_job = RunJob(pool, store, stager, signals, syncs, standing).run_job
+    run_job = RunJob(pool, store, stager, signals, syncs, standing, settings.drain_grace_s).run_job
     jobs = run_job, ApplyCommands(pool, store, bells, at).apply_commands
     return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 
@@ -237,12 +226,13 @@ def sampler_workers(
     at: HostAddress,
     host_queue: str,
     standing: Standing | None = None,
+    idle: IdleExit | None = None,
 ) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
     host = HostContext(settings)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     lease = LeaseSampler(pool, host, signals, host_queue, at, standing).lease_sampler
-    leases = _leases(standing, lambda: _worker(client, settings.sampler_queue, threads, 1, [lease]))
+    leases = _leases(standing, lambda: _worker(client, settings.sampler_queue, threads, 1, [lease]), settings, idle)
     own = sampling_activities(host, Samplers(settings, pool))
     return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, own)
 
@@ -256,8 +246,12 @@ def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[
     return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler, score]
 
 
-def _leases(standing: Standing | None, make: Callable[[], Worker]) -> Worker | LeasePolling:
-    return make() if standing is None else LeasePolling(standing, make)
+def _leases(
+    standing: Standing | None, make: Callable[[], Worker], settings: Settings, idle: IdleExit | None
+) -> Worker | LeasePolling:
+    if standing is None:
+        return make()
+    return LeasePolling(standing, make, idle, told_file(settings.root_path, "polls", standing.state.role).touch)
 
 
 def _worker(
@@ -293,14 +287,17 @@ async def serve_host(
     stopped: asyncio.Event,
     command: WorkerCommand = ranks_command,
     check: Check | None = None,
+    idle_s: float | None = None,
 ) -> None:
     """Poll until `stopped`, or a key is needed that is missing here; then end all activities and worker processes.
 
     Args:
         command: starts a gpu host's workers.
         check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
+        idle_s: seconds without a lease after which a gpu or sampler host leaves by itself.
     """
-    host = HostContext(settings)
+    host, idle = HostContext(settings), IdleExit(idle_s, stopped.set) if idle_s is not None else None
+    told_file(settings.root_path, "polls", role).unlink(missing_ok=True)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect_temporal(settings, interceptors=[record], leave=stopped.set)
@@ -321,12 +318,13 @@ async def serve_host(
                 control = control_workers(client, settings.control_queue, activities, control_workflows(), build=build)
                 await stack.enter_async_context(control)
                 await builds.begin_with(client, settings)
+                told_file(settings.root_path, "polls", role).touch()
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
                 standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
                 at = stack.enter_context(serving(settings, record.queue, bell_routes(bells := Bells())))
-                jobs = gpu_workers(client, settings, threads, pool, record.queue, standing, bells, at)
+                jobs = gpu_workers(client, settings, threads, pool, record.queue, standing, bells, at, idle)
                 await stack.enter_async_context(polling(*jobs))
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
@@ -334,7 +332,7 @@ async def serve_host(
                 routes = stack.enter_context(answering(Questions(host, Samplers(settings, pool))))
                 at = stack.enter_context(serving(settings, record.queue, routes))
                 standing = await asyncio.to_thread(standing_of, role, settings, record.queue, check)
-                workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing)
+                workers = sampler_workers(client, settings, threads, pool, at, record.queue, standing, idle)
                 await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
@@ -368,11 +366,11 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _main(role: Role, settings: Settings) -> None:
+async def _main(role: Role, settings: Settings, idle_s: float | None) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await serve_host(role, settings, stopped)
+    await serve_host(role, settings, stopped, idle_s=idle_s)
 
 
 def _share_free_memory() -> None:
@@ -386,12 +384,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m service.host", description=__doc__)
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
+    parser.add_argument(
+        "--exit-when-idle", type=float, metavar="S", help="of a gpu or sampler host: end after S seconds"
+    )
     given = parser.parse_args(arguments)
+    if given.exit_when_idle is not None and (given.role == "control" or given.exit_when_idle <= 0):
+        parser.error("--exit-when-idle takes more than 0 seconds, and a gpu or sampler host")
     settings = Settings(root=given.root) if given.root else Settings()
     private_folder(settings.root_path)
     _share_free_memory()
     with observed(given.role, settings):
-        asyncio.run(_main(given.role, settings))
+        asyncio.run(_main(given.role, settings, given.exit_when_idle))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """A GPU or sampler host asks for leases only while it is fit for them (activities/hosts/standing.py)."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Self
 
 from temporalio.worker import Worker
@@ -13,18 +15,35 @@ from shared.storage.host_states import BEAT_S
 
 _LOOK_S = 0.5
 _EXAMINE_AGAIN_S = 60.0  # a host that lacks something
+_log = logging.getLogger("longshore.host")
+
+
+@dataclass(frozen=True)
+class IdleExit:
+    """The end of a host that has had no lease for `after_s` seconds: `leave` is called once it has stopped asking."""
+
+    after_s: float
+    leave: Callable[[], object]
 
 
 class LeasePolling:
     """Checks this host, and polls for leases whenever its standing allows that. Used like a Worker.
 
     `make`: makes a worker of the lease queue, which is shut down when a worker process was lost. Another one is made
-    once the host was checked again.
+    once the host was checked again. `idle`: ends the host after a time without a lease. `begun`: called when it polls.
     """
 
-    def __init__(self, standing: Standing, make: Callable[[], Worker]) -> None:
+    def __init__(
+        self,
+        standing: Standing,
+        make: Callable[[], Worker],
+        idle: IdleExit | None = None,
+        begun: Callable[[], object] = lambda: None,
+    ) -> None:
         self._standing = standing
         self._make = make
+        self._idle = idle
+        self._begun = begun
         self._group = asyncio.TaskGroup()  # an error of its tasks ends the host
         self._tasks: list[asyncio.Task[None]] = []
         self._doubted = asyncio.Event()
@@ -43,6 +62,7 @@ class LeasePolling:
 
     async def shutdown(self) -> None:
         """Ask for no more leases, and end the one in hand."""
+        self._standing.is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -59,17 +79,39 @@ class LeasePolling:
             again_at = time.monotonic() + _EXAMINE_AGAIN_S
             while not self._doubted.is_set() and not self._is_due(again_at):
                 if self._standing.polls:
-                    async with self._make():
-                        await self._until_left(again_at)
+                    leaves = await self._ask(again_at)
                 else:
                     await asyncio.sleep(_LOOK_S)
+                    leaves = self._is_idle()
+                if leaves and self._idle is not None:
+                    _log.info("no lease for %g s: this host leaves", self._idle.after_s)
+                    self._idle.leave()
+                    return
+
+    async def _ask(self, again_at: float) -> bool:
+        """Poll until a worker was lost, or the host is idle. Returns True if it is to leave.
+
+        An idle host stops asking first: a lease that Temporal gives it meanwhile starts nothing, is given back at once,
+        and makes the host go on.
+        """
+        async with self._make():
+            self._begun()
+            await self._until_left(again_at)
+            num_offered, leaves = self._standing.num_offered, self._is_idle(close=True)
+        self._standing.is_closing = False
+        return leaves and self._standing.num_offered == num_offered
+
+    def _is_idle(self, close: bool = False) -> bool:
+        return self._idle is not None and self._standing.is_idle(self._idle.after_s, close)
 
     def _is_due(self, again_at: float) -> bool:
         return bool(self._standing.state.lacks) and time.monotonic() > again_at
 
     async def _until_left(self, again_at: float) -> None:
         """Wait until a worker was lost. A host that lacks something has no lease in hand, and may leave at any time."""
-        while not (self._standing.state.lacks and (self._is_due(again_at) or not self._standing.polls)):
+        while not self._is_idle() and not (
+            self._standing.state.lacks and (self._is_due(again_at) or not self._standing.polls)
+        ):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._doubted.wait(), _LOOK_S)
                 return

@@ -284,6 +284,14 @@ class Settings(BaseSettings):
     )
     heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
+    drain_grace_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="that a GPU host which is told to leave gives its jobs to save a checkpoint; 0: they end at once",
+    )
+    launch: str | None = Field(
+        default=None, description="of a host: the name under which it was started (service/launching.py)"
+    )
 
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     wandb_project: str = "longshore"

@@ -19,7 +19,7 @@ import pytest_timeout
 
 from examples.tiny_model import make_tiny_model
 from longshore.server import with_import_path
-from service.dev.supervisor import FAIR_QUEUES
+from service.dev.supervisor import QUEUE_OPTIONS
 from shared.settings import S3Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.paths import MANIFEST
@@ -153,7 +153,7 @@ def temporal_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = (tmp_path_factory.mktemp("temporal") / "server.log").open("wb")
     command = [_temporal_binary(), "server", "start-dev", "--headless", "--ip", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(
-        [*command, *FAIR_QUEUES],
+        [*command, *QUEUE_OPTIONS],
         stdout=log,
         stderr=log,
     )

@@ -14,6 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.commands import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
+    from shared.errors import HostLeft
     from shared.jobs.job import ONLY_JOB, SessionPlan
     from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import dtype_of
@@ -28,7 +29,9 @@ with workflow.unsafe.imports_passed_through():
 
 # For `apply_commands`: repeating it while the session's job goes on does no command twice.
 _APPLY_RETRY = RetryPolicy(
-    maximum_interval=timedelta(seconds=5), maximum_attempts=5, non_retryable_error_types=policies.FINAL_ERRORS
+    maximum_interval=timedelta(seconds=5),
+    maximum_attempts=5,
+    non_retryable_error_types=(*policies.FINAL_ERRORS, HostLeft.__name__),
 )
 _LOSS_IS_KNOWN_S = 30.0
 _IDLE_CALL_S = 5.0  # after so long without a command a session with a worker is idle, and gives way to others

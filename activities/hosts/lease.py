@@ -111,7 +111,8 @@ class ProcessLease:
     @contextmanager
     def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
         """Like `begin`, with a process that serves other leases, too. Yields None if no such process takes this one."""
-        worker = self._pool.join(queue, mark)
+        is_closing = self._standing is not None and self._standing.is_closing
+        worker = None if is_closing else self._pool.join(queue, mark)
         if worker is None:
             yield None
             return

@@ -93,13 +93,16 @@ class RunJob:
         signals: Signals,
         syncs: TrainerSyncs | None = None,
         standing: Standing | None = None,
+        drain_grace_s: float = 0.0,
     ) -> None:
+        """`drain_grace_s`: that a job has to save a checkpoint once this host leaves."""
         self._pool = pool
         self._store = store
         self._stager = stager
         self._signals = signals
         self._syncs = syncs
         self._standing = standing
+        self._drain_grace_s = drain_grace_s
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: RunJobRequest) -> JobResult:
@@ -115,12 +118,15 @@ class RunJob:
             newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
             start = saved_by_job(request.plan, newest)
             attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
+            attempt.drain_grace_s = self._drain_grace_s
             try:
                 with beating(lambda: attempt.reader.offset), attempt.uploader:
                     result = attempt.run()
             finally:
                 attempt.seen.end()
             self._judge(attempt, result)
+            if attempt.is_drained and result.outcome == "cancelled" and not _was_cancelled():
+                raise HostLeft(HOST_LEAVES)
             return result
 
     def _judge(self, attempt: "_Attempt", result: JobResult) -> None:
@@ -185,6 +191,7 @@ class _Attempt:
         self.syncs = syncs.of_job(request.plan, self.job.log_path) if syncs is not None else None
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
+        self.drain_grace_s, self.is_drained = 0.0, False
         self.heard_at = time.monotonic()
         self.seen = JobSeen(request.plan, request.fence, time.time())
 
@@ -258,13 +265,17 @@ class _Attempt:
         self.seen.take(event)
 
     def _obey(self) -> None:
-        """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""
-        if host_is_leaving():
+        """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
+        after the step in hand, and is ended if it does not do so in time.
+        """
+        leaves = host_is_leaving()
+        if leaves and not self.drain_grace_s:
             raise HostLeft(HOST_LEAVES)
-        if not activity.is_cancelled():
+        if not leaves and not activity.is_cancelled():
             return
         if self.kill_at is None:
-            self.kill_at = time.monotonic() + self.request.cancel_grace_s
+            self.is_drained = leaves
+            self.kill_at = time.monotonic() + (self.drain_grace_s if leaves else self.request.cancel_grace_s)
             write_atomically(self.cancel, b"")
         elif time.monotonic() > self.kill_at:
             self.worker.end()
@@ -309,6 +320,12 @@ class _Attempt:
             damaged=damaged,
             held_s=self.held_s(),
         )
+
+
+def _was_cancelled() -> bool:
+    """True if the run's workflow has asked for the job's end."""
+    details = activity.cancellation_details()
+    return details is not None and details.cancel_requested
 
 
 def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:

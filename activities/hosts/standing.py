@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.host_context import HOST_LEAVES
 from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
-from shared.errors import AVOIDED, UNFIT, LeaseLost, LongshoreError, WorkerLost
+from activities.hosts.worker_process import room_for_ranks
+from shared.errors import AVOIDED, UNFIT, HostLeft, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
 from shared.storage.host_states import (
     MAX_LOST,
@@ -26,7 +28,9 @@ from shared.storage.host_states import (
     delete_state,
     is_bf16_fast,
     read_states,
+    told_file,
     write_fast_bf16,
+    write_offer,
     write_state,
 )
 from shared.storage.store import ObjectStore, open_store
@@ -44,7 +48,8 @@ class Standing:
         check: finds what the host lacks; it may take a minute.
         alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
 
-    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one.
+    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one. `begun`: is
+    called when it has taken a lease.
     """
 
     def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
@@ -55,12 +60,19 @@ class Standing:
         self._lock = threading.Lock()
         self.state = state
         self.leave: Callable[[], object] | None = None
+        self.begun: Callable[[], object] = lambda: None
         self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
+        self.is_closing = False  # leases that still come are given back at once
+        self.num_offered = 0
+        self._num_held, self._is_examined, self._is_retired = 0, False, False
+        self._idle_since = time.monotonic()
 
     def examine(self) -> None:
         """Check what the host lacks."""
         self.is_doubtful = False
         lacks = self._check()
+        if not self._is_examined:
+            self._is_examined, self._idle_since = True, time.monotonic()
         if lacks != self.state.lacks:
             _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
         self._change(lacks=lacks)
@@ -71,14 +83,18 @@ class Standing:
         is_cleared = bool(self.state.lost_runs) and not self.state.blamed_for(others)
         self._change(seen_at=time.time(), **({"quarantined_until": 0.0} if is_cleared else {}))
         if self.state.role == "gpu":
-            self._say(all(host.fast_bf16 for host in (self.state, *others)))
+            self._say((self.state, *others))
 
-    def _say(self, is_fast: bool) -> None:
-        """Write whether bfloat16 is fast on all GPU hosts of the shape: runs to come take their precision by that."""
+    def _say(self, hosts: tuple[HostState, ...]) -> None:
+        """Write what GPU hosts of the shape offer to runs to come: whether bfloat16 is fast on all of them, by which
+        those take their precision, and the most ranks that one of them takes.
+        """
         try:
-            write_fast_bf16(self._store, self.state.shape, is_fast)
+            write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
+            if most := max((host.max_ranks or 0 for host in hosts), default=0):
+                write_offer(self._store, self.state.shape, most)
         except (LongshoreError, OSError) as error:
-            _log.warning("what this host says of bfloat16 is not written: %s", error)
+            _log.warning("what this host offers is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
         """Return the other hosts, and note since when none of them takes leases."""
@@ -91,10 +107,12 @@ class Standing:
 
     def retire(self) -> None:
         """Take the state off the store, as this host leaves in good order."""
-        try:
-            delete_state(self._store, self.state)
-        except (LongshoreError, OSError) as error:
-            _log.warning("the state of this host stays in the store: %s", error)
+        with self._lock:
+            self._is_retired = True  # a beat that is still under way writes it no more
+            try:
+                delete_state(self._store, self.state)
+            except (LongshoreError, OSError) as error:
+                _log.warning("the state of this host stays in the store: %s", error)
 
     @property
     def polls(self) -> bool:
@@ -103,21 +121,47 @@ class Standing:
             return self._alone_since is not None and time.monotonic() - self._alone_since >= self._alone_s
         return self._alone_since is not None or not self.state.is_quarantined(time.time())
 
+    def is_idle(self, after_s: float, close: bool = False) -> bool:
+        """Return True if nothing has come from the lease queue for a time since the first check, and none is in hand.
+
+        `close`: if so, give back leases that come from now on.
+        """
+        with self._lock:
+            is_idle = not self._num_held and time.monotonic() - self._idle_since >= after_s
+            if is_idle and close:
+                self.is_closing = True
+            return is_idle
+
     @contextmanager
     def offered(self, run_id: str, avoid: tuple[str, ...]) -> Iterator[None]:
         """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
 
-        Raises ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
-        detail, by which the run avoids this host.
+        Raises:
+            ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
+                detail, by which the run avoids this host.
+            HostLeft: the host has stopped asking, and this lease was on its way.
         """
-        self._refuse(avoid)
+        with self._lock:
+            self.num_offered += 1
+            self._num_held += 1
+            is_closing = self.is_closing
         try:
-            yield
-        except WorkerLost as error:
-            raise ApplicationError(str(error), self.state.queue, type=type(error).__name__) from error
+            if is_closing:
+                raise HostLeft(HOST_LEAVES)
+            self._refuse(avoid)
+            self._change(lease_since=time.time())
+            self.begun()
+            try:
+                yield
+            except WorkerLost as error:
+                raise ApplicationError(str(error), self.state.queue, type=type(error).__name__) from error
+            finally:
+                if self.is_doubtful:
+                    self._leave_queue()
+                self._change(lease_since=None)  # before Temporal can give it the next one
         finally:
-            if self.is_doubtful:
-                self._leave_queue()
+            with self._lock:
+                self._num_held, self._idle_since = self._num_held - 1, time.monotonic()
 
     def _refuse(self, avoid: tuple[str, ...]) -> None:
         state = self.state
@@ -171,6 +215,8 @@ class Standing:
     def _change(self, **fields: object) -> None:
         with self._lock:
             self.state = self.state.model_copy(update=fields)
+            if self._is_retired:
+                return
             try:
                 write_state(self._store, self.state)
             except (LongshoreError, OSError) as error:  # a full disk: this host's own checks say so
@@ -196,6 +242,12 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
         seen_at=time.time(),
         lacks=("its first check has not ended",),
         fast_bf16=is_bf16_fast(),
+        launch=settings.launch,
+        max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
-    return Standing(open_store(settings.store, settings.s3), state, check)
+    standing = Standing(open_store(settings.store, settings.s3), state, check)
+    leased = told_file(settings.root_path, "leased", role)
+    leased.unlink(missing_ok=True)
+    standing.begun = leased.touch
+    return standing

@@ -49,8 +49,10 @@ _TEMPORAL_START_S = 30.0
 # Workflows that the server caches; others are read from its database. Its default of 8,096 takes much memory, since its
 # garbage can grow to the size of what it holds.
 _TEMPORAL_CACHED_RUNS = 256
-# Queues with a single partition, in which tenants get tasks exactly in turn (service/temporal.py).
-FAIR_QUEUES = (
+# Queues with a single partition, in which tenants get tasks exactly in turn (service/temporal.py); a host that stops
+# asking for work is told which task is on its way to it, if there is one.
+QUEUE_OPTIONS = (
+    *("--dynamic-config-value", "frontend.enableCancelWorkerPollsOnShutdown=true"),
     *("--dynamic-config-value", "matching.enableFairness=true"),
     *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
     *("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
@@ -188,6 +190,7 @@ class Stack:
             STACK_MARK: str(self.root),
             "LONGSHORE_ROOT": str(self.root),
             "LONGSHORE_API_URL": connection.api_url,
+            "LONGSHORE_DRAIN_GRACE_S": f"{min(self._settings.drain_grace_s, _HOST_GRACE_S / 2):g}",
             "LONGSHORE_API_KEY_SHA256": hash_key(connection.api_key),
             "LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address,
         }
@@ -235,7 +238,7 @@ def _temporal_command(connection: Connection, database: Path) -> list[str]:
         *ui,
         *("--db-filename", str(database), "--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=1"),
         *("--dynamic-config-value", f"history.hostLevelCacheMaxSize={_TEMPORAL_CACHED_RUNS}"),
-        *FAIR_QUEUES,
+        *QUEUE_OPTIONS,
         *("--log-level", "warn"),
     ]
 

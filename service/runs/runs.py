@@ -33,7 +33,7 @@ from service.runs.states import RunStates, queued
 from service.runs.views.run_view import RunPage, RunView, with_cost
 from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.runs.acceptance import check_startable, precision_of
+from shared.runs.acceptance import check_offered, check_startable, precision_of
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import AnyStart, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
@@ -114,6 +114,7 @@ class Runs:
         `below`: the place of the run's fields in the request.
         """
         check_startable(run, self._settings, below)
+        await asyncio.to_thread(check_offered, run, self._settings, self._store, below)
         await self.check_access(tenant, run)
 
     async def sealed(self, tenant: str, request: F) -> F:

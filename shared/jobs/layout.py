@@ -26,8 +26,8 @@ def layout_of(label: str) -> Layout:
         raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
 
 
-def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
-    """Refuse a layout of more ranks than a host has room for, whatever the model.
+def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
+    """Refuse a layout of more ranks than a host has room for, whatever the model. `why`: where that number is from.
 
     Raises InvalidInput: names the dimension, where one alone asks for too much.
     """
@@ -35,7 +35,7 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
         split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
         place = f"{below}layout.{split[0]}" if len(split) == 1 else f"{below}layout"
         rule = f"{layout.world_size:,} ranks ({layout.label}); a host of this installation takes up to {max_ranks}"
-        raise InvalidInput(f"{rule} (setting max_ranks)", place)
+        raise InvalidInput(f"{rule} {why}", place)
 
 
 class _HasBudget(Protocol):

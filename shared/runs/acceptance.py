@@ -8,7 +8,7 @@ from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
-from shared.storage.host_states import read_fast_bf16
+from shared.storage.host_states import read_fast_bf16, read_offered_ranks
 from shared.storage.store import ObjectStore
 
 _VLLM_MAX_RANK = 512
@@ -60,6 +60,16 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     if run.layout.dp > examples:
         rule = f"dp={run.layout.dp} ranks would share out {examples_named}: dp may be {examples} at most"
         raise InvalidInput(rule, f"{below}layout.dp")
+
+
+def check_offered(run: Run, settings: Settings, store: ObjectStore, below: str = "") -> None:
+    """Refuse a run of more ranks than any GPU host takes that is up. Where none is, the setting alone counts: those
+    that will be started for it have said nothing yet.
+
+    Raises InvalidInput: names the field, and both numbers.
+    """
+    if (most := read_offered_ranks(store, settings.shape)) is not None:
+        check_ranks(run.layout, most, below, f"(its GPU hosts of shape {settings.shape} that are up)")
 
 
 def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from longshore.fields import Frozen
 from shared.errors import NotFound
-from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, fast_bf16, host_state
+from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, host_state, of_shape
 from shared.storage.store import ObjectStore
 
 WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
@@ -48,11 +48,20 @@ class AnsweringHost(Frozen):
     seen_at: float
 
 
+class Offer(Frozen):
+    """The most ranks that a GPU host of a shape takes, as they said at `seen_at`, in seconds since 1970."""
+
+    max_ranks: int
+    seen_at: float
+
+
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
-    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast.
+    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: by
+    which name it was started, where something starts hosts when runs wait. `lease_since`: when it took the
+    lease that it holds, if it holds one. `max_ranks`: of a GPU host's worker.
     """
 
     role: LeasingRole
@@ -65,6 +74,9 @@ class HostState(Frozen):
     num_lost: int = 0
     quarantined_until: float = 0.0
     fast_bf16: bool = False
+    launch: str | None = None
+    lease_since: float | None = None
+    max_ranks: int | None = None
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -94,6 +106,11 @@ class HostState(Frozen):
         """
         elsewhere = {run for other in others for run in other.lost_runs}
         return tuple(run for run in self.lost_runs if run not in elsewhere)
+
+
+def told_file(root: Path, what: Literal["polls", "leased"], role: str) -> Path:
+    """A file of a host's root: it has asked for work, or has had a lease. Probes of Kubernetes look for it."""
+    return root / f"{what}-{role}"
 
 
 def write_state(store: ObjectStore, state: HostState) -> None:
@@ -149,13 +166,27 @@ def _plain(name: str) -> str:
 
 
 def write_fast_bf16(store: ObjectStore, shape: str, is_fast: bool) -> None:
-    store.put_bytes(fast_bf16(_plain(shape)), b"true" if is_fast else b"false")
+    store.put_bytes(of_shape(_plain(shape), "fast_bf16"), b"true" if is_fast else b"false")
 
 
 def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
     """Return whether bfloat16 is fast on all GPU hosts of a shape, as they said last; None if none ever said so."""
     with suppress(NotFound):
-        return store.get_bytes(fast_bf16(_plain(shape))) == b"true"
+        return store.get_bytes(of_shape(_plain(shape), "fast_bf16")) == b"true"
+    return None
+
+
+def write_offer(store: ObjectStore, shape: str, max_ranks: int) -> None:
+    store.put_bytes(
+        of_shape(_plain(shape), "offer"), Offer(max_ranks=max_ranks, seen_at=time.time()).model_dump_json().encode()
+    )
+
+
+def read_offered_ranks(store: ObjectStore, shape: str) -> int | None:
+    """Return the most ranks that a GPU host of a shape takes that is up; None where none is, or none has said so."""
+    with suppress(NotFound, ValidationError):
+        said = Offer.model_validate_json(store.get_bytes(of_shape(_plain(shape), "offer")))
+        return said.max_ranks if time.time() - said.seen_at < _SILENT_S else None
     return None
 
 

@@ -113,9 +113,9 @@ def host_state(name: str) -> str:
     return f"{HOST_STATES}{name}.json"
 
 
-def fast_bf16(shape: str) -> str:
-    """What the GPU hosts of a shape have said of bfloat16; it stays when they leave."""
-    return f"shapes/{shape}/fast_bf16.json"
+def of_shape(shape: str, name: str) -> str:
+    """What the GPU hosts of a shape have said, of bfloat16 or what they offer; it stays when they leave."""
+    return f"shapes/{shape}/{name}.json"
 
 
 def run_index(run_id: str = "") -> str:

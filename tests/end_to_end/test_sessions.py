@@ -194,6 +194,20 @@ def test_an_idle_session_gives_its_worker_back_and_goes_on(stack: Stack, client:
     assert final_state(patient, client) == final_state(hasty, client)
 
 
+def test_a_session_is_handed_on_when_its_host_is_told_to_leave(stack: Stack, client: Client, tiny_model: Path) -> None:
+    """With gradients that nobody stepped. Its state is saved as it stands: no loss is counted."""
+    commands = commands_of(3, 8)
+    patient, moved = opened(client, tiny_model), opened(client, tiny_model)
+    for place, asked in enumerate(commands):
+        one, other = patient.send(asked), moved.send(asked)
+        assert told(one.result(600)) == told(other.result(600))
+        if place == 4:
+            for host in gpu_host(stack):
+                host.terminate()  # its supervisor starts another
+    assert (moved.status()["epoch"], moved.status()["workers_lost"]) == (2, 0)
+    assert final_state(patient, client) == final_state(moved, client)
+
+
 def test_an_idle_session_gives_way_to_one_that_waits(stack: Stack, client: Client, tiny_model: Path) -> None:
     """Of two that share no worker, each would keep it for ten minutes."""
     data = [Datum(tokens=(5, 6, 7))]

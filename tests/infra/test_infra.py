@@ -20,10 +20,22 @@ MANIFESTS = sorted((INFRA / "kubernetes").glob("*.yaml"))
 UNITS = sorted((INFRA / "systemd").glob("*.service"))
 OPERATIONS = [
     ROOT / "docs" / f"{name}.md"
-    for name in ("operations", "settings", "hardening", "hosts", "quotas", "backup", "queues", "troubleshooting")
+    for name in (
+        "operations",
+        "settings",
+        "hardening",
+        "hosts",
+        "quotas",
+        "backup",
+        "queues",
+        "troubleshooting",
+        "kubernetes",
+    )
 ]
 PAGES = [*OPERATIONS, ROOT / "docs" / "team_install.md", ROOT / "docs" / "weight_sync.md"]
-TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, *UNITS, *PAGES]
+CHART = sorted(path for path in (INFRA / "helm").rglob("*") if path.is_file())
+TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, *UNITS, *PAGES, *CHART]
+TEXTS += sorted((INFRA / "slurm").iterdir())
 
 
 def variables(model: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -194,73 +206,6 @@ def _default(image: str) -> str:
     return found[1] if found else image
 
 
-def test_pods_have_no_more_rights_than_they_use() -> None:
-    """Pod Security Standards, `restricted`; a root that is not written to; memory that is bounded."""
-    for deployment in (m for m in manifests() if m["kind"] == "Deployment"):
-        pod = deployment["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
-            assert "memory" in container["resources"]["limits"], container["name"]
-            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-            assert {"/tmp", "/home/longshore", "/var/lib/longshore"} <= mounts.keys()
-            assert set(mounts.values()) <= volumes
-    for path in CONTAINERFILES:
-        assert "useradd --create-home --uid 1000 longshore" in path.read_text()
-
-
-def test_pods_are_spoken_to_by_nobody_but_the_service_by_its_clients() -> None:
-    apps = {m["spec"]["template"]["metadata"]["labels"]["app"] for m in manifests() if m["kind"] == "Deployment"}
-    policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
-    incoming = {app: rule for rule in policies if "Ingress" in rule["policyTypes"] for app in _selected(rule)}
-    outgoing = {app for rule in policies if "Egress" in rule["policyTypes"] for app in _selected(rule)}
-    assert incoming.keys() == outgoing == apps
-    hosts = ("longshore-gpu-host", "longshore-sampler-host")
-    clients, service = (
-        {"ports": [{"protocol": "TCP", "port": 8484}]},
-        {"podSelector": {"matchLabels": {"app": "longshore-service"}}},
-    )
-    allowed = {"longshore-service": [clients]} | {app: [{"from": [service]}] for app in hosts}
-    assert {app: rule.get("ingress", []) for app, rule in incoming.items()} == {app: [] for app in apps} | allowed
-    asked = [
-        out["to"] for rule in policies if _selected(rule) == {"longshore-service"} for out in rule.get("egress", [])
-    ]
-    reached = {"key": "app", "operator": "In", "values": list(hosts)}
-    assert [{"podSelector": {"matchExpressions": [reached]}}] in asked
-    blocks = [
-        to["ipBlock"]
-        for rule in policies
-        for out in rule.get("egress", [])
-        for to in out.get("to", [])
-        if "ipBlock" in to
-    ]
-    wide = [block for block in blocks if block["cidr"] == "0.0.0.0/0"]
-    assert wide and all("169.254.0.0/16" in block["except"] for block in wide)
-
-
-@pytest.mark.parametrize("app", ["longshore-gpu-host", "longshore-sampler-host"])
-def test_gpu_and_sampler_hosts_reach_names_temporal_and_the_store_alone(app: str) -> None:
-    policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
-    rules = [out for policy in policies if app in _selected(policy) for out in policy.get("egress", [])]
-    anywhere = [port["port"] for out in rules if "to" not in out for port in out["ports"]]
-    assert anywhere == [53, 53]
-    blocks = [to["ipBlock"]["cidr"] for out in rules for to in out.get("to", []) if "ipBlock" in to]
-    assert blocks == ["192.0.2.1/32"], "the operator's S3 endpoint, to be filled in"
-
-
-def _selected(rule: dict) -> set[str]:
-    selector = rule["podSelector"]
-    named = {selector["matchLabels"]["app"]} if "matchLabels" in selector else set()
-    return named | {value for found in selector.get("matchExpressions", ()) for value in found["values"]}
-
-
 def test_compose_names_what_it_defines() -> None:
     document = compose()
     for name, service in document["services"].items():
@@ -303,7 +248,10 @@ def test_state_is_mounted_where_the_images_keep_it() -> None:
         assert compose()["services"][name]["volumes"][0].endswith(f":{root}")
     pods = [m["spec"]["template"]["spec"] for m in manifests() if m["kind"] == "Deployment"]
     assert len(pods) == 4
-    assert all(pod["containers"][0]["volumeMounts"][0]["mountPath"] == root for pod in pods)
+    for pod in pods:
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert {"/tmp", "/home/longshore", root} <= mounts.keys()
+        assert set(mounts.values()) <= {volume["name"] for volume in pod["volumes"]}
 
 
 def test_hosts_offer_the_shape_that_the_service_asks_for() -> None:

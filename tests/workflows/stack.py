@@ -122,9 +122,17 @@ class Stack:
         return queue
 
     def spawn_gpu_host(
-        self, step_s: float = 0.01, root: Path | None = None, seal_key: str | None = None
+        self,
+        step_s: float = 0.01,
+        root: Path | None = None,
+        seal_key: str | None = None,
+        idle_s: float | None = None,
+        launch: str = "",
     ) -> BaseProcess:
-        """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
+        """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common.
+
+        `idle_s`, `launch`: it leaves by itself after such a time without a lease; by which name it was started.
+        """
         given = self.settings
         environment = {
             **os.environ,
@@ -135,10 +143,12 @@ class Stack:
             "LONGSHORE_SHAPE": given.shape,
             "LONGSHORE_SEAL_KEY": seal_key or _seal_key(given),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
+            "LONGSHORE_LAUNCH": launch,
         }
         root.mkdir(parents=True, exist_ok=True)
         said = root / "host.log"
-        process = forks.start(Program(stand_in_host.main, [str(step_s)], environment, REPOSITORY, said, said))
+        arguments = [str(step_s)] if idle_s is None else [str(step_s), str(idle_s)]
+        process = forks.start(Program(stand_in_host.main, arguments, environment, REPOSITORY, said, said))
         self.exits.callback(forks.end, process)
         return process
 

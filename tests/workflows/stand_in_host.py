@@ -6,17 +6,19 @@ import signal
 import sys
 
 from service.host import serve_host
+from shared.log_lines import start_logging
 from shared.settings import Settings
 from tests.workflows.stand_in import StandInCommand
 
 
-async def _serve(step_s: float) -> None:
+async def _serve(step_s: float, idle_s: float | None) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    await serve_host("gpu", Settings(), stopped, StandInCommand(step_s), tuple)
+    start_logging()
+    await serve_host("gpu", Settings(), stopped, StandInCommand(step_s), tuple, idle_s)
 
 
 def main() -> None:
-    """With the seconds that a worker's step takes as the one argument."""
-    asyncio.run(_serve(float(sys.argv[0])))
+    """With the seconds that a step takes and, if it leaves by itself, those without a lease after which it does."""
+    asyncio.run(_serve(*map(float, sys.argv), *[None] * (2 - len(sys.argv))))
     os._exit(0)  # as service/host.py: the SDK's threads may hang in an interpreter that is being taken down

@@ -161,7 +161,8 @@ class Training:
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
                 losses.clear()
-            if len(losses) >= self.start.timing.max_losses:
+            # A host that leaves in good order says nothing of the run: of those there may be any number.
+            if sum(loss.kind != HostLeft.__name__ for loss in losses) >= self.start.timing.max_losses:
                 times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
                 message = f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"
                 raise RunFailed(Problem(kind="worker_lost", message=message))

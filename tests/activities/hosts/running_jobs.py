@@ -26,14 +26,15 @@ def plan_for(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
 class Running:
     """The run_job activity in a thread."""
 
-    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, **changes):
+    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, drain_grace_s: float = 0.0, **changes):
         self.environment = ActivityEnvironment()
         self.result: JobResult | None = None
         self.error: BaseException | None = None
         grant = lease.grant
         fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
         request = RunJobRequest(plan=plan, **fields)
-        activity = RunJob(host.pool, host.store, Stager(host.paths.cache, S3Settings()), lease.notebook)
+        stager = Stager(host.paths.cache, S3Settings())
+        activity = RunJob(host.pool, host.store, stager, lease.notebook, drain_grace_s=drain_grace_s)
 
         def work() -> None:
             try:

@@ -149,3 +149,10 @@ def test_bfloat16_is_fast_in_a_shape_where_it_is_so_on_all_its_gpu_hosts(yard: Y
     assert read_fast_bf16(yard.store, "cpu") is True
     fast.retire()
     assert read_fast_bf16(yard.store, "cpu") is True, "what comes when no host is up is trained on such a one"
+
+
+def test_a_host_that_has_left_is_not_in_the_store_again_by_a_beat_that_was_under_way(yard: Yard) -> None:
+    leaving = yard.host("leaving")
+    leaving.retire()
+    leaving.beat()
+    assert read_states(yard.store, "cpu") == ()

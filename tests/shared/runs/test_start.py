@@ -1,5 +1,6 @@
 """What is refused before a run starts, with the place and the rule."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,10 @@ from pydantic import ValidationError
 
 from longshore.training import Full
 from shared.errors import InvalidInput
-from shared.runs.acceptance import check_startable, precision_of
+from shared.runs.acceptance import check_offered, check_startable, precision_of
 from shared.runs.requests import RLRun, dtype_of
 from shared.settings import SamplingSettings, Settings
-from shared.storage.host_states import write_fast_bf16
+from shared.storage.host_states import write_fast_bf16, write_offer
 from shared.storage.store import LocalStore
 
 GRADER = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
@@ -143,6 +144,23 @@ def test_the_precision_follows_what_gpu_hosts_say(tmp_path: Path) -> None:
         told("auto", pinned) == ("bfloat16", True, False)
         and "LONGSHORE_DTYPE" in precision_of("auto", pinned, store).reason
     )
+
+
+def test_a_run_of_more_ranks_than_the_hosts_that_are_up_offer_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, given = LocalStore(tmp_path), Settings(shape="gpu1", max_ranks=8)
+    run = RLRun.model_validate(FULL | {"layout": {"dp": 4}})
+    check_offered(run, given, store)  # none is up: those to come may take it
+    write_offer(store, "gpu1", 2)
+    with pytest.raises(InvalidInput, match=r"^run.layout.dp: 4 ranks \(dp4\).* up to 2 .*gpu1 that are up"):
+        check_offered(run, given, store, "run.")
+    write_offer(store, "gpu1", 4)
+    check_offered(run, given, store)
+    write_offer(store, "gpu1", 2)
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 120)
+    check_offered(run, given, store)  # they have gone
 
 
 def test_a_run_from_before_there_was_a_choice_is_of_float32() -> None:

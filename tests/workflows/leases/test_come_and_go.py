@@ -1,0 +1,191 @@
+"""Hosts that are started while runs wait, leave when none do, and are told to leave in the middle of a job."""
+
+import asyncio
+import random
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from temporalio.client import WorkflowHandle
+
+from activities.hosts.lease import LeaseRecord
+from service.launching import Launching, waiting
+from shared.jobs.events import Step
+from shared.runs.start import RunTiming
+from shared.storage.host_states import read_states
+from shared.storage.paths import RunKeys
+from tests.depth import drawn
+from tests.workflows.stack import Stack, eventually, started
+from tests.workflows.stand_in import read_events
+from tests.workflows.stand_in_worker import adapter_bytes
+
+STEP_S, NUM_STEPS = 0.05, 20
+IDLE_S = 8.0  # longer than what Temporal says of a queue may be old
+TRIALS = 100
+
+
+class ForkedHosts:
+    """A launcher of stand-in hosts, each as on a machine of its own."""
+
+    def __init__(self, stack: Stack, root: Path, idle_s: float = IDLE_S) -> None:
+        self.stack, self.root, self.idle_s = stack, root, idle_s
+        self.hosts: dict[str, BaseProcess] = {}
+
+    def launched(self) -> frozenset[str]:
+        return frozenset(name for name, host in self.hosts.items() if host.exitcode is None)
+
+    def launch(self, name: str) -> None:
+        root = self.root / name
+        self.hosts[name] = self.stack.spawn_gpu_host(STEP_S, root, self.idle_s, name)
+
+
+@asynccontextmanager
+async def launching(stack: Stack, launcher: ForkedHosts, most: int) -> AsyncIterator[None]:
+    """Look for what waits every tenth of a second, which is often: each look could start a host too many."""
+    stopped = asyncio.Event()
+    loop = Launching(stack.client, stack.store, stack.settings, "gpu", most)
+    looking = asyncio.create_task(loop.look_each(0.1, launcher, stopped))
+    try:
+        yield
+    finally:
+        stopped.set()
+        await looking
+
+
+def leases(stack: Stack, run_id: str) -> list[str]:
+    """The hosts that leased a worker to a run, in order."""
+    found = [stack.store.get_bytes(info.key) for info in stack.store.list(f"{RunKeys(run_id).leases}/")]
+    return [LeaseRecord.model_validate_json(lease).host_queue for lease in found]
+
+
+def steps(stack: Stack, run_id: str) -> list[int]:
+    return [event.step for event in read_events(stack.store, run_id)[0] if isinstance(event, Step)]
+
+
+async def is_at(stack: Stack, run_id: str, step: int) -> bool:
+    return step in await asyncio.to_thread(steps, stack, run_id)
+
+
+async def never(condition: Callable[[], Awaitable[int]], num_looks: int = 10) -> bool:
+    return not any([await condition() for _ in range(num_looks)])
+
+
+def is_alone(stack: Stack) -> bool:
+    return not read_states(stack.store, stack.settings.shape)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("trial", drawn(range(TRIALS), 2))
+async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_loses_nothing(
+    trial: int, temporal_address: str, tmp_path: Path
+) -> None:
+    """No lease is killed, and no step and no host started twice: by the query of KEDA's scaler."""
+    chance = random.Random(trial)
+    num_runs, most = chance.randint(1, 3), 2
+    async with started(temporal_address, tmp_path, runs_per_worker=1) as stack:
+        launcher = ForkedHosts(stack, tmp_path / "machines")
+        queue = stack.settings.lease_queue
+        assert await waiting(stack.client, queue) == 0
+        async with launching(stack, launcher, most):
+            assert await never(lambda: asyncio.sleep(0.02, len(launcher.hosts))), "zero hosts at rest"
+            handles = [
+                await stack.start(steps=NUM_STEPS, checkpoint_every=1000, seed=trial + place)
+                for place in range(num_runs)
+            ]
+            at = chance.randint(1, NUM_STEPS - 2)
+            await eventually(lambda: is_at(stack, handles[0].id, at), "a step", 120)
+            # Its first lease's host, or another one, which may be on its way, busy or idle.
+            name = chance.choice(sorted(launcher.launched()))
+            launcher.hosts[name].terminate()
+            statuses = [await asyncio.wait_for(handle.result(), 120) for handle in handles]
+            await eventually(lambda: not launcher.launched(), "hosts that leave", 60)
+            assert await never(lambda: waiting(stack.client, queue))
+        for place, status in enumerate(statuses):
+            assert stack.weights(status) == adapter_bytes(trial + place, NUM_STEPS)
+            assert status.workers_lost == 0
+            assert steps(stack, handles[place].id) == [*range(1, NUM_STEPS + 1)], "none twice, none left out"
+        assert all(host.exitcode == 0 for host in launcher.hosts.values())
+        num_leases = Counter(queue for handle in handles for queue in leases(stack, handle.id))
+        assert len(launcher.hosts) <= min(num_runs, most) + 1, "one in place of the one that was told to leave"
+        assert sum(num_leases.values()) <= num_runs + 1
+        assert await asyncio.to_thread(is_alone, stack), "hosts take their states off the store"
+
+
+@pytest.mark.deep
+async def test_a_lease_that_comes_as_an_idle_host_leaves_is_not_lost(temporal_address: str, tmp_path: Path) -> None:
+    """Runs are started around the moment at which the host has been idle for long enough (by design rather than chance:
+    tests/service/test_lease_polling.py).
+    """
+    idle_s = 0.6
+    async with started(temporal_address, tmp_path, runs_per_worker=1) as stack:
+        launcher = ForkedHosts(stack, tmp_path / "machines", idle_s)
+        left = 0
+        for offset_s in [place * 0.06 - 0.3 for place in range(16)]:
+            if not launcher.launched():
+                left += 1
+                launcher.launch(uuid.uuid4().hex)
+                await eventually(lambda: _is_up(stack), "a host")
+            first = await stack.start(steps=1)
+            await first.result()
+            await asyncio.sleep(idle_s + offset_s)
+            second = await stack.start(steps=1)
+            if not launcher.launched():
+                launcher.launch(uuid.uuid4().hex)
+            keeping = asyncio.create_task(_keep_one(launcher, second))
+            status = await asyncio.wait_for(second.result(), 60)
+            assert status.workers_lost == 0, "no lease was given to a host that had stopped listening"
+            await keeping
+        assert left > 1, "no host left in all of this: the test tries nothing"
+
+
+async def _keep_one(launcher: ForkedHosts, handle: WorkflowHandle) -> None:
+    run = asyncio.create_task(handle.result())
+    while not run.done():
+        if not launcher.launched():
+            launcher.launch(uuid.uuid4().hex)
+        await asyncio.sleep(0.1)
+
+
+async def _is_up(stack: Stack) -> bool:
+    states = await asyncio.to_thread(read_states, stack.store, stack.settings.shape)
+    return any(not state.lacks for state in states)
+
+
+async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal_address: str, tmp_path: Path) -> None:
+    """The host's heartbeats go on while its job finishes a long step."""
+    async with started(temporal_address, tmp_path) as stack:
+        long_s = 3 * (given := RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=2)).heartbeat_timeout_s
+        host = stack.spawn_gpu_host(long_s)
+        handle = await stack.start(steps=3, checkpoint_every=1000, timing=given)
+        await eventually(lambda: is_at(stack, handle.id, 1), "a step", 120)
+        host.terminate()
+        await asyncio.to_thread(host.join, 120)
+        await stack.add_gpu_host()
+        status = await asyncio.wait_for(handle.result(), 120)
+        assert status.workers_lost == 0 and steps(stack, handle.id) == [1, 2, 3]
+        assert stack.weights(status) == adapter_bytes(7, 3)
+
+
+async def test_a_host_that_was_started_for_nothing_leaves_by_itself(temporal_address: str, tmp_path: Path) -> None:
+    """A lease whose run was cancelled still counts as waiting, until a host has asked for it."""
+    async with started(temporal_address, tmp_path) as stack:
+        launcher = ForkedHosts(stack, tmp_path / "machines")
+        handle = await stack.start(steps=1)
+        queue = stack.settings.lease_queue
+        await eventually(lambda: waiting(stack.client, queue), "a lease that waits")
+        await handle.cancel()
+        await eventually(lambda: _has_ended(handle), "its end")
+        assert await eventually(lambda: waiting(stack.client, queue), "what waits") == 1, "the scaler lies"
+        async with launching(stack, launcher, most=3):
+            await eventually(lambda: launcher.hosts, "a host")
+            await eventually(lambda: not launcher.launched(), "that leaves", 60)
+        assert len(launcher.hosts) == 1 and not leases(stack, handle.id)
+        assert await never(lambda: waiting(stack.client, queue)), "the host has taken it off the queue"
+
+
+async def _has_ended(handle: WorkflowHandle) -> bool:
+    return (await handle.describe()).close_time is not None
