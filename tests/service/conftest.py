@@ -30,7 +30,7 @@ from service.apis.listening import config
 from service.app import create_app
 from service.cli.main import main
 from service.database.engine import open_database
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.rebuild import rebuild
 from service.runs.views.run_view import RunView
 from service.temporal import connect_temporal

@@ -11,7 +11,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 
 from service import builds
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.temporal import connect_temporal
 from shared.errors import NotFound
 from shared.settings import Settings

@@ -25,8 +25,9 @@ from activities.host_context import HostContext
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
 from longshore.layout import Layout
-from service.host import control_activities, serve_host
+from service.host import serve_host
 from service.host_record import HostRecord
+from service.host_workers import control_activities
 from service.sealing.keys import SealKey, seal_keys
 from service.temporal import connect_temporal
 from shared.grading.graders import UNGRADED, GradeOneRequest, OneGrade

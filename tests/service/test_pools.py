@@ -29,7 +29,8 @@ from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
 from longshore.fields import Artifact, Frozen
 from longshore.training import Lora
-from service.host import _AT_ONCE, serve_host
+from service.host import serve_host
+from service.host_workers import _AT_ONCE
 from service.temporal import connect_temporal
 from shared.automation.webhooks import Notice, Webhook
 from shared.runs.dataset_runs import SFTRun

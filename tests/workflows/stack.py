@@ -29,9 +29,10 @@ from activities.hosts.worker_process import WorkerCommand
 from activities.publishing.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
-from service.host import _end_idle_workers, control_workers, gpu_workers
+from service.host import _end_idle_workers
 from service.host_http.bells import bell_routes
 from service.host_http.server import serving
+from service.host_workers import control_workers, gpu_workers
 from service.lease_polling import polling
 from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal

@@ -23,7 +23,7 @@ from activities.trajectories.pack_trajectories import PackTrajectories
 from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.inference.eviction import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued

@@ -39,8 +39,9 @@ containers:
     {{- else }}
     command: [python, -m, service.host, --role, {{ .role }}{{ if and $leases $v.keda.enabled }}, --exit-when-idle, {{ $host.idleSeconds | quote }}{{ end }}]
     {{- end }}
-    {{- if $leases }}
+    {{- if or $leases $v.metrics.port }}
     env:
+      {{- if $leases }}
       - name: LONGSHORE_HOST_ADDRESS  # where the service reaches it, by mutual TLS
         valueFrom: {fieldRef: {fieldPath: status.podIP}}
       {{- if eq .role "gpu" }}
@@ -48,6 +49,11 @@ containers:
       {{- end }}
       {{- if and $host.shape (ne $host.shape $v.shape) }}
       - {name: LONGSHORE_SHAPE, value: {{ $host.shape | quote }}}
+      {{- end }}
+      {{- end }}
+      {{- with $v.metrics.port }}
+      - {name: LONGSHORE_METRICS__PORT, value: {{ . | quote }}}
+      - {name: LONGSHORE_METRICS__ADDRESS, value: "0.0.0.0"}
       {{- end }}
     {{- end }}
     envFrom:

@@ -17,7 +17,7 @@ from service.automation.schedules import Schedules
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.temporal import Temporal, connect_temporal
 from shared.automation.schedules import ScheduledRun, ScheduleRecord
 from shared.runs.requests import RunRecord

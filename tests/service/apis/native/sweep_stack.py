@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from service.backend import Backend
     from service.database import migrate
     from service.database.engine import open_database
-    from service.host import control_workers
+    from service.host_workers import control_workers
     from service.temporal import connect_temporal
     from shared.automation.sweeps import Sweep
     from shared.fence import Fence

@@ -25,7 +25,7 @@ from service.automation.schedules import Schedules
 from service.database import migrate
 from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
-from service.host import control_workers
+from service.host_workers import control_workers
 from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun
 from shared.errors import InvalidInput, NotFound
 from shared.limits import QuotaSettings

@@ -18,7 +18,7 @@ from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, re
 from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice
 from service.database.tables import OutboxRow
 from service.errors import Conflict
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.runs.rows import notice_of
 from service.temporal import connect_temporal
 from shared.automation.webhooks import Notice, Webhook

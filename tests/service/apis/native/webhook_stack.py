@@ -19,7 +19,7 @@ from service.automation.webhooks import Webhooks
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.database.tables import OutboxRow
-from service.host import control_workers
+from service.host_workers import control_workers
 from service.runs.rows import notice_of
 from service.temporal import Temporal, connect_temporal
 from shared.automation.webhooks import Delivery, Notice
