@@ -48,6 +48,7 @@ from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.host_states import told_file
 from shared.storage.paths import HostPaths
+from workflows.policies import BUILD_VARIABLE
 
 if TYPE_CHECKING:
     pass
@@ -83,6 +84,8 @@ async def serve_host(
             case "control":
                 from activities.tracking.track import Track
 
+                if settings.build_id is not None:  # wherever it is from: workflows read it as they are imported
+                    os.environ[BUILD_VARIABLE] = settings.build_id
                 confined.prepare()
                 track = Track(host)
                 stack.push_async_callback(track.close)

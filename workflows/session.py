@@ -6,7 +6,7 @@ from functools import partial
 from typing import NoReturn
 
 from temporalio import workflow
-from temporalio.common import RetryPolicy, VersioningBehavior
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
@@ -38,7 +38,7 @@ _IDLE_CALL_S = 5.0  # after so long without a command a session with a worker is
 _MOST_AT_ONCE = 2000  # commands of one call: the workflow may continue as a new execution only between calls
 
 
-@workflow.defn(versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(versioning_behavior=policies.MOVES)
 class SessionWorkflow(ClientDrivenHandlers):
     """One session. The service puts commands into the store, and the host of the session's worker reads them there.
 

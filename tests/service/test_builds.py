@@ -1,6 +1,8 @@
 """Control hosts of two builds beside each other: each run ends on the build that it began on, and none is lost."""
 
 import asyncio
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
@@ -10,6 +12,7 @@ import pytest
 from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 
+from longshore.server import with_import_path
 from service import builds
 from service.host_workers import control_workers
 from service.temporal import connect_temporal
@@ -111,3 +114,13 @@ async def test_a_build_without_hosts_is_not_made_current(installation: Installat
     with pytest.raises(NotFound, match="no host of build three polls"):
         await builds.make_current(installation.client, installation.settings, "three")
     assert await installation.states() == {"one": "current"}
+
+
+@pytest.mark.parametrize("build_id", ["one", ""])
+def test_services_move_on_hosts_of_a_build_alone(build_id: str) -> None:
+    """A server refuses the tasks of a worker that is of no build, and says how a workflow moves."""
+    told = "from workflows.session import SessionWorkflow as S; from workflows.sft import SFTWorkflow as R; "
+    told += "print(*(w.__temporal_workflow_definition.versioning_behavior.name for w in (S, R)))"
+    environment = with_import_path() | {"LONGSHORE_BUILD_ID": build_id}
+    said = subprocess.run([sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == (["AUTO_UPGRADE", "UNSPECIFIED"] if build_id else ["UNSPECIFIED"] * 2)

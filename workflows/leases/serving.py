@@ -5,7 +5,6 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
@@ -23,7 +22,7 @@ _ROOM_S = 15.0  # longer than a service uses a lease without asking this workflo
 _MAX_LOSSES = 3  # samplers that may fail before a waiting question is refused
 
 
-@workflow.defn(versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(versioning_behavior=policies.MOVES)
 class ServingWorkflow:
     """Leases a sampler of one model while questions come, one lease at a time.
 

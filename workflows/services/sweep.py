@@ -4,7 +4,6 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
@@ -15,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import problem_of_error
 
 
-@workflow.defn(versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(versioning_behavior=policies.MOVES)
 class SweepWorkflow:
     """Has a sweep looked after until its trials have ended, publishes the best one and has the end recorded.
 

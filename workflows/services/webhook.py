@@ -3,7 +3,6 @@
 import asyncio
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
@@ -13,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import was_cancelled
 
 
-@workflow.defn(versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(versioning_behavior=policies.MOVES)
 class WebhookWorkflow:
     """Delivers one notice. The workflow's id is the notice's, so that no notice has two workflows."""
 
