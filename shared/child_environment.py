@@ -37,7 +37,7 @@ _S3 = ("AWS_*",)
 _HUB = ("HF_*", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_*")
 _DEVICE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
-    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*"),
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ATEN_CPU_CAPABILITY"),
 )
 _TRACES = ("OTEL_*",)  # may hold the key of a receiver of traces
 _VLLM = ("VLLM_*",)

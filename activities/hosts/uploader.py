@@ -181,8 +181,8 @@ class Uploader:
         prune_checkpoints(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
         return True
 
-    def _profile(self) -> None:
-        """Pass a request for a trace of steps on to the worker, and its trace to the store.
+    def _profile(self) -> bool:
+        """Pass a request for a trace of steps on to the worker, and its trace to the store. False: nothing was put.
 
         A job that ends before the worker has begun leaves the request to the run's next job.
         """
@@ -197,6 +197,8 @@ class Uploader:
             self._store.delete(self._keys.profile_request)
             trace.unlink()
             self._asked = None
+            return True
+        return False
 
     def _whole_log(self, output: Path | None) -> None:
         job_id, fence = self._job.plan.job_id, self._job.fence
@@ -212,7 +214,7 @@ class Uploader:
     def _with_retries(self, step: Callable[[], bool | None]) -> None:
         """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps.
 
-        A step that returns False has not called the store, so it does not count as a sign that the store is back.
+        A step that returns False has put nothing there, so it does not count as a sign that the store is back.
         """
         while True:
             try:

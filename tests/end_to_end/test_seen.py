@@ -86,7 +86,7 @@ def test_no_tenant_reaches_metrics(stack: Stack) -> None:
 
 def test_the_next_steps_of_a_run_are_traced(stack: Stack, options: list[str], tmp_path: Path) -> None:
     """With names of operations and a mark for each step; without a word of the data. An ended run has no steps left."""
-    run_id = stack.cli(*options, "--steps", "40", "--checkpoint-every", "20", "--learning-rate", "0.01").json["run_id"]
+    run_id = stack.cli(*options, "--steps", "20000", "--learning-rate", "0.01").json["run_id"]  # until it is cancelled
     target = tmp_path / "trace.json.gz"
     told = stack.cli("profile", run_id, "--steps", "3", "--into", str(target), "--json").json
     assert told["num_bytes"] == target.stat().st_size
@@ -94,7 +94,8 @@ def test_the_next_steps_of_a_run_are_traced(stack: Stack, options: list[str], tm
     names = [event.get("name") for event in json.loads(text)["traceEvents"]]
     assert names.count("optimizer step") == 3 and "aten::mm" in names
     assert "crates" not in text
-    assert stack.cli("watch", run_id).code == 0
+    stack.cli("cancel", run_id)
+    assert stack.cli("watch", run_id, check=False).code == 103
     refused = stack.cli("profile", run_id, check=False)
     assert refused.code == 100 and "does not run" in refused.stderr
     assert not (stack.root / "store" / "runs" / run_id / "profile.json").exists()

@@ -68,6 +68,8 @@ WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
     ),
 }
 TOKENS = Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj", "lm_head"), rank_pattern={"embed_tokens": 3})
+# A step is no sign of a gradient that is hardly more than rounding, which differs between kinds of CPU.
+STEADY = ADAM.model_copy(update={"eps": 1e-6})
 WITH_TOKENS: tuple[Family, ...] = (
     "qwen2",
     "gemma3",
@@ -121,7 +123,7 @@ def trained(engine, lora: Lora, folder: Path):
     """The adapter before and after ten steps, as folders."""
     engine.add_adapter("run", lora, seed=3)
     engine.save(folder / "before")
-    train(engine, [[rows[:2], rows[2:]] for rows in STEPS])
+    train(engine, [[rows[:2], rows[2:]] for rows in STEPS], STEADY)
     engine.save(folder / "after")
     return folder / "before" / "weights", folder / "after" / "weights"
 
@@ -136,7 +138,7 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine
         tmp_path,
     )
     reference = in_peft(model, before, is_trainable=True)
-    reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
+    reference_steps(reference, STEPS, LEARNING_RATE, STEADY.weight_decay, STEADY.clip_norm, STEADY.eps)
     reference.save_pretrained(tmp_path / "theirs")
     rows = random_rows([40, 17], seed=9)
     expected = logprobs_in_transformers(reference.eval(), rows)

@@ -126,9 +126,9 @@ class Stack:
         self,
         step_s: float = 0.01,
         root: Path | None = None,
-        seal_key: str | None = None,
         idle_s: float | None = None,
         launch: str = "",
+        seal_key: str | None = None,
     ) -> BaseProcess:
         """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common.
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.principals import Asking
-from service.apis.json_bodies import JsonBody
+from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.native.runs import TEXT, StepNumber
 from service.backend import Backed
 from service.errors import Conflict
@@ -19,7 +19,7 @@ from service.runs.overview import Overview, Sparkline
 from shared.runs.requests import RunId
 from shared.storage.staging import MAX_PROFILED_STEPS, PROFILE_ID, ProfileRequest
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
 ProfileId = Annotated[str, Path(pattern=PROFILE_ID)]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]

@@ -26,6 +26,7 @@ from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
+from shared.storage.uses import MARKS
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 
@@ -50,8 +51,8 @@ def test_a_folder_is_used_where_it_lies(config, model) -> None:
     )
     assert stage(config, resolved) == model.resolve()
     assert names_of(model) == before
-    stored = [path.name for path in (config.root_path / "store").rglob("*") if path.is_file()]
-    assert stored == ["manifest.json"]
+    stored = [info.key for info in open_store(config.store, config.s3).list("")]
+    assert [key.rpartition("/")[2] for key in stored if not key.startswith(MARKS)] == ["manifest.json"]
 
 
 def test_a_template_of_its_own_for_tools_comes_with_the_model(config, model, tmp_path) -> None:
@@ -135,7 +136,8 @@ def test_an_s3_prefix_is_referred_to(config, model, s3_server) -> None:
     config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
     resolved = resolve(config, place)
     ours = open_store(config.store, config.s3)
-    assert [info.key.rpartition("/")[2] for info in ours.list("")] == ["manifest.json"]
+    stored = [info.key for info in ours.list("")]
+    assert [key.rpartition("/")[2] for key in stored if not key.startswith(MARKS)] == ["manifest.json"]
     assert resolve(config, f"{place}/") == resolved
     assert (stage(config, resolved) / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     theirs.put_bytes("config.json", (model / "config.json").read_bytes().replace(b"silu", b"gelu"))
