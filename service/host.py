@@ -44,11 +44,11 @@ from service.lease_polling import IdleExit, polling
 from service.sealing.keys import sync_key
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output
+from shared.programs import BUILD_VARIABLE
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.host_states import told_file
 from shared.storage.paths import HostPaths
-from workflows.policies import BUILD_VARIABLE
 
 if TYPE_CHECKING:
     pass

@@ -20,6 +20,14 @@ ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT = " " * 2048, {"LONGSHORE_ROOM": " " * 8192
 """The last argument and a variable of a process that is to be forked: what a fork shows as its own takes their room."""
 
 
+BUILD_VARIABLE = "LONGSHORE_BUILD_ID"
+"""Of a control host, and so read before its settings: how its workflows are versioned is said as they are imported."""
+
+
+def is_of_a_build() -> bool:
+    return bool(os.environ.get(BUILD_VARIABLE))
+
+
 def become(
     command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], object] = lambda: None
 ) -> NoReturn:

@@ -1,7 +1,6 @@
 """Every queue, timeout and retry of the workflows, in one place."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -9,11 +8,11 @@ from typing import Any, Literal
 from temporalio.common import RetryPolicy, VersioningBehavior
 
 from shared.jobs.leases import SamplerKey, WorkerKey
+from shared.programs import is_of_a_build
 from shared.runs.start import RunTiming
 
-BUILD_VARIABLE = "LONGSHORE_BUILD_ID"
 # Of long services, on control hosts that are of a build (service/builds.py). A worker of none may not name any.
-MOVES = VersioningBehavior.AUTO_UPGRADE if os.environ.get(BUILD_VARIABLE) else VersioningBehavior.UNSPECIFIED
+MOVES = VersioningBehavior.AUTO_UPGRADE if is_of_a_build() else VersioningBehavior.UNSPECIFIED
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
 # Kinds of a job's `failed` event after which another worker would fail in the same way.
