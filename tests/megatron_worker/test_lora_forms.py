@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,8 +69,6 @@ WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
     ),
 }
 TOKENS = Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj", "lm_head"), rank_pattern={"embed_tokens": 3})
-# A step is no sign of a gradient that is hardly more than rounding, which differs between kinds of CPU.
-STEADY = ADAM.model_copy(update={"eps": 1e-6})
 WITH_TOKENS: tuple[Family, ...] = (
     "qwen2",
     "gemma3",
@@ -114,16 +113,22 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
 
 
-def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert set(ours) == set(theirs)
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> float:
+    """How far two results of training are apart, by all elements together, beside how far training has moved them.
+
+    Adam moves an element whose gradient is hardly more than rounding as far as any other, to whichever side rounding
+    leads, and that differs between kinds of CPU: the furthest single element tells of that alone.
+    """
+    assert set(ours) == set(theirs) == set(before)
+    squares = [[float((a[n] - b[n]).square().sum()) for n in ours] for a, b in ((ours, theirs), (ours, before))]
+    return math.sqrt(sum(squares[0]) / sum(squares[1]))
 
 
 def trained(engine, lora: Lora, folder: Path):
     """The adapter before and after ten steps, as folders."""
     engine.add_adapter("run", lora, seed=3)
     engine.save(folder / "before")
-    train(engine, [[rows[:2], rows[2:]] for rows in STEPS], STEADY)
+    train(engine, [[rows[:2], rows[2:]] for rows in STEPS])
     engine.save(folder / "after")
     return folder / "before" / "weights", folder / "after" / "weights"
 
@@ -138,11 +143,11 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine
         tmp_path,
     )
     reference = in_peft(model, before, is_trainable=True)
-    reference_steps(reference, STEPS, LEARNING_RATE, STEADY.weight_decay, STEADY.clip_norm, STEADY.eps)
+    reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
     reference.save_pretrained(tmp_path / "theirs")
     rows = random_rows([40, 17], seed=9)
     expected = logprobs_in_transformers(reference.eval(), rows)
-    assert furthest(weights_of(after), weights_of(tmp_path / "theirs")) <= 1e-5
+    assert apart(weights_of(after), weights_of(tmp_path / "theirs"), weights_of(before)) <= 1e-4
     assert (logprobs(ours, bin_of(rows)) - expected).abs().max() <= 1e-5
     assert (logprobs_in_transformers(in_peft(model, after), rows) - expected).abs().max() <= 1e-5
     ours.set_adapter(None)
