@@ -113,6 +113,11 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
 
 
+def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert set(ours) == set(theirs)
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
 def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> float:
     """How far two results of training are apart, by all elements together, beside how far training has moved them.
 
