@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, get_args
 
-from temporalio.api.enums.v1 import TaskQueueKind, TaskQueueType
-from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from service.temporal import PATIENCE, connect_temporal
+from service.temporal import connect_temporal, described
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
@@ -108,17 +106,8 @@ def slurm_hosts(script: Path, role: LeasingRole, idle_s: float, options: str = "
 
 async def waiting(client: Client, queue: str) -> int:
     """Return how many tasks wait in a queue, by the query of KEDA's scaler. Those in progress are not among them."""
-    total = 0
-    for kind in _TYPES:
-        request = DescribeTaskQueueRequest(
-            namespace=client.namespace,
-            task_queue=TaskQueue(name=queue, kind=TaskQueueKind.TASK_QUEUE_KIND_NORMAL),
-            task_queue_type=kind,
-            report_stats=True,
-        )
-        answer = await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
-        total += answer.stats.approximate_backlog_count
-    return total
+    answers = [await described(client, queue, kind, report_stats=True) for kind in _TYPES]
+    return sum(answer.stats.approximate_backlog_count for answer in answers)
 
 
 def num_missing(num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.enums.v1 import TaskQueueKind, TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, DescribeTaskQueueResponse
 from temporalio.client import (
@@ -56,6 +56,22 @@ def share_of(tenant: str, weight: float = 1.0) -> Priority:
     leases of GPU hosts, each tenant gets its share by weight, if the server is configured for it (docs/queues.md).
     """
     return Priority(fairness_key=tenant, fairness_weight=None if weight == 1.0 else weight)
+
+
+async def described(
+    client: Client,
+    queue: str,
+    kind: TaskQueueType.ValueType = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
+    report_stats: bool = False,
+) -> DescribeTaskQueueResponse:
+    """Return what Temporal says of a queue of activities, or of workflows. Raises RPCError."""
+    request = DescribeTaskQueueRequest(
+        namespace=client.namespace,
+        task_queue=TaskQueue(name=queue, kind=TaskQueueKind.TASK_QUEUE_KIND_NORMAL),
+        task_queue_type=kind,
+        report_stats=report_stats,
+    )
+    return await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
 
 
 class Backlog(NamedTuple):
@@ -150,14 +166,8 @@ class Temporal:
         return Backlog(found.approximate_backlog_count, found.approximate_backlog_age.ToTimedelta().total_seconds())
 
     async def _describe(self, queue: str, report_stats: bool = False) -> DescribeTaskQueueResponse:
-        request = DescribeTaskQueueRequest(
-            namespace=self._settings.temporal_namespace,
-            task_queue=TaskQueue(name=queue),
-            task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
-            report_stats=report_stats,
-        )
         async with self.client() as client:
-            return await client.workflow_service.describe_task_queue(request, timeout=PATIENCE)
+            return await described(client, queue, report_stats=report_stats)
 
     async def _connect(self) -> Client:
         try:

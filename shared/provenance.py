@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,13 +19,18 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from longshore.fields import Artifact, Frozen, Sha256
-from shared.jobs.events import Started
+from shared.errors import NotFound
+from shared.fence import Fence
+from shared.jobs.events import Started, parse_event
 from shared.jobs.job import Job, artifacts_of
 from shared.storage.artifacts import FileEntry
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
 
 NAME = "provenance.json"
 """The envelope's file, below the version that it is of. No manifest names it."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_FIRST_LINE_BYTES = 1 << 16
 _PACKAGES = ("longshore", "megatron_worker", "shared")
 _LIBRARIES = ("torch", "megatron-core", "triton", "transformers", "safetensors", "numpy")
 
@@ -96,9 +102,6 @@ class Statement(_Named):
         said = {each.name: each.digest.sha256 for each in self.subject}
         return sorted(path for path in here.keys() | said.keys() if here.get(path) != said.get(path))
 
-    def byproduct(self, name: str) -> Resource | None:
-        return next((each for each in self.predicate.run_details.byproducts if each.name == name), None)
-
 
 class Signature(Frozen):
     """`keyid`: the SHA-256 of the public key's 32 bytes; `sig`: Ed25519 of `signed_bytes`, in base64."""
@@ -136,6 +139,16 @@ class PublicKey(Frozen):
 
     keyid: str
     pem: str
+
+
+def started_of(store: ObjectStore, run_id: str, job_id: str, fence: Fence) -> Started | None:
+    """Return the first event of a job that goes on or has ended; None where it is not on record."""
+    keys = RunKeys(run_id)
+    for log in (keys.log(job_id, fence), keys.log_part(job_id, fence, 1)):
+        with suppress(NotFound):
+            first = parse_event(store.read_range(log, 0, _FIRST_LINE_BYTES).split(b"\n", 1)[0])
+            return first if isinstance(first, Started) else None
+    return None
 
 
 def statement_of(

@@ -17,10 +17,9 @@ from longshore.fields import Artifact, Frozen
 from shared import provenance
 from shared.automation.sweeps import BestRequest
 from shared.errors import CorruptArtifact, NotFound
-from shared.jobs.events import Started, parse_event
 from shared.jobs.job import ONLY_JOB
 from shared.models.end_tokens import GENERATION, with_end_ids
-from shared.provenance import Envelope, Statement, statement_of
+from shared.provenance import Envelope, Statement, started_of, statement_of
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import FileEntry, read_manifest, read_record
@@ -30,7 +29,6 @@ from shared.storage.store import ObjectStore, open_uri
 Kind = Literal["adapters", "models"]
 # Files that come from the checkpoint; all others of a fully fine-tuned model come from the base model's folder.
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-_FIRST_LINE_BYTES = 1 << 16
 Sign = Callable[[Statement], Envelope]
 MakeStatement = Callable[[Sequence[FileEntry]], Statement]
 
@@ -91,18 +89,7 @@ class Publish:
             version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
             key = published_version(request.tenant, kind, name, version)
             artifact = self._host.made_once(key, "publish", partial(self._fill, request))
-            if self._sign is not None:
-                job, started = self._job_of(request)
-                settings = request.run.model_dump(mode="json")
-                made_from = partial(
-                    statement_of,
-                    run_id=request.run_id,
-                    settings=settings,
-                    checkpoint=request.checkpoint.artifact,
-                    job=job,
-                    started=started,
-                )
-                self._state_origin(key, artifact, made_from)
+            self._state_origin(key, artifact, partial(self._made_from, request))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     @activity.defn(name="publish_best")
@@ -130,19 +117,16 @@ class Publish:
             envelope = self._sign(made_from(files))
             self._host.store.put_if_absent(f"{key}/{provenance.NAME}", envelope.model_dump_json().encode())
 
-    def _job_of(self, request: PublishRequest) -> tuple[bytes | None, Started | None]:
-        """Return the file of the job that made the checkpoint, and its first event, as far as they are on record."""
-        store, keys, fence = self._host.store, RunKeys(request.run_id), request.checkpoint.fence
+    def _made_from(self, request: PublishRequest, files: Sequence[FileEntry]) -> Statement:
+        """Make the statement of a checkpoint's version, with the job that made it and how that began if on record."""
+        fence, job, started = request.checkpoint.fence, None, None
         for job_id in dict.fromkeys((f"{request.step or 1:06d}", ONLY_JOB)):  # a step of RL is a job
             with suppress(NotFound):
-                job = store.get_bytes(keys.job(job_id, fence))
-                for log in (keys.log(job_id, fence), keys.log_part(job_id, fence, 1)):
-                    with suppress(NotFound):
-                        line = store.read_range(log, 0, _FIRST_LINE_BYTES).split(b"\n", 1)[0]
-                        first = parse_event(line)
-                        return job, first if isinstance(first, Started) else None
-                return job, None
-        return None, None
+                job = self._host.store.get_bytes(RunKeys(request.run_id).job(job_id, fence))
+                started = started_of(self._host.store, request.run_id, job_id, fence)
+                break
+        settings = request.run.model_dump(mode="json")
+        return statement_of(files, request.run_id, settings, request.checkpoint.artifact, job, started)
 
     def _fill(self, request: PublishRequest, folder: Path) -> None:
         checkpoint = self._host.stage(request.checkpoint.artifact)

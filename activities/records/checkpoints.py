@@ -13,23 +13,9 @@ from shared.jobs.job import WorkerPlan
 from shared.runs.requests import RunId
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest, read_record, sha256_object
+from shared.storage.checkpoints import checkpoints_among, stored_checkpoints
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, uri_of
-
-
-@dataclass(frozen=True, order=True)
-class StoredCheckpoint:
-    """A checkpoint that has a manifest. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
-
-    step: int
-    fence_label: str
-    key: str
-
-
-def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
-    """List the checkpoints that have a manifest, the newest last."""
-    found = (_parse(info.key) for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
-    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
 def newest_first(store: ObjectStore, run_id: str) -> Iterator[CheckpointRef]:
@@ -109,7 +95,7 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
     if last_epoch(store, run_id) > fence.epoch:
         return
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
-    found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
+    found = checkpoints_among(run_id, keys)
     # A host of an older lease may have put its manifest after files of it were deleted here as incomplete.
     reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
@@ -164,14 +150,6 @@ def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
     if other := sorted(path for path, size in named.items() if sizes.get(path, size) != size):
         return f"{uri_of(store, f'{key}/{other[0]}')}: the file is not as long as its manifest says"
     return None if sizes.keys() >= named.keys() else ""
-
-
-def _parse(key: str) -> StoredCheckpoint | None:
-    match key.split("/")[-3:]:
-        case [label, step, name] if name == MANIFEST and step.startswith("step-"):
-            return StoredCheckpoint(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
-        case _:
-            return None
 
 
 class FindCheckpointRequest(Frozen):

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.records.checkpoints import find_newest, stored_checkpoints
+from activities.records.checkpoints import find_newest
 from activities.retention.census import FOLDERS, Census, RunFolder, What, take
 from activities.retention.policy import Due, due, without_marks
 from shared.automation.garbage import Freed, GarbageReport, GarbageRequest
 from shared.errors import InvalidInput
 from shared.limits import RetentionSettings
 from shared.storage.artifacts import find_artifact
+from shared.storage.checkpoints import stored_checkpoints
 from shared.storage.paths import RunKeys, brought, checkpoint_adapter
 from shared.storage.removal import delete_run, forget_removed
 from shared.storage.store import ObjectInfo, ObjectStore

@@ -4,6 +4,7 @@ A checkpoint is the state of a run after step n, or of a session after command n
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from longshore.commands import CHECKPOINT_NAME
@@ -36,13 +37,32 @@ class CheckpointName:
         return cls(run_id, int(step))
 
 
+@dataclass(frozen=True, order=True)
+class StoredCheckpoint:
+    """A checkpoint that has a manifest. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
+
+    step: int
+    fence_label: str
+    key: str
+
+
+def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
+    """List a run's checkpoints that have a manifest, the newest last."""
+    return checkpoints_among(run_id, (info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")))
+
+
+def checkpoints_among(run_id: str, keys: Iterable[str]) -> list[StoredCheckpoint]:
+    """Return the checkpoints whose manifests are among a run's keys, the newest last."""
+    found = []
+    for key in keys:
+        if (place := RunKeys(run_id).checkpoint_of(key)) is not None:
+            fence, step = place
+            found.append(StoredCheckpoint(step, fence.label, key.removesuffix(f"/{MANIFEST}")))
+    return sorted(found)
+
+
 def checkpoint_of_step(store: ObjectStore, name: CheckpointName) -> tuple[str, Artifact] | None:
     """Return the key and the artifact of a checkpoint, of the newest lease that saved it; None if there is none."""
-    keys = RunKeys(name.run_id)
-    found = [
-        key.removesuffix(f"/{MANIFEST}")
-        for key in (item.key for item in store.list(f"{keys.checkpoints}/"))
-        if (place := keys.checkpoint_of(key)) is not None and place[1] == name.step
-    ]
-    artifact = find_artifact(store, max(found)) if found else None
-    return None if artifact is None else (max(found), artifact)
+    found = [each.key for each in stored_checkpoints(store, name.run_id) if each.step == name.step]
+    artifact = find_artifact(store, found[-1]) if found else None
+    return None if artifact is None else (found[-1], artifact)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from longshore.fields import Frozen
 from service.runs.views.run_view import EventPage, StepPage
+from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Saved, Step
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.checkpoints import stored_checkpoints
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 _CONCURRENT = 16
@@ -81,15 +83,12 @@ class RunReader:
 
     def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
         """Read the checkpoints in the store, in order of step; of a step that two workers saved, both. Blocking."""
-        keys = RunKeys(run_id)
         found = []
-        for item in self._store.list(f"{keys.checkpoints}/"):
-            if place := keys.checkpoint_of(item.key):
-                fence, step = place
-                artifact = find_artifact(self._store, item.key.removesuffix(f"/{MANIFEST}"))
-                if artifact is not None:  # else it was pruned since it was listed
-                    found.append(CheckpointRef(step=step, fence=fence, artifact=artifact))
-        return tuple(sorted(found, key=lambda c: (c.step, c.fence.label)))
+        for each in stored_checkpoints(self._store, run_id):
+            artifact = find_artifact(self._store, each.key)
+            if artifact is not None:  # else it was pruned since it was listed
+                found.append(CheckpointRef(step=each.step, fence=Fence.from_label(each.fence_label), artifact=artifact))
+        return tuple(found)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from activities.records.checkpoints import (
     damage,
     find_newest,
     prune_checkpoints,
-    stored_checkpoints,
 )
 from longshore.losses import Reinforce
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
@@ -24,6 +23,7 @@ from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, read_manifest
+from shared.storage.checkpoints import stored_checkpoints
 from shared.storage.store import open_store
 from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
