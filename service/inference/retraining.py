@@ -16,8 +16,10 @@ from longshore.server import with_import_path
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Failed, Saved, Started, parse_event
 from shared.jobs.job import Job, JobPlan, artifacts_of
+from shared.provenance import started_of
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.checkpoints import StoredCheckpoint, stored_checkpoints
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 _LOOK_EVERY_S = 0.2
@@ -53,31 +55,27 @@ class Retrained:
 
 def stretches(store: ObjectStore, run_id: str) -> list[Stretch]:
     """Return what can be done again of a run: jobs whose inputs are still in the store, between their checkpoints."""
-    keys = RunKeys(run_id)
-    saved: dict[str, list[tuple[int, str]]] = {}
-    for item in store.list(f"{keys.checkpoints}/"):
-        if (place := keys.checkpoint_of(item.key)) is not None:
-            saved.setdefault(place[0].label, []).append((place[1], item.key.removesuffix(f"/{MANIFEST}")))
+    saved = stored_checkpoints(store, run_id)
     found = []
-    for key in [item.key for item in store.list(f"{keys.logs}/") if item.key.endswith("/job.json")]:
-        label = key.split("/")[-2]
-        if label in saved:
-            job = Job.model_validate_json(store.get_bytes(key))
-            found += [each for each in _of_job(store, job, sorted(saved[label])) if _has_inputs(store, each.job)]
+    for info in list(store.list(f"{RunKeys(run_id).logs}/")):
+        if info.key.endswith("/job.json"):
+            job = Job.model_validate_json(store.get_bytes(info.key))
+            found += [each for each in _of_job(store, job, saved) if _has_inputs(store, each.job)]
     return found
 
 
-def _of_job(store: ObjectStore, job: Job, saved: list[tuple[int, str]]) -> Iterator[Stretch]:
+def _of_job(store: ObjectStore, job: Job, saved: list[StoredCheckpoint]) -> Iterator[Stretch]:
+    """Yield the stretches of a job. Jobs of one lease, as RL's steps are, have their checkpoints in one folder."""
     if not isinstance(job.plan, JobPlan):  # a session's steps are its client's commands
         return
-    from_start = job.start is None
     step, begins = job.plan.first_step, job
-    for last_step, key in saved:
-        if (made := find_artifact(store, key)) is None:
+    for each in saved:
+        is_its_own = each.fence_label == job.fence.label and job.plan.first_step < each.step <= job.plan.last_step
+        if not is_its_own or (made := find_artifact(store, each.key)) is None:
             continue
-        if from_start or begins is not job:  # of a job that went on from a checkpoint the step is not in the file
-            yield Stretch(begins, step, last_step, made)
-        step, begins = last_step, job.model_copy(update={"start": made})
+        if job.start is None or begins is not job:  # a job that went on from a checkpoint does not tell of which step
+            yield Stretch(begins, step, each.step, made)
+        step, begins = each.step, job.model_copy(update={"start": made})
 
 
 def _has_inputs(store: ObjectStore, job: Job) -> bool:
@@ -113,7 +111,8 @@ def retrain(stretch: Stretch, store: ObjectStore, folder: Path) -> Retrained:
         finally:
             process.terminate()
             process.wait()
-    device = _device_of(store, stretch.job.plan.run_id, stretch.job)
+    started = started_of(store, plan.run_id, plan.job_id, stretch.job.fence)
+    device = "unknown" if started is None else started.device
     return Retrained(str(stretch), stretch.made.sha256, found[0], (device, found[1]))
 
 
@@ -136,9 +135,3 @@ def _followed(process: subprocess.Popen[bytes], log: Path, step: int, output: Pa
             tail = output.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
             raise InvalidInput(f"the worker ended without the checkpoint of step {step}: {tail}", "the steps")
         time.sleep(_LOOK_EVERY_S)
-
-
-def _device_of(store: ObjectStore, run_id: str, job: Job) -> str:
-    key = RunKeys(run_id).log(job.plan.job_id, job.fence)
-    first = parse_event(store.read_range(key, 0, 1 << 16).split(b"\n", 1)[0]) if store.head(key) else None
-    return first.device if isinstance(first, Started) else "unknown"

@@ -37,6 +37,12 @@ def test_every_step_trains_the_policy_on(undisturbed: list[dict]) -> None:
         assert {"loss", "grad_norm", "reward_mean", "step_s"} <= set(step["metrics"])
 
 
+def test_steps_of_a_policy_are_done_again_to_the_bit(stack: Stack, undisturbed: list[dict]) -> None:
+    last = undisturbed[-1]
+    told = stack.cli("verify", f"{last['name']}:v{last['version']}", "--retrain", "--json").json
+    assert told["retrained"]["equal"], told["retrained"]
+
+
 def test_everything_is_killed_in_the_middle_and_the_last_adapter_has_the_same_bits(
     fresh_stack: Stack, rl_options: list[str], groups: Groups, undisturbed: list[dict]
 ) -> None:
