@@ -14,7 +14,8 @@ MAX_WORLD_SIZE = 4096
 class Layout(Frozen):
     """Degrees of tensor (tp), pipeline (pp), context (cp), expert (ep) and data (dp) parallelism.
 
-    The world is `tp * pp * cp * dp`.
+    The world is `tp * pp * cp * dp`, shared out evenly among the hosts of `nodes` machines, which are leased together:
+    ranks 0 to n - 1 are on the first. Ranks of a tensor-parallel group are on one machine.
     `sp` (sequence parallelism) lets the tensor-parallel ranks share out the tokens between their linears. Experts are
     laid over the same ranks anew: `ep` ranks share them out, `etp` (expert tensor parallelism) split each, so that
     `ep * etp` divides `tp * cp * dp`. Optimizer state is split over all ranks that hold the same weights.
@@ -27,11 +28,16 @@ class Layout(Frozen):
     ep: Degree = Field(default=1, description="expert-parallel ranks")
     etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
     dp: Degree = Field(default=1, description="data-parallel ranks")
+    nodes: Degree = Field(default=1, description="machines that share out the ranks evenly")
 
     @model_validator(mode="after")
     def _total_is_bounded(self) -> Self:
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"tp * pp * cp * dp = {self.world_size:,} ranks; a layout has up to {MAX_WORLD_SIZE:,}")
+        if self.world_size % self.nodes:
+            raise ValueError(f"nodes={self.nodes} machines cannot share out {self.world_size} ranks evenly")
+        if self.ranks_per_node % self.tp:
+            raise ValueError(f"tp={self.tp} ranks would lie on several machines: each has {self.ranks_per_node}")
         return self
 
     @property
@@ -39,8 +45,12 @@ class Layout(Frozen):
         return self.tp * self.pp * self.cp * self.dp
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nodes
+
+    @property
     def label(self) -> str:
-        """A short name, such as `tp2-sp-dp2`; `single` for one rank."""
+        """A short name, such as `tp2-sp-dp2` or `dp4-nodes2`; `single` for one rank."""
         degrees = self.model_dump()
         parts = [
             "sp" if name == "sp" else f"{name}{degree}"
@@ -52,7 +62,7 @@ class Layout(Frozen):
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:
     """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
-    if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp):
+    if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp, nodes=layout.nodes):
         return f"the engine fsdp splits data by dp and linears by tp alone: use these, and no {layout.label}"
     return None
 

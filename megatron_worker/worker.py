@@ -122,16 +122,23 @@ class Worker:
     def serve(self, paths: WorkerPaths) -> None:
         """Do jobs until the folder's `stop` stands and no job is in hand."""
         reader = QueueReader(paths) if self._ranks.rank == 0 else None
+        # On another machine than rank 0's a job has places of its own, for what its host stages there.
+        is_elsewhere = self._ranks.rank != self._ranks.local_rank
+        if is_elsewhere and self._ranks.local_rank == 0:
+            write_atomically(paths.ready, b"")
         while True:
             order = self._next_order(reader)
             match order.kind:
                 case "leave":
                     return
                 case "begin":
-                    assert order.job is not None
-                    self._begin_claimed(order.job, order.stale, reader)
+                    job = order.job
+                    assert job is not None
+                    if is_elsewhere:
+                        job = job.model_copy(update=Job.places(paths, job.plan, job.fence))
+                    self._begin_claimed(job, order.stale, reader)
                     if not order.stale:
-                        self._advance(order.job.plan.run_id)
+                        self._advance(job.plan.run_id)
                 case "go_on":
                     assert order.run_id is not None
                     self._advance(order.run_id)

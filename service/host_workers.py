@@ -23,6 +23,7 @@ from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import WorkerPool
 from activities.sampling.lease_sampler import LeaseSampler
 from activities.sampling.samplers import Samplers
+from service.host_http.gangs import Gangs
 from service.lease_polling import IdleExit, LeasePolling
 from service.sealing.codec import SealedRunner
 from service.sealing.keys import sync_key
@@ -112,6 +113,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
 
 def control_workflows() -> list[type]:
     """Return the workflows of a control host. A gpu host loads none of their modules."""
+    from workflows.leases.gang_turns import GangTurnsWorkflow
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
     from workflows.services import single_activity, sweep
@@ -121,7 +123,7 @@ def control_workflows() -> list[type]:
     from workflows.sft import SFTWorkflow
 
     return [
-        *(SFTWorkflow, RLWorkflow, SessionWorkflow),
+        *(SFTWorkflow, RLWorkflow, SessionWorkflow, GangTurnsWorkflow),
         *(single_activity.PreviewWorkflow, single_activity.GraderWorkflow, single_activity.UntrainedModelWorkflow),
         *(single_activity.ExportWorkflow, single_activity.GarbageWorkflow, single_activity.TrackWorkflow),
         *(ScheduledRunWorkflow, sweep.SweepWorkflow, WebhookWorkflow, ServingWorkflow),
@@ -182,11 +184,12 @@ def gpu_workers(
             running.result()
 
     shares = joining_leases if settings.runs_per_worker > 1 else None
-    lease = Lease(pool, store, signals, host_queue, shares, settings.experimental_transports, standing)
+    stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
+    allowed, grace_s = settings.experimental_transports, settings.drain_grace_s
+    lease = Lease(pool, store, signals, host_queue, shares, allowed, standing, Gangs(settings), stager, grace_s)
     leases = _leases(standing, lambda: _worker(client, settings.lease_queue, threads, 1, [lease.lease]), settings, idle)
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
-    stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
-    run_job = RunJob(pool, store, stager, signals, syncs, standing, settings.drain_grace_s).run_job
+    run_job = RunJob(pool, store, stager, signals, syncs, standing, grace_s).run_job
     jobs = run_job, ApplyCommands(pool, store, bells, at).apply_commands
     return leases, _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
 

@@ -22,6 +22,10 @@ ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT = " " * 2048, {"LONGSHORE_ROOM": " " * 8192
 
 BUILD_VARIABLE = "LONGSHORE_BUILD_ID"
 """Of a control host, and so read before its settings: how its workflows are versioned is said as they are imported."""
+RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"
+"""Names the file in which a worker's ranks meet, or that says where."""
+NODE_VARIABLE, INTERFACE_VARIABLE = "LONGSHORE_NODE", "LONGSHORE_INTERFACE"
+"""Of a worker of several machines: which of them this is, and its network interface that leads to the others."""
 
 
 def is_of_a_build() -> bool:

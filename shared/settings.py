@@ -289,6 +289,11 @@ class Settings(BaseSettings):
         ge=0,
         description="that a GPU host which is told to leave gives its jobs to save a checkpoint; 0: they end at once",
     )
+    gather_patience_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="for which a run that needs several hosts keeps those that it has while others are not free",
+    )
     launch: str | None = Field(
         default=None, description="of a host: the name under which it was started (service/launching.py)"
     )

@@ -19,6 +19,8 @@ FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch"
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
 # The kind of a job that was not begun, or a session that was not gone on with, as others' slots left it no memory.
 CROWDED = "crowded"
+# The kind of a lease of several hosts that were not free together.
+NOT_GATHERED = "not_gathered"
 # Kinds that fail one train step of an RL run but not the run: other groups may be trainable.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 

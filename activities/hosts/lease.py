@@ -4,30 +4,42 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Protocol
 
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Signals
+from activities.hosts.stager import NodeStaging, Stager
 from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
+from activities.hosts.worker_process import Meeting, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES
 from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.fence import Fence
-from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
+from shared.jobs.leases import GangLeader, LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.jobs.weight_sync import SyncBackend
 from shared.runs.requests import RunId
-from shared.storage.paths import RunKeys
+from shared.storage.paths import RunKeys, WorkerPaths
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
+_SIGNALLED = 128  # more than that is a launcher's exit status where a signal ended a rank
 
 JoiningLeases = Callable[[str], AbstractContextManager[None]]
+Meet = Callable[[WorkerProcess], AbstractContextManager[None]]
+
+
+class Meetings(Protocol):
+    """How this host meets those of the other machines of a worker (service/host_http/gangs.py)."""
+
+    def leading(self, paths: WorkerPaths, num_nodes: int) -> AbstractContextManager[Meeting]: ...
+    def following(self, paths: WorkerPaths, node: int, leader: GangLeader) -> AbstractContextManager[Meeting]: ...
 
 
 class LeaseRequest(Frozen):
@@ -35,7 +47,8 @@ class LeaseRequest(Frozen):
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
     `sync_backend`: how the worker's weights are to come to samplers. `avoid`: queues of hosts that lost the run's
-    worker at its start, which leave it to others where there are any.
+    worker at its start, which leave it to others where there are any. `node`: which part of a worker of several
+    machines; `leader`: of all but the first, where they meet.
     """
 
     run_id: RunId
@@ -45,6 +58,8 @@ class LeaseRequest(Frozen):
     join_queue: str | None = None
     sync_backend: SyncBackend = "auto"
     avoid: tuple[str, ...] = ()
+    node: int = 0
+    leader: GangLeader | None = None
 
 
 class LeaseRecord(Frozen):
@@ -79,17 +94,27 @@ class ProcessLease:
         return nullcontext() if self._standing is None else self._standing.offered(run_id, avoid)
 
     @contextmanager
-    def begin(self, key: ProcessKey, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
+    def begin(
+        self,
+        key: ProcessKey,
+        mark: LeaseMark,
+        ready_timeout_s: float,
+        node: int = 0,
+        meet: Meet = lambda worker: nullcontext(),
+    ) -> Iterator[WorkerProcess | None]:
         """Yield a process once it is up, and give it back when the block ends. Yields None if the lease ended first.
+
+        `meet`: makes a context in which a process of several machines, of which this is `node`, meets the others.
 
         Raises:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        with self._counted(mark) as begun:
-            worker = self._pool.acquire(key, mark)
+        with self._counted(mark) as begun, ExitStack() as after:
+            worker = self._pool.acquire(key, mark, node)
             begun.append(worker)
             with self._until_released(worker, mark):
+                after.enter_context(meet(worker))
                 yield worker if _is_up(worker, ready_timeout_s) else None
 
     @contextmanager
@@ -126,14 +151,15 @@ class ProcessLease:
         finally:
             self._pool.release(worker, mark)
 
-    def hold(self, worker: WorkerProcess) -> None:
-        """Keep the process until the lease ends. Raises as `begin` does."""
+    def hold(self, worker: WorkerProcess, look: Callable[[], None] = lambda: None) -> None:
+        """Keep the process until the lease ends, and call `look` now and then. Raises as `begin` does."""
         look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, False
         role = "sampler" if isinstance(worker.key, SamplerKey) else "gpu"
         with LEASES.labels(role).track_inprogress():
             while _is_held(worker):
                 if time.monotonic() > look_at:
                     look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
+                look()
                 time.sleep(_POLL_S)
 
     def tell(
@@ -165,6 +191,9 @@ class Lease:
         joining: makes a context in which this host polls a queue for `join_lease` activities.
         allowed: experimental transports of weights that this host takes part in.
         standing: this host's; without one it takes every lease.
+        meetings: with hosts of other machines, and `stager`: what stages inputs for ranks here whose job another
+            host has; without them it takes no part of a worker of several machines.
+        drain_grace_s: that such a worker has to save a checkpoint once this host leaves.
     """
 
     def __init__(
@@ -176,7 +205,12 @@ class Lease:
         joining: JoiningLeases | None = None,
         allowed: tuple[str, ...] = (),
         standing: Standing | None = None,
+        meetings: Meetings | None = None,
+        stager: Stager | None = None,
+        drain_grace_s: float = 0.0,
     ) -> None:
+        self._signals = signals
+        self._meetings, self._stager, self._drain_grace_s = meetings, stager, drain_grace_s
         self._lease = ProcessLease(pool, signals, host_queue, "leased", standing)
         self._pool = pool
         self._store = store
@@ -195,21 +229,63 @@ class Lease:
             InvalidInput: weights do not travel that way from here.
             ApplicationError: this host leaves it to others (`Standing.offered`).
         """
-        mark = mark_of(request.run_id, request.epoch)
+        fence = request.leader.fence if request.leader is not None else None
+        mark = LeaseMark(run_id=request.run_id, fence=fence) if fence else mark_of(request.run_id, request.epoch)
         with beating(), self._lease.offered(mark.run_id, request.avoid), ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self._allowed)
-            if not self._record(mark):
+            if not request.node and not self._record(mark):
                 if request.join_queue is not None:
                     return
                 raise LeaseLost(f"lease {mark.fence.label} of {mark.run_id} was taken before")
-            with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
-                if worker is None or not self._lease.tell(worker, mark):
+            meet = partial(self._meet, request, mark)
+            with self._lease.begin(request.key, mark, request.ready_timeout_s, request.node, meet) as worker:
+                if worker is not None and request.node:
+                    self._attend(worker, mark)
+                if worker is None or request.node or not self._lease.tell(worker, mark):
                     return
                 if request.join_queue is not None and self._joining is not None:
                     self._pool.share(request.join_queue, worker)
                     after.enter_context(self._joining(request.join_queue))
                     after.callback(_wait_for_others, worker)
                 self._lease.hold(worker)
+
+    @contextmanager
+    def _meet(self, request: LeaseRequest, mark: LeaseMark, worker: WorkerProcess) -> Iterator[None]:
+        """Have a worker of several machines meet the others: at this host, of which the run is told, or at the first.
+
+        Raises LeaseLost: the first machine's host is not reached.
+        """
+        with ExitStack() as stack:
+            nodes = request.key.layout.nodes
+            if nodes > 1:
+                assert self._meetings is not None
+                if request.leader is None:
+                    led = worker.meeting = stack.enter_context(self._meetings.leading(worker.paths, nodes))
+                    leader = GangLeader(fence=mark.fence, worker_id=worker.worker_id, at=led.at)
+                    while not self._signals.send("gathers", leader).result() and _is_held(worker):
+                        time.sleep(1.0)
+                else:
+                    try:
+                        meeting = self._meetings.following(worker.paths, request.node, request.leader)
+                        worker.meeting = stack.enter_context(meeting)
+                    except OSError as error:
+                        raise LeaseLost(f"the first machine's host is not reached: {error}") from error
+            yield
+
+    def _attend(self, worker: WorkerProcess, mark: LeaseMark) -> None:
+        """Hold this machine's part of a worker whose jobs the first machine's host has. Raises as `lease` does."""
+        assert self._stager is not None and worker.meeting is not None
+        staging = NodeStaging(self._stager, worker.paths, mark, self._store)
+        try:
+            self._lease.hold(worker, staging.look)
+        except HostLeft:
+            worker.meeting.is_leaving, until = True, time.monotonic() + self._drain_grace_s
+            while time.monotonic() < until and worker.is_alive() and not worker.meeting.broken:
+                staging.look()
+                time.sleep(_POLL_S)
+            raise
+        finally:
+            staging.end()
 
     @activity.defn(name="join_lease", no_thread_cancel_exception=True)
     def join_lease(self, request: LeaseRequest) -> None:
@@ -253,7 +329,7 @@ def _wait_for_others(worker: WorkerProcess) -> None:
 def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:
     """Wait for the worker; False when the lease ended first."""
     deadline = time.monotonic() + timeout_s
-    while not worker.is_ready():
+    while not (worker.is_ready() and (worker.meeting is None or worker.meeting.is_whole)):
         if not _is_held(worker):
             return False
         if time.monotonic() > deadline:
@@ -268,12 +344,16 @@ def _is_held(worker: WorkerProcess) -> bool:
 
     Raises InvalidInput if the process ended because its model cannot be used.
     """
-    if host_is_leaving():
+    meeting = worker.meeting
+    if host_is_leaving() or (meeting is not None and meeting.leaves):
         raise HostLeft(HOST_LEAVES)
     if activity.is_cancelled():
         return False
     if not worker.is_alive():
         raise _loss(worker)
+    if meeting is not None and meeting.broken:
+        worker.end()
+        raise LeaseLost(f"another machine of this worker is lost: {meeting.broken}")
     return True
 
 
@@ -290,4 +370,7 @@ def _loss(worker: WorkerProcess) -> LongshoreError:
     if isinstance(worker.key, SamplerKey) and worker.exit_code == _UNUSABLE_MODEL:
         said = last_words(log_tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
+    if worker.meeting is not None and worker.meeting.has_met and 0 <= (worker.exit_code or 0) <= _SIGNALLED:
+        # A rank ends by itself when it cannot reach another machine's any more, which is no fault of this host.
+        return LeaseLost(worker.death_report())
     return WorkerLost(worker.death_report())

@@ -171,10 +171,7 @@ class _Attempt:
         self.job = Job(
             plan=request.plan,
             fence=request.fence,
-            log_path=str(self.outputs / "log.jsonl"),
-            checkpoint_dir=str(self.outputs / "checkpoints"),
-            scratch_dir=str(worker.paths.scratch(request.plan.run_id, request.plan.job_id, request.fence)),
-            commands_dir=str(self.outputs / "commands") if request.plan.takes_commands else None,
+            **Job.places(worker.paths, request.plan, request.fence),
             start=start.artifact if start else None,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
@@ -268,7 +265,8 @@ class _Attempt:
         """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
         after the step in hand, and is ended if it does not do so in time.
         """
-        leaves = host_is_leaving()
+        meeting = self.worker.meeting
+        leaves = host_is_leaving() or (meeting is not None and meeting.leaves)
         if leaves and not self.drain_grace_s:
             raise HostLeft(HOST_LEAVES)
         if not leaves and not activity.is_cancelled():

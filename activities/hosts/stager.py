@@ -4,17 +4,19 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from longshore.fields import Artifact
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.jobs.commands import CommandHead
 from shared.jobs.job import Job, artifacts_of
+from shared.jobs.leases import LeaseMark
 from shared.settings import S3Settings
 from shared.storage.artifacts import stage
 from shared.storage.files import write_atomically
-from shared.storage.paths import RunKeys
+from shared.storage.paths import RunKeys, WorkerPaths
 from shared.storage.staging import StageAnswer, StageRequest
 from shared.storage.store import ObjectStore
 
@@ -95,3 +97,28 @@ class JobStaging:
     def _check(self) -> None:
         if self._is_over.is_set():
             raise _JobHasEnded
+
+
+class NodeStaging:
+    """Stages what this machine's ranks lack for jobs that another machine's host has: by the job files in the store."""
+
+    def __init__(self, stager: Stager, paths: WorkerPaths, mark: LeaseMark, store: ObjectStore) -> None:
+        self._stager, self._paths, self._mark, self._store = stager, paths, mark, store
+        self._jobs: dict[str, JobStaging] = {}
+
+    def look(self) -> None:
+        """Begin with what was asked for since the last look, or answer it. A job that is not in the store yet waits."""
+        run_id, fence = self._mark.run_id, self._mark.fence
+        for wanted in self._paths.outputs(run_id, "*", fence).parent.parent.glob(f"*/{fence.label}/wanted.json"):
+            job_id = wanted.parent.parent.name
+            with suppress(NotFound, StoreUnavailable):
+                if job_id not in self._jobs:
+                    job = Job.model_validate_json(self._store.get_bytes(RunKeys(run_id).job(job_id, fence)))
+                    job = job.model_copy(update=Job.places(self._paths, job.plan, fence))
+                    self._jobs[job_id] = JobStaging(self._stager, job, self._store)
+        for staging in self._jobs.values():
+            staging.look()
+
+    def end(self) -> None:
+        for staging in self._jobs.values():
+            staging.end()

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 from activities.confined.calls import machine_bytes
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftover_workers, launch
 from activities.telemetry import GPU_SECONDS
 from longshore.layout import MAX_WORLD_SIZE
 from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey, WorkerKey
+from shared.programs import INTERFACE_VARIABLE
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 
@@ -71,7 +74,8 @@ class WorkerPool:
         self._idle: dict[str, tuple[WorkerProcess, int]] = {}
         self._released_at = self._counted_until = time.monotonic()
         for key in end_leftover_workers(paths)[:1]:  # the device has room for one
-            self._start_again(key)
+            if not isinstance(key, WorkerKey) or key.layout.nodes == 1:
+                self._start_again(key)
 
     def _start_again(self, key: ProcessKey) -> None:
         """Start a worker with the key of one that a killed host left: its run will soon lease one again."""
@@ -84,8 +88,9 @@ class WorkerPool:
             return
         self._idle[worker.worker_id] = worker, 0
 
-    def acquire(self, key: ProcessKey, lease: LeaseMark) -> WorkerProcess:
-        """Return a worker for a lease. Idle ones are ended first, unless they are off the device and within the budget.
+    def acquire(self, key: ProcessKey, lease: LeaseMark, node: int = 0) -> WorkerProcess:
+        """Return a worker for a lease, or the part of it that is on a node. Idle ones are ended first, unless they are
+        off the device and within the budget.
 
         Raises InvalidInput: the key has more ranks than this host takes.
         """
@@ -93,7 +98,7 @@ class WorkerPool:
             fit = self._take_idle(key)
             for worker in self._take_beyond(self._warm_bytes):
                 _dispose(worker)
-            worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks)
+            worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks, node)
             try:
                 worker.serve(lease)
             except OSError:
@@ -151,8 +156,8 @@ class WorkerPool:
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
         """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        It first leaves the device. It is ended instead if it is dead or suspect, does not do so, or if the idle time is
-        0. Of the others those are ended that have no room beside it.
+        It first leaves the device. It is ended instead if it is dead, suspect or of several machines, does not do so,
+        or if the idle time is 0. Of the others those are ended that have no room beside it.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
@@ -161,7 +166,7 @@ class WorkerPool:
             if worker.leases:
                 return
             self._shared = {queue: shared for queue, shared in self._shared.items() if shared[0] is not worker}
-        is_wanted = self._idle_limit_s > 0 and not worker.is_suspect
+        is_wanted = self._idle_limit_s > 0 and not worker.is_suspect and worker.meeting is None
         stays = is_wanted and worker.leaves_device(_OFFLOAD_PATIENCE_S) and worker.is_alive()
         num_bytes = worker.host_bytes() if stays else 0
         with self._lock:
@@ -198,7 +203,7 @@ class WorkerPool:
         now = time.monotonic()
         with self._lock:
             keys = [worker.key for worker in self._leased.values()]
-            num_ranks = sum(key.layout.world_size for key in keys if isinstance(key, WorkerKey))
+            num_ranks = sum(key.layout.ranks_per_node for key in keys if isinstance(key, WorkerKey))
             GPU_SECONDS.inc(num_ranks * (now - self._counted_until))
             self._counted_until = now
             is_over = not self._leased and now - self._released_at > self._idle_limit_s
@@ -223,8 +228,15 @@ def worker_environment(settings: Settings) -> dict[str, str]:
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,
         "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
+        INTERFACE_VARIABLE: _interface(str(settings.host_address)),
     }
     return {name: value for name, value in environment.items() if value}
+
+
+def _interface(address: str) -> str | None:
+    """Return the name of this machine's network interface that has an address."""
+    has = psutil.net_if_addrs().items()
+    return next((name for name, addresses in has if any(each.address == address for each in addresses)), None)
 
 
 def _dispose(worker: WorkerProcess) -> None:

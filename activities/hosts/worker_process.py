@@ -21,7 +21,9 @@ from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
 from shared.jobs.layout import check_ranks
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
+from shared.programs import NODE_VARIABLE, RENDEZVOUS_VARIABLE
 from shared.storage.files import private_folder, write_atomically
+from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths, WorkerPaths
 
 _TERM_GRACE_S = 1.0
@@ -36,6 +38,24 @@ _POLL_S = 0.01
 _log = logging.getLogger(__name__)
 
 
+class Meeting(Protocol):
+    """How a worker's ranks on this machine meet those of its other machines; service/host_http/gangs.py has the rest.
+
+    `at`: where the hosts of all but the first come. `broken`: why the others are lost, once they are. `leaves`: the
+    host of one of them is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has reached
+    the others' store. `is_whole`: all hosts are here.
+    """
+
+    at: HostAddress
+    broken: str | None
+    leaves: bool
+    is_leaving: bool
+    has_met: bool
+
+    @property
+    def is_whole(self) -> bool: ...
+
+
 class WorkerCommand(Protocol):
     """The command line of a worker for a key, which finds its jobs below `folder`."""
 
@@ -45,8 +65,8 @@ class WorkerCommand(Protocol):
 def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
     """Return the command that starts one process for each rank of the layout; several are started by a launcher."""
     assert isinstance(key, WorkerKey)
-    num = key.layout.world_size
-    launcher = ["megatron_worker.process.launcher", str(num)] if num > 1 else []
+    num = key.layout.ranks_per_node
+    launcher = ["megatron_worker.process.launcher", str(num)] if key.layout.world_size > 1 else []
     # -P: a folder named `shared` in the host's working directory must not be imported instead of Longshore's.
     return [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(folder)]
 
@@ -59,6 +79,7 @@ class WorkerProcess:
     `is_asleep`: a sampler was asked to sleep, and has not been woken since.
     `has_worked`: it has done a step or a session's command, or is a sampler that answers.
     `is_suspect`: a job failed on it before any of that, so that it serves no other run.
+    `meeting`: of a worker whose ranks are on several machines.
     """
 
     def __init__(self, paths: WorkerPaths, key: ProcessKey, process: RunningProgram) -> None:
@@ -72,6 +93,7 @@ class WorkerProcess:
         self.is_asleep = False
         self.has_worked = False
         self.is_suspect = False
+        self.meeting: Meeting | None = None
         self._process = process
         self._lock = threading.Lock()
         self._turn_s, self._turn_until = 0.0, time.monotonic()  # seconds of a lease served since the worker's start
@@ -180,18 +202,22 @@ def launch(
     command: WorkerCommand,
     environment: Mapping[str, str],
     max_ranks: int = MAX_WORLD_SIZE,
+    node: int = 0,
 ) -> WorkerProcess:
-    """Start a worker in a folder of its own.
+    """Start a worker in a folder of its own; of one that has several machines, the part that is on this `node`.
 
     Its folder and record, still without a pid, are written before it is started. If this host is killed in between,
     the next host finds the process by the mark in its environment.
 
-    Raises InvalidInput: the layout has more ranks than `max_ranks`.
+    Raises InvalidInput: the layout has more ranks a machine than `max_ranks`.
     """
+    place: dict[str, str] = {}
     if isinstance(key, WorkerKey):
         check_ranks(key.layout, max_ranks)
     worker_id = uuid.uuid4().hex
     worker = paths.worker(worker_id)
+    if isinstance(key, WorkerKey) and key.layout.nodes > 1:
+        place = {NODE_VARIABLE: f"{node}/{key.layout.nodes}", RENDEZVOUS_VARIABLE: str(worker.meeting)}
     arguments = command(worker.root, key)
     private_folder(worker.root)
     host = psutil.Process()
@@ -206,6 +232,7 @@ def launch(
         "OMP_NUM_THREADS": str(key.threads if isinstance(key, SamplerKey) else key.threads_per_rank),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(temporary),
+        **place,
     }
     # torch's cache of compiled kernels: outside the worker's TMPDIR, so that the next worker can use it.
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}

@@ -3,7 +3,9 @@
     python -m megatron_worker.process.launcher N MODULE …
 
 The ranks meet in a file of a folder that only this user can open (torch's FileStore): unlike torchrun, nothing listens
-for them, and nothing that a stranger could send is ever unpickled.
+for them, and nothing that a stranger could send is ever unpickled. Where a worker has ranks on several machines, each
+has a launcher, and all meet in rank 0's store: LONGSHORE_NODE=1/3 says which of three machines this is, and
+LONGSHORE_RENDEZVOUS names the file that has the port at which the store is reached here (service/host_http/gangs.py).
 """
 
 import contextlib
@@ -18,9 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from shared.log_lines import escape_output
-from shared.programs import become
+from shared.programs import NODE_VARIABLE, RENDEZVOUS_VARIABLE, become
 
-RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"  # names the file in which the ranks meet
 _TERM_GRACE_S = 1.0
 
 
@@ -88,8 +89,15 @@ def _start(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _place(rank: int, num: int) -> dict[str, str]:
-    """Return the variables by which torchrun, too, tells a rank its place."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num)}
+    """Return the variables by which torchrun, too, tells a rank its place. `rank`: among the `num` of this machine."""
+    node, _, nodes = os.environ.get(NODE_VARIABLE, "0/1").partition("/")
+    place = {
+        "RANK": int(node) * num + rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": int(nodes) * num,
+        "LOCAL_WORLD_SIZE": num,
+    }
+    return {name: str(value) for name, value in place.items()}
 
 
 def main() -> int:
@@ -97,7 +105,8 @@ def main() -> int:
     ranks = RankProcesses()
     folder = tempfile.mkdtemp(prefix="longshore-ranks-")  # which only this user can open
     try:
-        ranks.start(int(num), module, arguments, Path(folder) / "rendezvous")
+        meeting = os.environ.get(RENDEZVOUS_VARIABLE) if NODE_VARIABLE in os.environ else None
+        ranks.start(int(num), module, arguments, Path(meeting or f"{folder}/rendezvous"))
         return ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
+from pydantic import IPvAnyAddress
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -38,11 +39,16 @@ def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator
         if address is None:
             yield HostAddress(socket=str(path))
             return
-        is_v6 = address.version == 6
-        listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
+        listener, named = listen_at(address)
         with served(app, listener, Trust.of(settings)):
-            named = f"[{address}]" if is_v6 else str(address)
-            yield HostAddress(socket=str(path), address=f"{named}:{listener.getsockname()[1]}")
+            yield HostAddress(socket=str(path), address=named)
+
+
+def listen_at(address: IPvAnyAddress) -> tuple[socket.socket, str]:
+    """Listen at a free port of an address of this machine; returns the listener, and `host:port`. Raises OSError."""
+    is_v6 = address.version == 6
+    listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
+    return listener, f"{f'[{address}]' if is_v6 else address}:{listener.getsockname()[1]}"
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from shared.jobs.losses import (
     teacher_stays,
 )
 from shared.jobs.weight_sync import SyncTarget
+from shared.storage.paths import WorkerPaths
 
 ONLY_JOB = "000001"
 """The job of a run that has one. A run of several numbers them by its steps."""
@@ -311,6 +312,17 @@ class Job(Frozen):
     def needs_its_beginning(self) -> bool:
         """True if the weights before the job's first step are needed: at its first attempt, or to score data."""
         return self.start is None or scores_old(self.plan.step_loss) or self.plan.step_critic is not None
+
+    @staticmethod
+    def places(paths: WorkerPaths, plan: AnyPlan, fence: Fence) -> dict[str, str | None]:
+        """Return the fields of a job that are paths, below a worker's folder."""
+        outputs = paths.outputs(plan.run_id, plan.job_id, fence)
+        return {
+            "log_path": str(outputs / "log.jsonl"),
+            "checkpoint_dir": str(outputs / "checkpoints"),
+            "scratch_dir": str(paths.scratch(plan.run_id, plan.job_id, fence)),
+            "commands_dir": str(outputs / "commands") if plan.takes_commands else None,
+        }
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "Job":

@@ -14,7 +14,7 @@ def layout_of(label: str) -> Layout:
     """The layout of a label. Raises InvalidInput for any other text."""
     degrees: dict[str, int] = {}
     for part in () if label == "single" else label.split("-"):
-        found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp)([1-9][0-9]{0,3})", part)
+        found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp|nodes)([1-9][0-9]{0,3})", part)
         name = (found[1] or found[2]) if found else None
         if found is None or name is None or name in degrees:
             raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
@@ -27,15 +27,18 @@ def layout_of(label: str) -> Layout:
 
 
 def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
-    """Refuse a layout of more ranks than a host has room for, whatever the model. `why`: where that number is from.
+    """Refuse a layout of more ranks a machine than a host has room for, whatever the model.
+
+    `why`: where that number is from.
 
     Raises InvalidInput: names the dimension, where one alone asks for too much.
     """
-    if layout.world_size > max_ranks:
+    if layout.ranks_per_node > max_ranks:
         split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
         place = f"{below}layout.{split[0]}" if len(split) == 1 else f"{below}layout"
-        rule = f"{layout.world_size:,} ranks ({layout.label}); a host of this installation takes up to {max_ranks}"
-        raise InvalidInput(f"{rule} {why}", place)
+        each = " on each of its machines" if layout.nodes > 1 else ""
+        rule = f"{layout.ranks_per_node:,} ranks{each} ({layout.label})"
+        raise InvalidInput(f"{rule}; a host of this installation takes up to {max_ranks} {why}", place)
 
 
 class _HasBudget(Protocol):

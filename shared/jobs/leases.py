@@ -10,6 +10,7 @@ from longshore.training import Dtype, OptimizerStates, Quantization
 from shared.fence import Fence
 from shared.field_rules import only
 from shared.jobs.job import WorkerPlan
+from shared.storage.host_states import HostAddress
 
 
 class WorkerKey(Frozen):
@@ -78,6 +79,17 @@ class LeaseMark(Frozen):
 
 
 WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
+
+
+class GangLeader(Frozen):
+    """Signalled to the workflow: the first of several machines has its ranks, which wait for the others'.
+
+    `worker_id`: of the first machine's worker. `at`: where the hosts of the others meet it.
+    """
+
+    fence: Fence
+    worker_id: str
+    at: HostAddress
 
 
 class LeaseGrant(Frozen):

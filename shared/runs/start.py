@@ -31,6 +31,7 @@ class RunTiming(Frozen):
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
     host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
     cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
+    gather_patience_s: float = Field(default=600.0, gt=0, description="until as many hosts are free as a worker needs")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 
@@ -130,9 +131,10 @@ def timing_of(settings: Settings) -> RunTiming:
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         host_pickup_timeout_s=_PICKUP_PER_HEARTBEAT * settings.heartbeat_timeout_s,
         cancel_grace_s=settings.cancel_grace_s,
+        gather_patience_s=settings.gather_patience_s,
     )
 
 
 def threads_per_rank(run: Run, settings: Settings) -> int:
     """Return the CPU threads of each rank, which a run keeps for good: they are part of a bit-identical result."""
-    return max(1, settings.cpu_threads // run.layout.world_size)
+    return max(1, settings.cpu_threads // run.layout.ranks_per_node)

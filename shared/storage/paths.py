@@ -40,6 +40,7 @@ class RunKeys:
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
         self.is_closed = f"{self.prefix}/closed"  # exists once a session takes no more commands
+        self.host = f"{self.prefix}/host.json"  # where that of a session's worker is reached
         self.profile_request = f"{self.prefix}/profile.json"  # exists while somebody waits for a trace of steps
         self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
 
@@ -61,11 +62,6 @@ class RunKeys:
     def command_result(self, number: int | None = None) -> str:
         """The result of a session's command; without a number, the prefix of all results."""
         return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}.json")
-
-    @property
-    def host(self) -> str:
-        """Where the host of a session's worker is reached."""
-        return f"{self.prefix}/host.json"
 
     def profile(self, job_id: str, fence: Fence, profile_id: str) -> str:
         return f"{self.logs}/{job_id}/{fence.label}/profile-{profile_id}.json.gz"
@@ -376,6 +372,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
+        self.meeting = root / "meeting"  # the port of torch's store, where a worker has several machines
         self.offloaded = root / "offloaded"
         self.sampler_socket = root / "sampler.sock"
         self.weights_socket = root / "weights.sock"

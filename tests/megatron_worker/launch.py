@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_worker.process.launcher import RENDEZVOUS_VARIABLE
+from shared.programs import RENDEZVOUS_VARIABLE
 from tests import forks
 from tests.forks import Program
 

@@ -48,6 +48,7 @@ from tests.forks import Program
 from tests.workflows import stand_in_host
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
 from tests.workflows.stand_in_activities import StandInData
+from workflows.leases.gang_turns import GangTurnsWorkflow
 from workflows.services.single_activity import TrackWorkflow
 from workflows.sft import SFTWorkflow
 
@@ -77,7 +78,7 @@ class Stack:
             record.record_result,
             record.begin,
         ]
-        queue, workflows = self.settings.control_queue, [SFTWorkflow, TrackWorkflow]
+        queue, workflows = self.settings.control_queue, [SFTWorkflow, TrackWorkflow, GangTurnsWorkflow]
         async with control_workers(client or self.client, queue, activities, workflows):
             yield
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -13,10 +14,11 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
     from shared.errors import WorkerLost
-    from shared.jobs.leases import LeaseGrant, SamplerKey
+    from shared.jobs.leases import GangLeader, LeaseGrant, SamplerKey
     from shared.jobs.weight_sync import SyncBackend
     from shared.runs.start import RunTiming
     from workflows import policies
+    from workflows.leases.gang_turns import Turns
     from workflows.outcomes import RunFailed, is_final, problem_of_error, was_cancelled
 
 
@@ -41,7 +43,10 @@ class Lost(Exception):
 class Leasing:
     """A workflow's leases of processes from one queue, one at a time. Grants of earlier epochs are ignored.
 
-    `avoid`: queues of hosts that lost a process of this workflow at its start.
+    A worker of several machines is leased from as many hosts, by an activity each: all or none.
+
+    `avoid`: queues of hosts that lost a process of this workflow at its start. `turns`: of a workflow that leases
+    workers of several machines.
     """
 
     queue: str
@@ -49,6 +54,9 @@ class Leasing:
     epoch: int = 0
     grant: LeaseGrant | None = None
     avoid: tuple[str, ...] = ()
+    turns: Turns | None = None
+    _gang: LeaseRequest | None = None
+    _leader: GangLeader | None = None
     _granted_at: float = 0.0
     _held_before_s: float = 0.0
     _shared_s: float | None = None
@@ -57,7 +65,7 @@ class Leasing:
     @property
     def is_warm(self) -> bool:
         """True while a process is leased and up."""
-        return self.grant is not None and not self._asked[0].done()
+        return self.grant is not None and not any(lease.done() for lease in self._asked)
 
     @property
     def is_pending(self) -> bool:
@@ -72,7 +80,7 @@ class Leasing:
     @property
     def failure(self) -> Lost | None:
         """Why the lease ended, if it did so by itself."""
-        ended = self._asked[0] if self.grant is not None and self._asked[0].done() else None
+        ended = _ended(self._asked) if self.grant is not None else None
         error = None if ended is None or ended.cancelled() else ended.exception()
         return None if error is None else _loss(error)
 
@@ -100,21 +108,32 @@ class Leasing:
         if grant.fence.epoch == self.epoch and self._asked and self.grant is None:
             self._held_before_s, self._granted_at = self.held_s, workflow.time()
             self.grant = grant
+            if self._gang is not None:
+                return
             for other in self._asked[: grant.joined] + self._asked[grant.joined + 1 :]:
                 _leave(other)
             self._asked = (self._asked[grant.joined],)
 
     def take(self, activity: Callable[[Any, RequestT], None], request: RequestT, epoch: int) -> None:
         """Start the lease activity that waits for a process. A process that is still held is given back."""
-        self.release()
-        self.epoch, self._shared_s = epoch, None
+        self._begin(epoch)
         self._asked = (self._ask(activity, request, self.queue),)
+
+    def _begin(self, epoch: int) -> None:
+        self.release()
+        self.epoch, self._shared_s, self._gang, self._leader = epoch, None, None, None
 
     def take_worker(self, request: LeaseRequest, joins: bool = True) -> None:
         """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts.
 
+        For a worker of several machines `wait` asks.
+
         `joins`: False for a worker of its own that others may join.
         """
+        if request.key.layout.nodes > 1:
+            self._begin(request.epoch)
+            self._gang = request
+            return
         self.take(Lease.lease, request, request.epoch)
         if request.join_queue is not None:
             self._shared_s = 0.0
@@ -141,12 +160,48 @@ class Leasing:
         )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
+    def gathers(self, leader: GangLeader) -> None:
+        """Take the signal of the first host of a worker of several machines: the others may come."""
+        if leader.fence.epoch == self.epoch and self._leader is None:
+            self._leader = leader
+
+    async def _gather(self, gang: LeaseRequest, turns: Turns) -> None:
+        """Lease the hosts of several machines, when it is this run's turn to do so.
+
+        Raises:
+            ActivityError, Lost: one of the leases ended, or there were not as many hosts in time.
+        """
+        patience_s, nodes = self.timing.gather_patience_s, gang.key.layout.nodes
+        asked = gang.model_copy(update={"ready_timeout_s": gang.ready_timeout_s + patience_s})
+        async with turns.turn(patience_s):
+            self._asked = (self._ask(Lease.lease, asked, self.queue),)
+            until = workflow.time() + patience_s
+
+            async def there_is(what: Callable[[], object]) -> None:
+                left = timedelta(seconds=max(0.0, until - workflow.time()))
+                await workflow.wait_condition(lambda: bool(what()) or _ended(self._asked) is not None, timeout=left)
+
+            try:
+                await there_is(lambda: self._leader)
+                if self._leader is not None:
+                    others = (asked.model_copy(update={"node": n, "leader": self._leader}) for n in range(1, nodes))
+                    self._asked += tuple(self._ask(Lease.lease, other, self.queue) for other in others)
+                    await there_is(lambda: self.grant)
+            except TimeoutError:
+                self.release()
+                raise Lost(
+                    f"no {nodes} hosts were free together within {patience_s:g} s", policies.NOT_GATHERED
+                ) from None
+
     async def wait(self) -> LeaseGrant:
         """Wait for the grant.
 
         Raises:
             ActivityError, Lost: the lease ended first.
         """
+        if self._gang is not None and not self._asked:
+            assert self.turns is not None
+            await self._gather(self._gang, self.turns)
         asked = self._asked
         assert asked
         await workflow.wait_condition(lambda: self.grant is not None or _ended(asked) is not None)

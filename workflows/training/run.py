@@ -9,10 +9,11 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
     from activities.records.run_records import RunRecords
-    from shared.jobs.leases import LeaseGrant
+    from shared.jobs.leases import GangLeader, LeaseGrant
     from shared.runs.start import AnyStart
     from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from workflows import control
+    from workflows.leases.gang_turns import Turn
     from workflows.outcomes import ended_early, result_or_raise
     from workflows.training.training import Training
 
@@ -204,6 +205,16 @@ class RunHandlers:
     def leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a worker is up for this run."""
         self._run.training.leased(grant)
+
+    @workflow.signal
+    def gathers(self, leader: GangLeader) -> None:
+        """Take a host's signal that it has the first part of a worker of several machines."""
+        self._run.training.gathers(leader)
+
+    @workflow.signal
+    def gang_turn(self, turn: Turn) -> None:
+        """Take the signal that this run may gather the hosts of such a worker."""
+        self._run.training.has_turn(turn)
 
     @workflow.signal
     def pause(self) -> None:

@@ -15,10 +15,11 @@ with workflow.unsafe.imports_passed_through():
     from longshore.training import Lora
     from shared.errors import AVOIDED, HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan
-    from shared.jobs.leases import LeaseGrant, WorkerKey
+    from shared.jobs.leases import GangLeader, LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef, Problem
     from workflows import control, policies
+    from workflows.leases.gang_turns import Turn, Turns
     from workflows.leases.leasing import Leasing, Lost, lost, on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed
     from workflows.services.single_activity import track
@@ -115,7 +116,8 @@ class Training:
     _passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.leasing = Leasing(policies.lease_queue(self.start.shape), self.start.timing)
+        queue = policies.lease_queue(self.start.shape)
+        self.leasing = Leasing(queue, self.start.timing, turns=Turns(queue))
 
     @property
     def is_idle(self) -> bool:
@@ -126,6 +128,15 @@ class Training:
         """Take a host's signal that a worker is up."""
         self.leasing.granted(grant)
         self.changed()
+
+    def gathers(self, leader: GangLeader) -> None:
+        """Take the signal of the first host of a worker of several machines: the others may come."""
+        self.leasing.gathers(leader)
+
+    def has_turn(self, turn: Turn) -> None:
+        """Take the signal that it is this run's turn to gather hosts."""
+        if self.leasing.turns is not None:
+            self.leasing.turns.given = turn
 
     def progress(self, report: ProgressReport) -> None:
         """Take a host's report on the job, unless it is of another lease or of an earlier step than is known."""
@@ -184,8 +195,8 @@ class Training:
                 if loss.kind == policies.CROWDED and num_crowded < 2:
                     num_crowded += 1
                     continue
-                if loss.kind == AVOIDED:
-                    num_avoided += 1
+                if loss.kind in (AVOIDED, policies.NOT_GATHERED):
+                    num_avoided += loss.kind == AVOIDED
                     await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
                     continue
                 losses.append(loss)
@@ -251,6 +262,7 @@ class Training:
     def _take_lease(self, plan: AnyPlan, shares: bool, joins: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
         shares = shares and self.shares and group is not None and isinstance(plan.trainable, Lora)
+        shares = shares and key.layout.nodes == 1
         request = LeaseRequest(
             run_id=self.start.run_id,
             epoch=self._last_epoch + 1,

@@ -1,0 +1,97 @@
+"""One run at a time gathers the hosts of several machines, as two could each hold half of what both need, for ever."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
+
+with workflow.unsafe.imports_passed_through():
+    from longshore.fields import Frozen
+    from workflows import policies
+
+_SLACK_S = 60.0  # beyond a turn's time, for a run that was terminated in it
+
+
+class Turn(Frozen):
+    """A run's wish to gather hosts, by an id of its own. `patience_s`: its turn is over after that."""
+
+    workflow_id: str
+    turn_id: str
+    patience_s: float
+
+
+@workflow.defn(versioning_behavior=policies.MOVES)
+class GangTurnsWorkflow:
+    """Gives runs their turns, those first that have waited longest, and ends when nobody waits. One for each queue."""
+
+    @workflow.init
+    def __init__(self, waiting: tuple[Turn, ...]) -> None:
+        self._waiting = list(waiting)
+        self._current: Turn | None = None
+
+    @workflow.run
+    async def run(self, waiting: tuple[Turn, ...]) -> None:
+        while self._waiting:
+            if workflow.info().is_continue_as_new_suggested():
+                workflow.continue_as_new(tuple(self._waiting))
+            turn = self._current = self._waiting.pop(0)
+            with suppress(ApplicationError):  # the run has ended
+                await workflow.get_external_workflow_handle(turn.workflow_id).signal("gang_turn", turn)
+                with suppress(TimeoutError):
+                    await workflow.wait_condition(
+                        lambda: self._current is None, timeout=timedelta(seconds=turn.patience_s + _SLACK_S)
+                    )
+            self._current = None
+
+    @workflow.signal
+    def ask(self, turn: Turn) -> None:
+        """Stand in line."""
+        if turn not in self._waiting and turn != self._current:
+            self._waiting.append(turn)
+
+    @workflow.signal
+    def leave(self, turn: Turn) -> None:
+        """End one's turn, or stand in line no more."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        if turn == self._current:
+            self._current = None
+
+
+class Turns:
+    """One run's turns for a queue of hosts. `given`: the last that it was told of."""
+
+    def __init__(self, queue: str) -> None:
+        self._id = f"gangs-{queue}"
+        self.given: Turn | None = None
+
+    @asynccontextmanager
+    async def turn(self, patience_s: float) -> AsyncIterator[None]:
+        """Wait for this run's turn, and have it in a `with` block."""
+        turn_id = str(workflow.uuid4())
+        turn = Turn(workflow_id=workflow.info().workflow_id, turn_id=turn_id, patience_s=patience_s)
+        try:
+            await self._ask(turn)
+            await workflow.wait_condition(lambda: self.given == turn)
+            yield
+        finally:
+            if workflow.in_workflow():  # else it was evicted from the host's memory
+                with suppress(ApplicationError):  # nobody waits, and nobody has a turn
+                    await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.leave, turn)
+
+    async def _ask(self, turn: Turn) -> None:
+        while True:
+            try:
+                await workflow.start_child_workflow(
+                    GangTurnsWorkflow.run,
+                    (turn,),
+                    id=self._id,
+                    parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+                )
+                return
+            except WorkflowAlreadyStartedError:
+                with suppress(ApplicationError):  # it has just ended
+                    await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.ask, turn)
+                    return
