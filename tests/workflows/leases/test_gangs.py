@@ -4,8 +4,7 @@ import asyncio
 from pathlib import Path
 
 from longshore.layout import Layout
-from tests.workflows.stack import Stack, eventually, has_checkpoint, started
-from tests.workflows.stand_in import StandInCommand
+from tests.workflows.stack import eventually, has_checkpoint, started
 from tests.workflows.stand_in_worker import adapter_bytes
 
 TWO = Layout(dp=2, nodes=2)
