@@ -253,7 +253,7 @@ class Lease:
     def _meet(self, request: LeaseRequest, mark: LeaseMark, worker: WorkerProcess) -> Iterator[None]:
         """Have a worker of several machines meet the others: at this host, of which the run is told, or at the first.
 
-        Raises LeaseLost: the first machine's host is not reached.
+        Raises WorkerLost: the first machine's host is not reached.
         """
         with ExitStack() as stack:
             nodes = request.key.layout.nodes
@@ -269,7 +269,7 @@ class Lease:
                         meeting = self._meetings.following(worker.paths, request.node, request.leader)
                         worker.meeting = stack.enter_context(meeting)
                     except OSError as error:
-                        raise LeaseLost(f"the first machine's host is not reached: {error}") from error
+                        raise WorkerLost(f"the first machine's host is not reached: {error}") from error
             yield
 
     def _attend(self, worker: WorkerProcess, mark: LeaseMark) -> None:

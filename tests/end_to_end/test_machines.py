@@ -4,19 +4,23 @@ Temporal is reached by a socket of each machine, the store is a folder; between 
 """
 
 import asyncio
+import random
 import socket
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from temporalio.client import WorkflowHandle
 
+from activities.hosts.worker_process import processes_of
 from longshore.layout import Layout
 from longshore.training import Lora
 from service.host import serve_host
@@ -29,16 +33,16 @@ from shared.runs.start import RunStart, RunTiming
 from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
-from tests.depth import drawn
+from tests.depth import SEED, drawn
 from tests.ended import end
 from tests.machines import Machines, made
+from tests.workflows.stack import eventually, has_checkpoint
 from workflows.sft import SFTWorkflow
 
 pytestmark = pytest.mark.slow
 
 NAMES = ("one", "two", "three")
 LAYOUTS = (Layout(dp=2, nodes=2), Layout(tp=2, dp=2, nodes=2), Layout(pp=2, nodes=2), Layout(dp=3, nodes=3))
-MISHAPS = ("kill a host", "kill a rank", "stop a host", "cut a link", "delay a link", "lose packets")
 
 
 @dataclass
@@ -50,16 +54,17 @@ class Site:
     dataset: Path
     model: Path
     exits: AsyncExitStack
+    forwarding: asyncio.AbstractEventLoop
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     async def add(self, name: str | None, shape: str = "machines", **more: str) -> None:
         """Start a GPU host on a machine; without a name, on this one."""
-        root, address = self.settings.root_path / f"machine-{name}", self.settings.temporal_address
+        root, address = self.root(name), self.settings.temporal_address
         root.mkdir(exist_ok=True)
         if name is not None:
             listener = self.machines.on(name, lambda: socket.create_server(("127.0.0.1", 0)))
-            forwarding = await asyncio.start_server(partial(_forward, address), sock=listener)
-            self.exits.callback(forwarding.close)
+            serving = asyncio.start_server(partial(_forward, address), sock=listener)
+            asyncio.run_coroutine_threadsafe(serving, self.forwarding).result()
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             more["LONGSHORE_HOST_ADDRESS"] = self.machines.addresses[name]
         environment = child_environment("gpu") | {
@@ -84,7 +89,7 @@ class Site:
         self.exits.push_async_callback(asyncio.to_thread, end, host)
 
     async def start(
-        self, layout: Layout, shape: str = "machines", steps: int = 12
+        self, layout: Layout, shape: str = "machines", steps: int = 24
     ) -> WorkflowHandle[object, RunStatus]:
         run_id = f"run-{uuid.uuid4().hex[:8]}"
         run = SFTRun(
@@ -107,6 +112,23 @@ class Site:
         client = await connect_temporal(self.settings)
         return await client.start_workflow(SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue)
 
+    def at_work(self) -> list[str]:
+        """The machines that have a worker, or a part of one."""
+        return [name for name in NAMES if any((self.root(name) / "workers").glob("*"))]
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The host of a machine, and what it has started; the ranks are last."""
+        host = psutil.Process(self.hosts[name].pid)
+        return [host, *host.children(recursive=True)]
+
+    def root(self, name: str | None) -> Path:
+        return self.settings.root_path / f"machine-{name}"
+
+    async def end_hosts(self) -> None:
+        for host in self.hosts.values():
+            await asyncio.to_thread(end, host)
+        self.hosts.clear()
+
     def files(self, status: RunStatus) -> str:
         assert status.state == "succeeded" and status.adapter is not None, status
         return sha256_file(Path(status.adapter.removeprefix("file://"), "adapter_model.safetensors"))
@@ -127,37 +149,99 @@ async def _forward(address: str, reader: asyncio.StreamReader, writer: asyncio.S
         await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
 
+Mishap = Callable[[Site, str], Awaitable[None]]
+
+
 @asynccontextmanager
 async def site(temporal_address: str, model: Path, dataset: Path, root: Path) -> AsyncIterator[Site]:
     queue = f"control-{uuid.uuid4().hex[:8]}"
     settings = Settings(root=root, temporal_address=temporal_address, control_queue=queue, cpu_threads=1)
-    settings = settings.model_copy(update={"download": settings.download.model_copy(update={"file_roots": (Path("/"),)})})
+    settings = settings.model_copy(
+        update={"download": settings.download.model_copy(update={"file_roots": (Path("/"),)})}
+    )
     stopped = asyncio.Event()
+    forwarding = asyncio.new_event_loop()  # of its own, since the control host's may be busy for long
+    threading.Thread(target=forwarding.run_forever, name="forwarding", daemon=True).start()
     async with AsyncExitStack() as exits:
+        exits.callback(forwarding.call_soon_threadsafe, forwarding.stop)
         machines = exits.enter_context(made(*NAMES))
         control = asyncio.create_task(serve_host("control", settings, stopped))
         try:
-            yield Site(settings, machines, dataset, model, exits)
+            yield Site(settings, machines, dataset, model, exits, forwarding)
         finally:
             stopped.set()
             await control
 
 
-async def _step(handle: WorkflowHandle[object, RunStatus]) -> int:
-    return (await handle.query(SFTWorkflow.status)).step
+async def _undisturbed(place: Site, name: str) -> None:
+    """Nothing happens."""
 
 
-@pytest.mark.parametrize("layout", drawn(LAYOUTS, 1), ids=lambda layout: layout.label)
+async def _kill_a_host(place: Site, name: str) -> None:
+    place.hosts[name].kill()
+
+
+async def _kill_a_rank(place: Site, name: str) -> None:
+    [worker, *_] = (place.root(name) / "workers").glob("*")
+    processes_of(worker.name)[-1].kill()
+
+
+async def _stop_a_machine(place: Site, name: str) -> None:
+    """It hangs, with all that it does; for Temporal and the others it is silent."""
+    stopped = place.processes(name)
+    for process in stopped:
+        process.suspend()
+    place.exits.callback(lambda: [process.resume() for process in stopped if process.is_running()])
+
+
+async def _cut_a_link(place: Site, name: str) -> None:
+    """For good: the machine's host still hears of leases, and cannot do its part of one."""
+    place.machines.link(name, "down")
+
+
+async def _drain_a_host(place: Site, name: str) -> None:
+    """The job saves a checkpoint before its host leaves, or the host of another of its machines."""
+    place.hosts[name].terminate()
+
+
+MISHAPS = (_kill_a_host, _kill_a_rank, _stop_a_machine, _cut_a_link, _drain_a_host)
+LINKS = (("delay", "20ms", "5ms"), ("loss", "3%"))
+TRIALS = [
+    *((layout, _undisturbed, ()) for layout in LAYOUTS),
+    *((LAYOUTS[0], _undisturbed, link) for link in LINKS),
+    *((LAYOUTS[0], mishap, ()) for mishap in MISHAPS),
+]
+
+
+def _label(trial: tuple[Layout, Mishap, tuple[str, ...]]) -> str:
+    layout, mishap, link = trial
+    return "-".join([layout.label, mishap.__name__.strip("_"), *link[:1]])
+
+
+@pytest.mark.parametrize("trial", drawn(TRIALS, 1), ids=_label)
 async def test_several_machines_give_the_bits_of_one(
-    layout: Layout, temporal_address: str, tiny_model: Path, chat_dataset: Path, tmp_path: Path
+    trial: tuple[Layout, Mishap, tuple[str, ...]],
+    temporal_address: str,
+    tiny_model: Path,
+    chat_dataset: Path,
+    tmp_path: Path,
 ) -> None:
+    """Whatever happens to one of them after the first checkpoint, and to the link between them."""
+    layout, mishap, link = trial
+    chance = random.Random(SEED)
     async with site(temporal_address, tiny_model, chat_dataset, tmp_path) as place:
-        for name in NAMES[: layout.nodes]:
+        needed = NAMES[: layout.nodes + (mishap is not _undisturbed)]
+        for name in needed:
             await place.add(name)
-        several = await (await place.start(layout)).result()
-        for host in place.hosts.values():
-            await asyncio.to_thread(end, host)
+            if link:
+                place.machines.disturb(name, *link)
+        handle = await place.start(layout)
+        await eventually(lambda: has_checkpoint(handle), "a checkpoint", 300)
+        await mishap(place, chance.choice(place.at_work()))
+        several = await handle.result()
+        await place.end_hosts()
         await place.add(None, "whole")
         whole = await (await place.start(layout.model_copy(update={"nodes": 1}), "whole")).result()
         assert place.files(several) == place.files(whole)
-        assert several.workers_lost == 0
+        is_loss = mishap not in (_undisturbed, _drain_a_host)
+        assert bool(several.workers_lost) == is_loss

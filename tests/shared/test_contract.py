@@ -20,7 +20,7 @@ from shared.jobs.job import (
     PackedData,
     Schedule,
 )
-from shared.jobs.layout import layout_of
+from shared.jobs.layout import check_ranks, layout_of
 from shared.jobs.losses import DPO
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
@@ -215,11 +215,30 @@ def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:
 
 
 def test_a_layout_is_read_from_its_label() -> None:
-    for layout in (Layout(), Layout(tp=2, sp=True, pp=2, dp=4), Layout(ep=2, etp=2, cp=4)):
+    for layout in (Layout(), Layout(tp=2, sp=True, pp=2, dp=4), Layout(ep=2, etp=2, cp=4), Layout(tp=2, dp=2, nodes=2)):
         assert layout_of(layout.label) == layout
     for label in ("", "tp", "tp0", "tp2-tp2", "sp2", "zp2", "tp2 dp2"):
         with pytest.raises(InvalidInput, match="layout: "):
             layout_of(label)
+
+
+@pytest.mark.parametrize(
+    ("label", "rule"),
+    [
+        ("dp3-nodes2", "nodes=2 machines cannot share out 3 ranks evenly"),
+        ("tp2-nodes2", "tp=2 ranks would lie on several machines: each has 1"),
+        ("tp4-dp3-nodes4", "tp=4 ranks would lie on several machines: each has 3"),
+    ],
+)
+def test_machines_share_out_ranks_evenly_and_each_has_whole_groups_of_tp(label: str, rule: str) -> None:
+    with pytest.raises(InvalidInput, match=rule):
+        layout_of(label)
+
+
+def test_a_host_has_room_for_its_own_machine_s_ranks() -> None:
+    check_ranks(layout_of("tp2-dp2-nodes2"), 2)
+    with pytest.raises(InvalidInput, match=r"4 ranks on each of its machines \(dp8-nodes2\); a host .* up to 2"):
+        check_ranks(layout_of("dp8-nodes2"), 2)
 
 
 def schema_format(schema: object) -> dict[str, object]:

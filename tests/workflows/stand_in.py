@@ -37,6 +37,13 @@ class StandInCommand:
         return [sys.executable, *module, "--root", str(folder), "--step-s", str(self._step_s)]
 
 
+class IdleCommand:
+    """Starts a worker that is up at once, does no job, and costs next to nothing."""
+
+    def __call__(self, folder: Path, key: WorkerKey) -> list[str]:
+        return ["sh", "-c", 'cd "$0" && : > ready && until [ -e stop ]; do sleep 0.1; done', str(folder)]
+
+
 class Notebook:
     """Signals, written down."""
 

@@ -1,13 +1,29 @@
 """Workers of several machines: as many hosts are leased together, all or none, and lost together."""
 
 import asyncio
+import random
+import shutil
+import uuid
 from pathlib import Path
 
+import pytest
+
+from activities.hosts.worker_process import end_processes
+from longshore.fields import Artifact
 from longshore.layout import Layout
-from tests.workflows.stack import eventually, has_checkpoint, started
+from service.host_workers import control_workers
+from shared.jobs.leases import WorkerKey
+from shared.runs.start import RunTiming
+from shared.storage.paths import HostPaths
+from tests.depth import IS_DEEP, SEED
+from tests.workflows.leases.gang_holder import GangHolder, Holding
+from tests.workflows.stack import Stack, eventually, has_checkpoint, started
 from tests.workflows.stand_in_worker import adapter_bytes
+from workflows.leases.gang_turns import GangTurnsWorkflow
 
 TWO = Layout(dp=2, nodes=2)
+NUM_HOSTS, NUM_GANGS, NUM_TRIALS = 6, 20, 200 if IS_DEEP else 1
+TIMING = RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, gather_patience_s=3600)
 
 
 async def test_two_hosts_are_one_worker_and_are_lost_and_leased_together(temporal_address: str, tmp_path: Path) -> None:
@@ -21,3 +37,60 @@ async def test_two_hosts_are_one_worker_and_are_lost_and_leased_together(tempora
         status = await asyncio.wait_for(handle.result(), 60)
         assert status.state == "succeeded" and status.workers_lost == 1
         assert stack.weights(status) == adapter_bytes(7, 40)
+
+
+class Fleet:
+    """Hosts of a stack, each as on a machine of its own, whose workers do no jobs."""
+
+    def __init__(self, stack: Stack, root: Path) -> None:
+        self._stack, self._root, self._num_made = stack, root, 0
+        self.hosts = [self._another() for _ in range(NUM_HOSTS)]
+
+    def _another(self):
+        self._num_made += 1
+        root = self._root / f"machine-{self._num_made}"
+        return root, self._stack.spawn_gpu_host(0.0, root)
+
+    def kill_one(self, chance: random.Random) -> None:
+        """A host dies, and its worker with it, as a real one does; another machine comes in its place."""
+        place = chance.randrange(NUM_HOSTS)
+        root, host = self.hosts[place]
+        host.kill()
+        host.join()
+        for worker in HostPaths(root).workers.glob("*"):
+            end_processes(worker.name, grace_s=0.1)
+        shutil.rmtree(root)
+        self.hosts[place] = self._another()
+
+
+@pytest.mark.drawn
+@pytest.mark.timeout(7200)
+async def test_gangs_never_wait_for_each_other(temporal_address: str, tmp_path: Path) -> None:
+    """In random order, with hosts that die: each has all of its hosts at some time. Their patience has no end here, so
+    two that each held half of what both need would wait until the test is given up.
+    """
+    nothing = Artifact(uri="file:///nothing", sha256="0" * 64)
+    async with started(temporal_address, tmp_path, has_control=False, worker_idle_s=0) as stack:
+        queue = stack.settings.control_queue
+        async with control_workers(stack.client, queue, [], [GangHolder, GangTurnsWorkflow]):
+            fleet = Fleet(stack, tmp_path)
+            num_leases = 0
+            for trial in range(NUM_TRIALS):
+                chance = random.Random(SEED + trial)
+
+                async def hold(number: int, chance: random.Random = chance) -> int:
+                    nodes = chance.choice((1, 2, 2, 3, 4))
+                    key = WorkerKey(model=nothing, layout=Layout(dp=nodes, nodes=nodes), dtype="float32")
+                    run_id = f"gang-{number}-{uuid.uuid4().hex[:8]}"
+                    shape, seconds = stack.settings.shape, chance.uniform(0.0, 0.3)
+                    holding = Holding(run_id=run_id, shape=shape, key=key, timing=TIMING, seconds=seconds)
+                    await asyncio.sleep(chance.uniform(0, 2))
+                    return await stack.client.execute_workflow(GangHolder.run, holding, id=run_id, task_queue=queue)
+
+                held = [asyncio.create_task(hold(number)) for number in range(NUM_GANGS)]
+                for _ in range(2):
+                    await asyncio.sleep(chance.uniform(0.5, 3))
+                    await asyncio.to_thread(fleet.kill_one, chance)
+                num_leases += sum(await asyncio.wait_for(asyncio.gather(*held), 300))
+                print(f"trial {trial}: {num_leases} leases so far", flush=True)
+            assert num_leases >= NUM_TRIALS * NUM_GANGS
