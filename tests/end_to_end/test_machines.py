@@ -56,6 +56,8 @@ class Site:
     exits: AsyncExitStack
     forwarding: asyncio.AbstractEventLoop
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    handle: WorkflowHandle[object, RunStatus] | None = None
+    chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
     async def add(self, name: str | None, shape: str = "machines", **more: str) -> None:
         """Start a GPU host on a machine; without a name, on this one."""
@@ -89,7 +91,7 @@ class Site:
         self.exits.push_async_callback(asyncio.to_thread, end, host)
 
     async def start(
-        self, layout: Layout, shape: str = "machines", steps: int = 24
+        self, layout: Layout, shape: str = "machines", steps: int = 12
     ) -> WorkflowHandle[object, RunStatus]:
         run_id = f"run-{uuid.uuid4().hex[:8]}"
         run = SFTRun(
@@ -98,7 +100,7 @@ class Site:
             dataset=DatasetSource(uri=self.dataset.as_uri()),
             batch_size=6,
             steps=steps,
-            checkpoint_every=3,
+            checkpoint_every=max(3, steps // 10),
             max_tokens=256,
             trainable=Lora(rank=4),
             learning_rate=0.01,
@@ -112,9 +114,20 @@ class Site:
         client = await connect_temporal(self.settings)
         return await client.start_workflow(SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue)
 
-    def at_work(self) -> list[str]:
-        """The machines that have a worker, or a part of one."""
-        return [name for name in NAMES if any((self.root(name) / "workers").glob("*"))]
+    def chosen(self, num_parts: int) -> str | None:
+        """One of the machines that have a part of the worker, once it has all."""
+        have = [name for name in NAMES if any((self.root(name) / "workers").glob("*/ready"))]
+        return self.chance.choice(have) if len(have) >= num_parts else None
+
+    async def step(self) -> int:
+        """The step of the newest checkpoint. A run that has ended is beyond all."""
+        assert self.handle is not None
+        status = await self.handle.query(SFTWorkflow.status)
+        ended = 1 << 20 if status.state != "running" else 0
+        return ended or (status.checkpoint.step if status.checkpoint else 0)
+
+    async def has_passed(self, step: int) -> bool:
+        return await self.step() > step
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The host of a machine, and what it has started; the ranks are last."""
@@ -204,7 +217,19 @@ async def _drain_a_host(place: Site, name: str) -> None:
     place.hosts[name].terminate()
 
 
-MISHAPS = (_kill_a_host, _kill_a_rank, _stop_a_machine, _cut_a_link, _drain_a_host)
+async def _kill_ten_hosts(place: Site, name: str) -> None:
+    """Whichever has a part in it, again and again, each after a new checkpoint; the machine comes back."""
+    for number in range(10):
+        victim = name if not number else await eventually(lambda: place.chosen(2), "both parts", 300)
+        step = await place.step()
+        host = place.hosts[victim]
+        host.kill()
+        host.wait()
+        await place.add(victim)
+        await eventually(lambda s=step: place.has_passed(s), "a newer checkpoint", 300)
+
+
+MISHAPS = (_kill_a_host, _kill_a_rank, _stop_a_machine, _cut_a_link, _drain_a_host, _kill_ten_hosts)
 LINKS = (("delay", "20ms", "5ms"), ("loss", "3%"))
 TRIALS = [
     *((layout, _undisturbed, ()) for layout in LAYOUTS),
@@ -228,20 +253,20 @@ async def test_several_machines_give_the_bits_of_one(
 ) -> None:
     """Whatever happens to one of them after the first checkpoint, and to the link between them."""
     layout, mishap, link = trial
-    chance = random.Random(SEED)
     async with site(temporal_address, tiny_model, chat_dataset, tmp_path) as place:
         needed = NAMES[: layout.nodes + (mishap is not _undisturbed)]
         for name in needed:
             await place.add(name)
             if link:
                 place.machines.disturb(name, *link)
-        handle = await place.start(layout)
+        steps = {_undisturbed: 12, _kill_ten_hosts: 3000}.get(mishap, 300)
+        handle = place.handle = await place.start(layout, steps=steps)
         await eventually(lambda: has_checkpoint(handle), "a checkpoint", 300)
-        await mishap(place, chance.choice(place.at_work()))
+        await mishap(place, place.chosen(layout.nodes) or NAMES[0])
         several = await handle.result()
         await place.end_hosts()
         await place.add(None, "whole")
-        whole = await (await place.start(layout.model_copy(update={"nodes": 1}), "whole")).result()
+        whole = await (await place.start(layout.model_copy(update={"nodes": 1}), "whole", steps)).result()
         assert place.files(several) == place.files(whole)
         is_loss = mishap not in (_undisturbed, _drain_a_host)
         assert bool(several.workers_lost) == is_loss
