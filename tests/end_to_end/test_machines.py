@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,21 +28,28 @@ from service.host import serve_host
 from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from shared.child_environment import child_environment
+from shared.jobs.weight_sync import WeightSync
 from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
-from shared.runs.start import RunStart, RunTiming
-from shared.runs.status import RunStatus
+from shared.runs.requests import RLRun
+from shared.runs.rollouts import Rollouts
+from shared.runs.sources import DatasetSource, PromptsSource
+from shared.runs.start import RLStart, RunStart, RunTiming
+from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
+from shared.storage.paths import RunKeys
+from shared.storage.store import open_store
 from tests.depth import SEED, drawn
+from tests.end_to_end.conftest import LETTERS
 from tests.ended import end
 from tests.machines import Machines, made
 from tests.workflows.stack import eventually, has_checkpoint
+from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 
 pytestmark = pytest.mark.slow
 
-NAMES = ("one", "two", "three")
+NAMES = ("one", "two", "three", "four")
 LAYOUTS = (Layout(dp=2, nodes=2), Layout(tp=2, dp=2, nodes=2), Layout(pp=2, nodes=2), Layout(dp=3, nodes=3))
 
 
@@ -59,8 +67,8 @@ class Site:
     handle: WorkflowHandle[object, RunStatus] | None = None
     chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
-    async def add(self, name: str | None, shape: str = "machines", **more: str) -> None:
-        """Start a GPU host on a machine; without a name, on this one."""
+    async def add(self, name: str | None, shape: str = "machines", role: str = "gpu", **more: str) -> None:
+        """Start a host on a machine; without a name, on this one."""
         root, address = self.root(name), self.settings.temporal_address
         root.mkdir(exist_ok=True)
         if name is not None:
@@ -69,7 +77,7 @@ class Site:
             asyncio.run_coroutine_threadsafe(serving, self.forwarding).result()
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             more["LONGSHORE_HOST_ADDRESS"] = self.machines.addresses[name]
-        environment = child_environment("gpu") | {
+        environment = child_environment(role) | {
             "LONGSHORE_ROOT": str(root),
             "LONGSHORE_STORE_URI": self.settings.store,
             "LONGSHORE_TEMPORAL_ADDRESS": address,
@@ -80,7 +88,7 @@ class Site:
             "LONGSHORE_DTYPE": "float32",
             **more,
         }
-        command = [sys.executable, "-P", "-m", "service.host", "--role", "gpu"]
+        command = [sys.executable, "-P", "-m", "service.host", "--role", role]
 
         def start() -> subprocess.Popen[bytes]:
             with (root / "host.log").open("ab") as log:
@@ -93,9 +101,7 @@ class Site:
     async def start(
         self, layout: Layout, shape: str = "machines", steps: int = 12
     ) -> WorkflowHandle[object, RunStatus]:
-        run_id = f"run-{uuid.uuid4().hex[:8]}"
         run = SFTRun(
-            name=run_id,
             model=str(self.model),
             dataset=DatasetSource(uri=self.dataset.as_uri()),
             batch_size=6,
@@ -107,12 +113,44 @@ class Site:
             seed=7,
             layout=layout,
         )
-        timing = RunTiming(heartbeat_timeout_s=5, host_pickup_timeout_s=10, cancel_grace_s=20, max_losses=9)
-        start = RunStart(
-            run_id=run_id, run=run, shape=shape, timing=timing, start_id=uuid.uuid4().hex, is_tracked=False
+        return await self._started(SFTWorkflow.run, RunStart(run=run, **self._of(shape)))
+
+    async def start_rl(self, layout: Layout, prompts: Path) -> WorkflowHandle[object, RunStatus]:
+        """Three steps whose weights two samplers of other machines get."""
+        sync = WeightSync(backend="collective")
+        rollouts = Rollouts(
+            prompts=PromptsSource(uri=prompts.as_uri()),
+            grader=LETTERS,
+            steps=3,
+            prompts_per_step=4,
+            group_size=4,
+            max_completion_tokens=12,
+            samplers=2,
+            weight_sync=sync,
         )
+        run = RLRun(
+            model=str(self.model),
+            loss={"kind": "reinforce"},
+            trainable=Lora(rank=4),
+            learning_rate=0.01,
+            max_tokens=64,
+            seed=7,
+            layout=layout,
+            rollouts=rollouts,
+        )
+        return await self._started(RLWorkflow.run, RLStart(run=run, **self._of("machines")))
+
+    def _of(self, shape: str) -> dict[str, Any]:
+        timing = RunTiming(heartbeat_timeout_s=5, host_pickup_timeout_s=10, cancel_grace_s=20, max_losses=9)
+        run_id, start_id = f"run-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
+        return {"run_id": run_id, "shape": shape, "timing": timing, "start_id": start_id, "is_tracked": False}
+
+    async def _started(self, workflow: Any, start: RunStart | RLStart) -> WorkflowHandle[object, RunStatus]:
         client = await connect_temporal(self.settings)
-        return await client.start_workflow(SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue)
+        handle: WorkflowHandle[object, RunStatus] = await client.start_workflow(
+            workflow, start, id=start.run_id, task_queue=self.settings.control_queue
+        )
+        return handle
 
     def chosen(self, num_parts: int) -> str | None:
         """One of the machines that have a part of the worker, once it has all."""
@@ -270,3 +308,30 @@ async def test_several_machines_give_the_bits_of_one(
         assert place.files(several) == place.files(whole)
         is_loss = mishap not in (_undisturbed, _drain_a_host)
         assert bool(several.workers_lost) == is_loss
+
+
+@pytest.mark.deep
+async def test_weights_go_from_several_machines_to_samplers_of_others(
+    temporal_address: str, tiny_model: Path, chat_dataset: Path, prompts: dict[str, str], tmp_path: Path
+) -> None:
+    """A policy that is trained on two machines is sent to two samplers, and is that of one machine to the bit."""
+    async with site(temporal_address, tiny_model, chat_dataset, tmp_path) as place:
+        for name in ("one", "two"):
+            await place.add(name)
+        for name in ("three", "four"):
+            address = place.machines.addresses[name]
+            await place.add(name, role="sampler", LONGSHORE_SAMPLING__WEIGHTS_ADDRESS=address)
+        digests = []
+        for nodes in (2, 1):
+            handle = await place.start_rl(Layout(dp=2, nodes=nodes), Path(prompts["train"]))
+            digests.append((place.files(await handle.result()), *_synced(place, handle.id)))
+        assert digests[0] == digests[1] and len(set(digests[0])) == len(digests[0]), "each step has other weights"
+
+
+def _synced(place: Site, run_id: str) -> list[str]:
+    """The digests of what samplers were sent, step by step."""
+    store = open_store(place.settings.store, place.settings.s3)
+    records = sorted(info.key for info in store.list(f"{RunKeys(run_id).steps}/"))
+    steps = [StepStatus.model_validate_json(store.get_bytes(key)) for key in records]
+    assert all(step.synced is not None for step in steps), steps
+    return [str(step.synced) for step in steps]
