@@ -74,6 +74,11 @@ async def never(condition: Callable[[], Awaitable[int]], num_looks: int = 10) ->
     return not any([await condition() for _ in range(num_looks)])
 
 
+async def at_rest(stack: Stack, launcher: ForkedHosts) -> bool:
+    """Nothing waits and no host is up: asked in this order, as what waits may start one in between."""
+    return not await waiting(stack.client, stack.settings.lease_queue) and not launcher.launched()
+
+
 def is_alone(stack: Stack) -> bool:
     return not read_states(stack.store, stack.settings.shape)
 
@@ -102,8 +107,8 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
             name = chance.choice(sorted(launcher.launched()))
             launcher.hosts[name].terminate()
             statuses = [await asyncio.wait_for(handle.result(), 120) for handle in handles]
-            await eventually(lambda: not launcher.launched(), "hosts that leave", 60)
-            assert await never(lambda: waiting(stack.client, queue))
+            # What Temporal says is up to 5 s old: a lease that was taken as late may start one more host, for nothing.
+            await eventually(lambda: at_rest(stack, launcher), "zero hosts, and nothing that waits", 120)
         for place, status in enumerate(statuses):
             assert stack.weights(status) == adapter_bytes(trial + place, NUM_STEPS)
             assert status.workers_lost == 0
