@@ -109,6 +109,7 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
             statuses = [await asyncio.wait_for(handle.result(), 120) for handle in handles]
             # What Temporal says is up to 5 s old: a lease that was taken as late may start one more host, for nothing.
             await eventually(lambda: at_rest(stack, launcher), "zero hosts, and nothing that waits", 120)
+        await eventually(lambda: not launcher.launched(), "one that was about to start leaves", 120)
         for place, status in enumerate(statuses):
             assert stack.weights(status) == adapter_bytes(trial + place, NUM_STEPS)
             assert status.workers_lost == 0
