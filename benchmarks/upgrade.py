@@ -2,16 +2,16 @@
 
     python -m benchmarks.upgrade [--runs 50] [--before REV] [--out FILE.json]
 
-Takes the checkout REV (HEAD~1 unless given) out of git beside this one; both share this environment's packages. On one
-Temporal server, one store and one database the hosts and the web service of REV, the build `before`, begin `--runs`
-runs of six kinds, each with a seed of its own. As soon as one of each kind has trained, all moves to this checkout, the
-build `after`, as docs/operations.md says: control hosts beside the old ones, `longshore builds use`, another web
-service, new GPU and sampler hosts, and the old ones are told to leave. One more run of each kind begins there. Once
-those have trained, all moves back in the same way, and one more of each kind begins. Clients of sessions and of
-client-driven RL send a third of their work behind each move. The control hosts of `after` are stopped once
-`longshore builds ls` says that the build has drained.
+Takes the revision REV (HEAD~1 unless given) out of git beside this checkout; both run on this environment's packages.
+On one Temporal server, one store and one database the hosts and the web service of REV, the build `before`, begin a run
+of each of six kinds, and once each of these has trained `--runs` more, each with a seed of its own. When those are
+accepted and one of them has trained, all moves to this checkout, the build `after`, as docs/operations.md says: control
+hosts beside the old ones, `longshore builds use`, another web service, new GPU and sampler hosts, and the old ones are
+told to leave. One more run of each kind begins there. Once those have trained, all moves back in the same way, and one
+more of each kind begins. Clients of sessions and of RL runs send a third of their work behind each move. The control
+host of `after` is stopped once `longshore builds ls` says that the build has drained.
 
-Then the same runs are done by `after` alone, and what they publish is compared. Prints a table by kind, and JSON.
+Then `after` alone does the same runs, and what they publish is compared. Prints a table by kind, and JSON.
 """
 
 import argparse
@@ -180,17 +180,17 @@ class Trial:
         self.outcomes += [self.threads.submit(self._run, each) for each in begun]
         return begun
 
-    def until_each_kind_has_trained(self, begun: list[Asked]) -> None:
-        """Wait until of each kind one has done a step. Raises what a run's own thread raised."""
+    def until_trained(self, begun: list[Asked], num_kinds: int) -> None:
+        """Wait until all are accepted, and runs of so many kinds have done a step. Raises what one's thread raised."""
 
         def have() -> bool:
             for outcome in self.outcomes:
                 if outcome.done():
                     outcome.result()
-            kinds = {each.kind for each in begun}
-            return {each.kind for each in begun if each.steps or each.has_ended} == kinds
+            trained = {each.kind for each in begun if each.steps or each.has_ended}
+            return all(each.run_id for each in begun) and len(trained) >= num_kinds
 
-        until(have, "a step of each kind")
+        until(have, f"steps of {num_kinds} kinds")
 
     @property
     def num_live(self) -> int:
@@ -275,17 +275,19 @@ def upgraded(trial: Trial, before: Build, after: Build, num_runs: int) -> dict[s
     installation, num_kinds = trial.installation, len(trial.kinds.all)
     for role in _ROLES:
         installation.start(before, role)
-    begun, first, live, seconds = trial.begin(range(num_runs)), num_runs, [], []
+    trial.until_trained(trial.begin(range(num_kinds)), num_kinds)
+    first = num_kinds + num_runs
+    trial.until_trained(trial.begin(range(num_kinds, first)), 1)
+    live, seconds = list[int](), list[float]()
     for old, new in ((before, after), (after, before)):
-        trial.until_each_kind_has_trained(begun)
         live.append(trial.num_live)
         began = time.monotonic()
         move(installation, old, new)
         trial.moves.one_is_done()
         seconds.append(round(time.monotonic() - began, 1))
         print(f"moved to {new.name}: {live[-1]} runs were live, {seconds[-1]} s", file=sys.stderr, flush=True)
-        begun, first = trial.begin(range(first, first + num_kinds)), first + num_kinds
-    trial.until_each_kind_has_trained(begun)
+        trial.until_trained(trial.begin(range(first, first + num_kinds)), num_kinds)
+        first += num_kinds
     until(lambda: installation.states(before).get(after.name) == "drained", f"{after.name} has drained")
     installation.stop(after, "control")
     print(f"{after.name} has drained: {trial.num_live} runs are live", file=sys.stderr, flush=True)
@@ -296,6 +298,7 @@ def compared(outcomes: list[Outcome], alone: list[Outcome]) -> dict[str, dict[st
     """By kind: runs, and of them those that did not succeed, published other bits, or lost a worker."""
     expected = {each.asked.seed: each.weights for each in alone}
     assert all(expected.values()), [each for each in alone if each.weights is None]
+    assert len(set(expected.values())) == len(alone), "they say nothing of each other"
     table: dict[str, dict[str, Any]] = {}
     for each in outcomes:
         row = table.setdefault(
@@ -322,7 +325,7 @@ def main() -> None:
         before = Build("before", checked_out(given.before, folder / "before"))
         after = Build("after", Path(__file__).parents[1])
         kinds = Kinds(make_tiny_model(folder / "model", _CORPUS), folder)
-        threads = stack.enter_context(ThreadPoolExecutor(given.runs + _MOVES * len(kinds.all)))
+        threads = stack.enter_context(ThreadPoolExecutor(given.runs + (1 + _MOVES) * len(kinds.all)))
         with Installation(folder / "both", folder) as installation:
             trial = Trial(installation, kinds, Moves(), threads)
             moved = upgraded(trial, before, after, given.runs)

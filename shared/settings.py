@@ -289,6 +289,9 @@ class Settings(BaseSettings):
         ge=0,
         description="that a GPU host which is told to leave gives its jobs to save a checkpoint; 0: they end at once",
     )
+    drain_notice: Path | None = Field(
+        default=None, description="of a host: it leaves as on SIGTERM once this file is there, such as a spot notice"
+    )
     launch: str | None = Field(
         default=None, description="of a host: the name under which it was started (service/launching.py)"
     )

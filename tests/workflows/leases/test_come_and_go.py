@@ -162,14 +162,17 @@ async def _is_up(stack: Stack) -> bool:
 
 
 async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal_address: str, tmp_path: Path) -> None:
-    """The host's heartbeats go on while its job finishes a long step."""
+    """The host's heartbeats go on while its job finishes a long step. Here a file tells it to leave, as of a spot
+    notice that another container hears of.
+    """
     async with started(temporal_address, tmp_path) as stack:
         long_s = 3 * (given := RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=2)).heartbeat_timeout_s
         host = stack.spawn_gpu_host(long_s)
         handle = await stack.start(steps=3, checkpoint_every=1000, timing=given)
         await eventually(lambda: is_at(stack, handle.id, 1), "a step", 120)
-        host.terminate()
+        (stack.settings.root_path / "notice").touch()
         await asyncio.to_thread(host.join, 120)
+        assert host.exitcode == 0
         await stack.add_gpu_host()
         status = await asyncio.wait_for(handle.result(), 120)
         assert status.workers_lost == 0 and steps(stack, handle.id) == [1, 2, 3]
