@@ -39,15 +39,17 @@ from longshore.losses import PPO
 from longshore.training import Lora, SessionRun
 from service.cli.client import CliClient
 from service.runs.views.run_view import RunView
+from shared.child_environment import Kind
 from shared.runs.dataset_runs import DPORun, SFTRun
 from shared.runs.requests import RLRun, Run
 from shared.storage.artifacts import sha256_file
 
 _PATIENCE_S = 1800.0
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S, _LONG_POLL_S = 1.0, 10.0
 _MOVES = 2
 _PARTS = _MOVES + 1  # of a client's work: before the moves, between them and after
-_ROLES = ("control", "web", "gpu", "sampler")
+_HOSTS: tuple[Kind, ...] = ("gpu", "sampler")
+_ROLES: tuple[Kind, ...] = ("control", "web", *_HOSTS)
 _CORPUS = ["how many crates are on the quay? seven crates, and a sack of grain."] * 8
 
 
@@ -240,7 +242,8 @@ class Trial:
         for part in range(_PARTS):
             self.moves.wait_for(part)
             sent = client.train_step(asked.run_id, f"part-{part}", self.kinds.groups(asked.seed, part))
-            until(lambda sent=sent: client.step(asked.run_id, sent.step).state in ("done", "failed"), "a step's end")
+            while sent.state not in ("done", "failed"):
+                sent = client.step(asked.run_id, sent.step, _LONG_POLL_S)
             asked.steps = sent.step
         client.change(asked.run_id, "finish")
 
@@ -265,7 +268,7 @@ def move(installation: Installation, old: Build, new: Build) -> None:
     until(lambda: installation.longshore(new, "builds", "use", new.name).returncode == 0, f"{new.name} is current")
     installation.stop(old, "web")
     installation.start(new, "web")
-    for role in ("gpu", "sampler"):
+    for role in _HOSTS:
         installation.start(new, role)
         installation.stop(old, role)
 
