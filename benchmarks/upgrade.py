@@ -6,8 +6,8 @@ Takes the revision REV (HEAD~1 unless given) out of git beside this checkout; bo
 On one Temporal server, one store and one database the hosts and the web service of REV, the build `before`, begin a run
 of each of six kinds, and once each of these has trained `--runs` more, each with a seed of its own. When those are
 accepted and one of them has trained, all moves to this checkout, the build `after`, as docs/operations.md says: control
-hosts beside the old ones, `longshore builds use`, another web service, new GPU and sampler hosts, and the old ones are
-told to leave. One more run of each kind begins there. Once those have trained, all moves back in the same way, and one
+hosts beside the old ones, `longshore builds use`, new GPU and sampler hosts, the old ones are told to leave, and
+another web service. One more run of each kind begins there. Once those have trained, all moves back in the same way, and one
 more of each kind begins. Clients of sessions and of RL runs send a third of their work behind each move. The control
 host of `after` is stopped once `longshore builds ls` says that the build has drained.
 
@@ -262,15 +262,22 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def move(installation: Installation, old: Build, new: Build) -> None:
-    """Replace a build by another one, as docs/operations.md says."""
+def move(installation: Installation, old: Build, new: Build, goes_back: bool) -> None:
+    """Replace a build by another one, as docs/operations.md says: what is new comes last, and goes first."""
     installation.start(new, "control")
+    if goes_back:
+        _replace_service(installation, old, new)
     until(lambda: installation.longshore(new, "builds", "use", new.name).returncode == 0, f"{new.name} is current")
-    installation.stop(old, "web")
-    installation.start(new, "web")
     for role in _HOSTS:
         installation.start(new, role)
         installation.stop(old, role)
+    if not goes_back:
+        _replace_service(installation, old, new)
+
+
+def _replace_service(installation: Installation, old: Build, new: Build) -> None:
+    installation.stop(old, "web")
+    installation.start(new, "web")
 
 
 def upgraded(trial: Trial, before: Build, after: Build, num_runs: int) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def upgraded(trial: Trial, before: Build, after: Build, num_runs: int) -> dict[s
     for old, new in ((before, after), (after, before)):
         live.append(trial.num_live)
         began = time.monotonic()
-        move(installation, old, new)
+        move(installation, old, new, goes_back=new is before)
         trial.moves.one_is_done()
         seconds.append(round(time.monotonic() - began, 1))
         print(f"moved to {new.name}: {live[-1]} runs were live, {seconds[-1]} s", file=sys.stderr, flush=True)
