@@ -68,8 +68,7 @@ async def serve_host(
     check: Check | None = None,
     idle_s: float | None = None,
 ) -> None:
-    """Poll until `stopped`, something is at the settings' `drain_notice`, or a key is needed that is missing here; then
-    end all activities and worker processes.
+    """Poll until `stopped`, or a key is needed that is missing here; then end all activities and worker processes.
 
     Args:
         command: starts a gpu host's workers.
@@ -124,7 +123,7 @@ async def serve_host(
 
 
 async def _heed(notice: Path, stopped: asyncio.Event) -> None:
-    """Set `stopped` once a file is there."""
+    """Set `stopped` once something is at the path of the settings' `drain_notice`."""
     while not stopped.is_set():
         if await asyncio.to_thread(os.path.exists, notice):  # False where it cannot be looked for
             _log.info("%s is there: this host leaves", notice)
