@@ -31,7 +31,6 @@ from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
 from service.runs.views.run_view import RunPage, RunView, with_cost
-from service.telemetry.traces import current_traceparent, span_of_start
 from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.acceptance import check_offered, check_startable, precision_of
@@ -160,7 +159,6 @@ class Runs:
             created_at=time.time(),
             threads_per_rank=threads_per_rank(run, self._settings),
             precision=precision,
-            traceparent=current_traceparent(),
         )
         took_place = await self._rows.admit(record, queued(record))
         data = record.model_dump_json(indent=1).encode()
@@ -188,10 +186,9 @@ class Runs:
         name, start = await self.workflow_of(record, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
         try:
-            with span_of_start(record.traceparent):
-                await self._temporal.start(
-                    name, start, record.run_id, record.tenant, start.tenant_weight, id_reuse_policy=policy
-                )
+            await self._temporal.start(
+                name, start, record.run_id, record.tenant, start.tenant_weight, id_reuse_policy=policy
+            )
         except WorkflowAlreadyStartedError:
             if resumed:
                 raise Conflict(f"{record.run_id} is running") from None

@@ -87,24 +87,6 @@ def current_traceparent() -> str | None:
     return carrier.get(_TRACE_PARENT)
 
 
-@contextmanager
-def span_of_start(accepted_in: str | None, tracer: trace.Tracer | None = None) -> Iterator[None]:
-    """Hold a span for the start of a run's workflow, linked to the trace in which the run was accepted where that is
-    another one: of the request that resumes it. What nobody asks for at this moment goes on with that trace.
-
-    `accepted_in`: the header of that trace; None where it is not known, which makes no span.
-    """
-    accepted = trace.get_current_span(context_of(accepted_in)).get_span_context()
-    now = trace.get_current_span().get_span_context()
-    if not accepted.is_valid or accepted.trace_id == now.trace_id:
-        yield
-        return
-    tracer = tracer or trace.get_tracer("longshore.service")
-    context, links = (None, [trace.Link(accepted)]) if now.is_valid else (context_of(accepted_in), [])
-    with tracer.start_as_current_span("start run", context, links=links):
-        yield
-
-
 def current_ids() -> dict[str, str]:
     """Return the ids of what is being done here, for a line of the log."""
     found: dict[str, str] = {}

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from longshore.fields import Frozen, Name, added, pattern
+from longshore.fields import Frozen, Name, pattern
 from longshore.losses import PPO
 from longshore.training import Dtype, Full, SessionRun, fields_fit_engine
 from shared.field_rules import NO_NUL
@@ -282,4 +282,3 @@ class RunRecord(Frozen):
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")
     precision: Precision | None = Field(default=None, description="of its dtype, which is never `auto` here")
-    traceparent: str | None = added(None, description="of the trace in which it was accepted, if there was one")

@@ -18,9 +18,7 @@ def test_a_run_is_accepted_runs_and_succeeds(api, service: Service) -> None:
     assert view.run.name == "harbour"
     done = ended(api, view.run_id)
     assert (done.state, done.step, done.metrics) == ("succeeded", 4, {"loss": 1.5})
-    written = service.store.get_bytes(RunKeys(view.run_id).record)
-    record = RunRecord.model_validate_json(written)
-    assert b"traceparent" not in written, "it is new, and there is no trace"
+    record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(view.run_id).record))
     assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour", dtype="float32"))
     assert record.threads_per_rank == service.settings.cpu_threads
 
@@ -42,13 +40,6 @@ def test_a_preference_run_is_accepted_with_its_kind(api) -> None:
         assert (refused.status_code, refused.json()["error"]["place"]) == (422, place)
     pairs = {"uri": "file:///d", "format": "openai_preference"}
     assert "which dpo learns from" in api.post("/runs/sft", json=sft(dataset=pairs)).json()["error"]["message"]
-
-
-def test_a_run_keeps_the_trace_in_which_it_was_accepted(api, service: Service) -> None:
-    asked_in = f"00-{'a' * 32}-{'b' * 16}-01"
-    answer = api.post("/runs/sft", json=sft(seed=SUCCEEDS), headers={"traceparent": asked_in})
-    record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(answer.json()["run_id"]).record))
-    assert record.traceparent == asked_in
 
 
 def test_a_failed_run_says_why(api) -> None:

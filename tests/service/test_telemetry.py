@@ -59,28 +59,6 @@ def test_of_a_request_its_traceparent_is_taken_and_no_text() -> None:
         assert not trace.get_current_span(traces.context_of(broken)).get_span_context().is_valid
 
 
-def test_the_start_of_a_run_is_linked_to_the_trace_in_which_it_was_accepted() -> None:
-    provider, kept = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    tracer, accepted_in = provider.get_tracer("test"), f"00-{'a' * 32}-{'b' * 16}-01"
-    with (
-        tracer.start_as_current_span("accept") as accepting,
-        traces.span_of_start(traces.current_traceparent(), tracer),
-    ):
-        pass
-    with tracer.start_as_current_span("resume") as resuming, traces.span_of_start(accepted_in, tracer):
-        pass
-    with traces.span_of_start(accepted_in, tracer):  # Temporal was away when it was accepted
-        pass
-    with traces.span_of_start(None, tracer):
-        pass
-    resumed, late = (span for span in kept.get_finished_spans() if span.name == "start run")
-    ids = [trace.format_trace_id(link.context.trace_id) for link in resumed.links]
-    assert ids == ["a" * 32] and resumed.context.trace_id == resuming.get_span_context().trace_id
-    assert trace.format_trace_id(late.context.trace_id) == "a" * 32 and not late.links
-    assert accepting.get_span_context().trace_id not in (resumed.context.trace_id, late.context.trace_id)
-
-
 def test_a_span_is_sent_without_what_is_not_listed() -> None:
     provider, kept = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
