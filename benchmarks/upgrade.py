@@ -7,9 +7,9 @@ On one Temporal server, one store and one database the hosts and the web service
 of each of six kinds, and once each of these has trained `--runs` more, each with a seed of its own. When those are
 accepted and one of them has trained, all moves to this checkout, the build `after`, as docs/operations.md says: control
 hosts beside the old ones, `longshore builds use`, new GPU and sampler hosts, the old ones are told to leave, and
-another web service. One more run of each kind begins there. Once those have trained, all moves back in the same way, and one
-more of each kind begins. Clients of sessions and of RL runs send a third of their work behind each move. The control
-host of `after` is stopped once `longshore builds ls` says that the build has drained.
+another web service. One more run of each kind begins there. Once those have trained, all moves back, the web service
+first, and one more of each kind begins. Clients of sessions and of RL runs send a third of their work behind each move.
+The control host of `after` is stopped once `longshore builds ls` says that the build has drained.
 
 Then `after` alone does the same runs, and what they publish is compared. Prints a table by kind, and JSON.
 """

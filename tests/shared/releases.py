@@ -9,7 +9,7 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -73,6 +73,11 @@ def fields() -> dict[str, list[str]]:
     }
 
 
+def _lines(found: Mapping[str, object]) -> str:
+    """JSON with a line for each name."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()) + "\n}\n"
+
+
 if __name__ == "__main__":
     stores = [Path(each) for each in sys.argv[2:]]
-    Path(sys.argv[1]).write_text(json.dumps(recorded(stores) if stores else fields(), indent=0) + "\n")
+    Path(sys.argv[1]).write_text(_lines(recorded(stores) if stores else fields()))
