@@ -14,6 +14,15 @@ def pattern(expression: str, words: str, **rules: Any) -> Any:
     return Field(pattern=expression, **rules)
 
 
+def added(default: Any, **rules: Any) -> Any:
+    """Return `Field(default, **rules)` for a field that the release before did not have.
+
+    It is left out of JSON where it has its default. So hosts of the release before, which refuse names that they do not
+    know, go on with what has no part in it, and refuse what has. A release later it may be a `Field` like any other.
+    """
+    return Field(default, exclude_if=lambda value: value == default, **rules)
+
+
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[
     str,

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 Role = Literal["control", "gpu", "sampler"]
 
+_NOTICE_EVERY_S = 0.5
 _M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
 _log = logging.getLogger("longshore.host")
 
@@ -79,6 +80,8 @@ async def serve_host(
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect_temporal(settings, interceptors=[record], leave=stopped.set)
+        if settings.drain_notice is not None:
+            stack.callback(asyncio.create_task(_heed(settings.drain_notice, stopped)).cancel)
         await record.report_lost(client)
         match role:
             case "control":
@@ -117,6 +120,15 @@ async def serve_host(
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)
+
+
+async def _heed(notice: Path, stopped: asyncio.Event) -> None:
+    """Set `stopped` once something is at the path of the settings' `drain_notice`."""
+    while not stopped.is_set():
+        if await asyncio.to_thread(os.path.exists, notice):  # False where it cannot be looked for
+            _log.info("%s is there: this host leaves", notice)
+            stopped.set()
+        await asyncio.sleep(_NOTICE_EVERY_S)
 
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:

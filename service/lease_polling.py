@@ -96,6 +96,7 @@ class LeasePolling:
         """
         async with self._make():
             self._begun()
+            self._standing.asks()
             await self._until_left(again_at)
             num_offered, leaves = self._standing.num_offered, self._is_idle(close=True)
         self._standing.is_closing = False

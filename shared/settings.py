@@ -294,6 +294,9 @@ class Settings(BaseSettings):
         gt=0,
         description="for which a run that needs several hosts keeps those that it has while others are not free",
     )
+    drain_notice: Path | None = Field(
+        default=None, description="of a host: it leaves as on SIGTERM once this file is there, such as a spot notice"
+    )
     launch: str | None = Field(
         default=None, description="of a host: the name under which it was started (service/launching.py)"
     )

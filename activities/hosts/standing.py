@@ -64,7 +64,8 @@ class Standing:
         self.is_doubtful = False  # a worker was lost, or a job failed, since the last check
         self.is_closing = False  # leases that still come are given back at once
         self.num_offered = 0
-        self._num_held, self._is_examined, self._is_retired = 0, False, False
+        self._num_held, self._is_retired = 0, False
+        self._is_examined = self._has_asked = False
         self._idle_since = time.monotonic()
 
     def examine(self) -> None:
@@ -76,6 +77,11 @@ class Standing:
         if lacks != self.state.lacks:
             _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
         self._change(lacks=lacks)
+
+    def asks(self) -> None:
+        """Count idle time from when this host first asks for leases: to make its first worker may take seconds."""
+        if not self._has_asked:
+            self._has_asked, self._idle_since = True, time.monotonic()
 
     def beat(self) -> None:
         """Write the state into the store, and note whether there are others that take leases."""
@@ -122,7 +128,8 @@ class Standing:
         return self._alone_since is not None or not self.state.is_quarantined(time.time())
 
     def is_idle(self, after_s: float, close: bool = False) -> bool:
-        """Return True if nothing has come from the lease queue for a time since the first check, and none is in hand.
+        """Return True if nothing has come from the lease queue for a time, and none is in hand. The time begins as the
+        host asks for leases, or at its first check where that finds something lacking.
 
         `close`: if so, give back leases that come from now on.
         """

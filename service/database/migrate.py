@@ -1,5 +1,10 @@
-"""Migrate the tables to the newest revision, in one transaction, one process at a time."""
+"""Migrate the tables to the newest revision, in one transaction, one process at a time.
 
+Services of the release before serve on the tables, too, while one takes another's place or goes back. So a migration
+adds tables, indexes, and columns that may be left out; what the code does not use any more goes a release later.
+"""
+
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -10,11 +15,14 @@ from sqlalchemy import Connection, text
 
 from service.database.engine import Database
 
+_log = logging.getLogger("longshore.service")
 _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 
 
 def upgrade(database: Database) -> bool:
     """Run the migrations that are missing. Returns whether the database was empty before.
+
+    A database that a newer release has migrated stays as it is.
 
     Raises DatabaseUnavailable: it cannot be reached.
     """
@@ -22,6 +30,9 @@ def upgrade(database: Database) -> bool:
         if not database.is_sqlite:
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         before = revision(connection)
+        if before is not None and before not in _revisions():
+            _log.warning("a newer version has migrated the database to revision %s: it stays so", before)
+            return False
         command.upgrade(_config(connection), "head")
         return before is None
 
@@ -34,6 +45,10 @@ def revision(connection: Connection) -> str | None:
 def newest() -> str | None:
     """Return the revision that this code needs."""
     return ScriptDirectory.from_config(_config()).get_current_head()
+
+
+def _revisions() -> set[str]:
+    return {each.revision for each in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def _config(connection: Connection | None = None) -> Config:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
@@ -89,6 +90,17 @@ def test_migrations_make_the_tables_that_the_code_has(migrated: Database) -> Non
     with migrated.connection() as connection:
         assert migrate.revision(connection) == migrate.newest()
         assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+
+
+def test_a_service_that_goes_back_serves_on_what_a_newer_one_has_migrated(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/newer.db")
+    assert migrate.upgrade(database), "it was empty"
+    newer = "UPDATE alembic_version SET version_num = 'newer'"
+    database.write(lambda session: session.execute(text(newer)))
+    assert not migrate.upgrade(database)
+    with database.connection() as connection:
+        assert migrate.revision(connection) == "newer"
+    database.close()
 
 
 async def test_of_many_who_want_the_last_places_so_many_get_one(database: Database, tmp_path) -> None:

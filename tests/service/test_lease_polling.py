@@ -2,29 +2,40 @@
 
 import asyncio
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from temporalio import activity
-from temporalio.client import Client
+from temporalio.client import Client, PendingActivityState
 from temporalio.common import RetryPolicy
 from temporalio.worker import Worker
 
 from activities.hosts.standing import Standing
 from service.lease_polling import IdleExit, LeasePolling
+from service.temporal import described
 from shared.storage.host_states import HostState
 from shared.storage.store import LocalStore
+from tests.workflows.stack import eventually
 
 IDLE_S = 0.3
 
 
-class Closing(Standing):
-    """A standing in which something happens at the moment that its host stops asking, before the poller knows."""
+class Watched(Standing):
+    """A standing that is idle once it `may_be`, and in which something happens at the moment that its host stops
+    asking, before the poller knows.
+    """
 
-    def __init__(self, *arguments, then) -> None:
-        self._then, self._closes = then, False
-        super().__init__(*arguments)
+    def __init__(self, folder: Path, then: Callable[[], object] = lambda: None) -> None:
+        self._then, self._closes, self.may_be = then, False, False
+        state = HostState(role="gpu", shape="cpu", name="here", queue="own", seen_at=0.0)
+        super().__init__(LocalStore(folder), state, tuple)
+
+    def is_idle(self, after_s: float, close: bool = False) -> bool:
+        return self.may_be and super().is_idle(after_s, close)
 
     @property
     def is_closing(self) -> bool:
@@ -33,57 +44,101 @@ class Closing(Standing):
     @is_closing.setter
     def is_closing(self, closes: bool) -> None:
         self._closes = closes
-        if closes and self._then is not None:
-            then, self._then = self._then, None
+        if closes:
+            then, self._then = self._then, lambda: None
             then()
 
 
-async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(temporal_address: str, tmp_path) -> None:
-    """Temporal has given it to the host before the host says that it asks no more: the host starts nothing for it,
-    gives it back at once, and goes on asking."""
-    queue, told, attempts = uuid.uuid4().hex, list[str](), list[int]()
-    left = asyncio.Event()
+@pytest.fixture
+async def client(temporal_address: str) -> Client:
+    return await Client.connect(temporal_address)
 
-    def lease_now() -> None:
+
+class Leases:
+    """A host of one lease at a time, and what becomes of a lease that Temporal gives it at a moment of its choice."""
+
+    def __init__(self, client: Client, folder: Path) -> None:
+        self.client, self.queue = client, uuid.uuid4().hex
+        self.standing = Watched(folder, then=self._lease_now)
+        self.held, self.num_workers = list[bool](), 0  # by attempt
+
+    def worker(self) -> Worker:
+        self.num_workers += 1
+        return Worker(self.client, task_queue=self.queue, activities=[self.lease], max_concurrent_activities=1)
+
+    @activity.defn(name="lease")
+    async def lease(self) -> None:
+        self.held.append(False)
+        with self.standing.offered("r1", ()):
+            self.held[-1] = True
+
+    async def polls(self) -> bool:
+        return bool((await described(self.client, self.queue)).pollers)
+
+    async def was_given_back(self) -> bool:
+        return (await self.client.get_activity_handle(self.queue).describe()).attempt > 1
+
+    def _lease_now(self) -> None:
         """In a thread, and waited for: this host's poll is at Temporal meanwhile."""
-        thread = threading.Thread(target=lambda: asyncio.run(_start(temporal_address, queue)))
+        address = self.client.service_client.config.target_host
+        thread = threading.Thread(target=lambda: asyncio.run(_give(address, self.queue)))
         thread.start()
         thread.join()
 
-    state = HostState(role="gpu", shape="cpu", name="here", queue="own", seen_at=0.0)
-    standing = Closing(LocalStore(tmp_path), state, tuple, then=lease_now)
 
-    @activity.defn(name="lease")
-    async def lease() -> None:
-        attempts.append(activity.info().attempt)
-        told.append("left" if left.is_set() else "there")
-        with standing.offered("r1", ()):
-            told.append("held")
-
-    client = await Client.connect(temporal_address)
-
-    made = 0
-
-    def make() -> Worker:
-        nonlocal made
-        made += 1
-        return Worker(client, task_queue=queue, activities=[lease], max_concurrent_activities=1)
-
-    async with LeasePolling(standing, make, IdleExit(IDLE_S, left.set)):
-        await asyncio.wait_for(left.wait(), 60)
-    if not attempts:
-        pytest.skip("its poll had ended: the lease stayed in the queue, for another host")
-    assert attempts[0] == 1 and told[0] == "there" and "held" not in told[:2], "given back at once"
-    assert made >= 2, "it went on asking: here the lease may come again before it leaves, or wait for another host"
+async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(client: Client, tmp_path: Path) -> None:
+    """Temporal has given it to the host before the host says that it asks no more: the host starts nothing for it,
+    gives it back at once, and goes on asking."""
+    host, left = Leases(client, tmp_path), asyncio.Event()
+    async with LeasePolling(host.standing, host.worker, IdleExit(IDLE_S, left.set)):
+        await eventually(host.polls, "its poll is at Temporal", 120)
+        host.standing.may_be = True
+        await asyncio.wait_for(left.wait(), 120)
+    assert host.held[:1] == [False] and await host.was_given_back(), "nothing was started for it"
+    assert host.num_workers >= 2, "it went on asking: here the lease may come again, or wait for another host"
 
 
-async def _start(address: str, queue: str) -> None:
+async def test_a_lease_that_is_given_as_a_host_is_told_to_leave_is_given_back(client: Client, tmp_path: Path) -> None:
+    host = Leases(client, tmp_path)
+    async with LeasePolling(host.standing, host.worker):
+        await eventually(host.polls, "its poll is at Temporal", 120)
+    assert host.held == [False]
+    assert await host.was_given_back(), "Temporal need not wait for its end"
+
+
+async def _give(address: str, queue: str) -> None:
+    """Start a lease, and wait until Temporal has given it to whoever asks."""
     client = await Client.connect(address)
-    await client.start_activity(
+    lease = await client.start_activity(
         "lease",
         id=queue,
         task_queue=queue,
-        start_to_close_timeout=timedelta(seconds=60),
+        start_to_close_timeout=timedelta(seconds=120),
         retry_policy=RetryPolicy(initial_interval=timedelta(milliseconds=10), maximum_attempts=3),
     )
-    await asyncio.sleep(0.3)  # it is on its way to the poll by then
+
+    async def is_given() -> bool:
+        return (await lease.describe()).run_state == PendingActivityState.STARTED
+
+    await eventually(is_given, "the lease is given", 60)
+
+
+async def test_a_host_is_idle_from_when_it_asks(client: Client, tmp_path: Path) -> None:
+    """Its first worker takes longer to make than it may be idle: the SDK reads all modules for that."""
+    asks_at, left = list[float](), asyncio.Event()
+    standing = Watched(tmp_path)
+    standing.may_be = True
+
+    def make() -> Worker:
+        time.sleep(2 * IDLE_S)
+        return Worker(client, task_queue=uuid.uuid4().hex, activities=[_none], max_concurrent_activities=1)
+
+    async with LeasePolling(standing, make, IdleExit(IDLE_S, left.set), lambda: asks_at.append(time.monotonic())):
+        await asyncio.wait_for(left.wait(), 120)
+        left_at = time.monotonic()
+    assert left_at - asks_at[0] >= IDLE_S
+
+
+@activity.defn(name="lease")
+async def _none() -> None:
+    """Never asked for."""

@@ -1,12 +1,19 @@
-"""Keep files that a release has written, for the next one to read: one of each kind, of the stores of its tests.
+"""Keep files that a release has written, for the next one to read, one of each kind, of the stores of its tests; and
+the names of the fields that it knows.
 
 python -m tests.shared.releases FILE.json STORE…
+python -m tests.shared.releases FIELDS.json
 """
 
 import json
+import pkgutil
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+
+from longshore.fields import Frozen
 
 _MOST_BYTES = 20_000
 _IDS = (
@@ -39,5 +46,38 @@ def recorded(stores: list[Path]) -> dict[str, str]:
     return dict(sorted(kept.items()))
 
 
+def exchanged() -> dict[str, list[type[Frozen]]]:
+    """Models that hosts and services of two releases exchange, by name, wherever they are defined."""
+    for name in ("longshore", "shared", "activities", "workflows"):
+        package = import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            import_module(module.name)
+    found: dict[str, list[type[Frozen]]] = {}
+    for model in _below(Frozen):
+        if model.__module__.partition(".")[0] in ("longshore", "shared", "activities", "workflows"):
+            found.setdefault(model.__qualname__, []).append(model)
+    return found
+
+
+def _below(parent: type[Frozen]) -> Iterator[type[Frozen]]:
+    for model in parent.__subclasses__():
+        yield model
+        yield from _below(model)
+
+
+def fields() -> dict[str, list[str]]:
+    """The names of their fields."""
+    return {
+        name: sorted({each for model in models for each in model.model_fields})
+        for name, models in sorted(exchanged().items())
+    }
+
+
+def _lines(found: Mapping[str, object]) -> str:
+    """JSON with a line for each name."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()) + "\n}\n"
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(recorded([Path(each) for each in sys.argv[2:]]), indent=0) + "\n")
+    stores = [Path(each) for each in sys.argv[2:]]
+    Path(sys.argv[1]).write_text(_lines(recorded(stores) if stores else fields()))

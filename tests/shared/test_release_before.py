@@ -1,6 +1,7 @@
-"""Files of the store as the release before has written them are read: jobs, events, records, states, commands.
+"""Files of the store as the release before has written them are read: jobs, events, records, states, commands. And the
+release before reads what this one writes, as long as nobody asks for what is new.
 
-`python -m tests.shared.releases` keeps them, when a release is made (CONTRIBUTING.md).
+`python -m tests.shared.releases` keeps what these tests compare with, when a release is made (CONTRIBUTING.md).
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from activities.grading.grade import GradeSummary
 from activities.hosts.lease import LeaseRecord
@@ -19,6 +21,7 @@ from activities.sampling.sample import SampledSummary
 from activities.tokenizing.render_prompts import PromptsReport
 from activities.trajectories.group_samples import GroupsMade
 from longshore.commands import CommandResult
+from longshore.fields import Frozen, added
 from megatron_worker.training.checkpoint import CheckpointState
 from shared.chat.answer_records import AnswerRecord
 from shared.grading.graders import SampleGrade
@@ -30,7 +33,9 @@ from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, StepStatus
 from shared.storage.artifacts import Manifest
 from shared.storage.host_states import HostAddress
+from tests.shared.releases import exchanged
 
+FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("fields_before.json").read_text())
 FILES: dict[str, str] = json.loads(Path(__file__).with_name("release_before.json").read_text())
 Read = Callable[[bytes], object]
 
@@ -77,3 +82,28 @@ def test_each_kind_of_file_is_there() -> None:
     """So that no pattern reads nothing."""
     for pattern in READERS:
         assert any(re.search(f"{pattern}($| )", kind) for kind in FILES), pattern
+
+
+def test_a_field_that_is_new_is_left_out_where_it_has_its_default() -> None:
+    """Else no host of the release before could go on with a run of this one, when an installation goes back."""
+    known = {name: models for name, models in exchanged().items() if name in FIELDS}
+    assert len(known) > len(FIELDS) / 2, "models were renamed: keep their fields anew"
+    for name, models in known.items():
+        for model in models:
+            for each in model.model_fields.keys() - set(FIELDS[name]):
+                field, told = model.model_fields[each], f"{name}.{each} is new: use longshore.fields.added"
+                assert not field.is_required() and field.exclude_if is not None, told
+                assert field.exclude_if(field.get_default(call_default_factory=True)), told
+
+
+def test_the_release_before_reads_what_has_no_part_in_what_is_new() -> None:
+    class Before(Frozen):
+        steps: int
+
+    class After(Before):
+        nodes: int = added(1, ge=1)
+
+    assert Before.model_validate_json(After(steps=3).model_dump_json()) == Before(steps=3)
+    assert After.model_validate_json('{"steps":3}') == After(steps=3, nodes=1)
+    with pytest.raises(ValidationError, match="nodes"):
+        Before.model_validate_json(After(steps=3, nodes=2).model_dump_json())

@@ -131,7 +131,9 @@ class Stack:
         launch: str = "",
         seal_key: str | None = None,
     ) -> BaseProcess:
-        """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common.
+        """A host in a process of its own, to be killed, or told to leave by a file `notice` in its root.
+
+        `root`: of another machine, which has the store in common.
 
         `idle_s`, `launch`: it leaves by itself after such a time without a lease; by which name it was started.
         """
@@ -146,6 +148,7 @@ class Stack:
             "LONGSHORE_SEAL_KEY": seal_key or _seal_key(given),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
             "LONGSHORE_LAUNCH": launch,
+            "LONGSHORE_DRAIN_NOTICE": str(root / "notice"),
         }
         root.mkdir(parents=True, exist_ok=True)
         said = root / "host.log"

@@ -110,7 +110,8 @@ def upgrade() -> None:
 
     with _opened() as (_, database):
         migrate.upgrade(database)
-        say(f"the database is at revision {migrate.newest()}")
+        with database.connection() as connection:
+            say(f"the database is at revision {migrate.revision(connection)}")
 
 
 @command(builds)

@@ -74,6 +74,11 @@ async def never(condition: Callable[[], Awaitable[int]], num_looks: int = 10) ->
     return not any([await condition() for _ in range(num_looks)])
 
 
+async def at_rest(stack: Stack, launcher: ForkedHosts) -> bool:
+    """Nothing waits and no host is up: asked in this order, as what waits may start one in between."""
+    return not await waiting(stack.client, stack.settings.lease_queue) and not launcher.launched()
+
+
 def is_alone(stack: Stack) -> bool:
     return not read_states(stack.store, stack.settings.shape)
 
@@ -102,8 +107,9 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
             name = chance.choice(sorted(launcher.launched()))
             launcher.hosts[name].terminate()
             statuses = [await asyncio.wait_for(handle.result(), 120) for handle in handles]
-            await eventually(lambda: not launcher.launched(), "hosts that leave", 60)
-            assert await never(lambda: waiting(stack.client, queue))
+            # What Temporal says is up to 5 s old: a lease that was taken as late may start one more host, for nothing.
+            await eventually(lambda: at_rest(stack, launcher), "zero hosts, and nothing that waits", 120)
+        await eventually(lambda: not launcher.launched(), "one that was about to start leaves", 120)
         for place, status in enumerate(statuses):
             assert stack.weights(status) == adapter_bytes(trial + place, NUM_STEPS)
             assert status.workers_lost == 0
@@ -156,14 +162,17 @@ async def _is_up(stack: Stack) -> bool:
 
 
 async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal_address: str, tmp_path: Path) -> None:
-    """The host's heartbeats go on while its job finishes a long step."""
+    """The host's heartbeats go on while its job finishes a long step. Here a file tells it to leave, as of a spot
+    notice that another container hears of.
+    """
     async with started(temporal_address, tmp_path) as stack:
         long_s = 3 * (given := RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=2)).heartbeat_timeout_s
         host = stack.spawn_gpu_host(long_s)
         handle = await stack.start(steps=3, checkpoint_every=1000, timing=given)
         await eventually(lambda: is_at(stack, handle.id, 1), "a step", 120)
-        host.terminate()
+        (stack.settings.root_path / "notice").touch()
         await asyncio.to_thread(host.join, 120)
+        assert host.exitcode == 0
         await stack.add_gpu_host()
         status = await asyncio.wait_for(handle.result(), 120)
         assert status.workers_lost == 0 and steps(stack, handle.id) == [1, 2, 3]
