@@ -73,7 +73,8 @@ def collect(
     found = list(due(census, policy, began if now is None else now))
     num_withdrawn = 0
     if is_dry:
-        freed = [row for each in found for row in _would_free(each)]
+        heaps = [(each, *of) for each in found for of in zip(each.whats, each.heaps, strict=True)]
+        freed = [_freed(each, what, heap.num_objects, heap.num_bytes) for each, what, heap in heaps]
     else:
         with ThreadPoolExecutor(at_once, thread_name_prefix="garbage") as threads:
             done = list(threads.map(lambda each: _delete_or_tell(store, policy, each, census), found))
@@ -94,11 +95,6 @@ def collect(
         held_back_by=without_marks(census),
         measured=census.measured(),
     )
-
-
-def _would_free(each: Due) -> list[Freed]:
-    heaps = zip(each.whats, each.heaps, strict=True)
-    return [_freed(each, what, heap.num_objects, heap.num_bytes) for what, heap in heaps]
 
 
 def _freed(each: Due, what: What, num_objects: int, num_bytes: int) -> Freed:
