@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from longshore.fields import Artifact
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT
-from shared.storage.paths import MANIFEST, RunKeys, is_job
+from shared.storage.checkpoints import is_job
+from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.removal import RemovedRun
 from shared.storage.store import ObjectInfo, ObjectStore
 from shared.storage.uses import MARKS, SHARED, RunEnd, of_mark, removed_run, unit_of

@@ -18,16 +18,8 @@ from shared.jobs.job import Job
 from shared.provenance import Envelope
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest, refer
-from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step
-from shared.storage.paths import (
-    MANIFEST,
-    RunKeys,
-    checkpoint_adapter,
-    is_job,
-    published,
-    published_version,
-    version_claim,
-)
+from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step, is_job
+from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
 from shared.storage.store import ObjectStore, uri_of
 
 Kind = Literal["adapters", "models", "checkpoints"]

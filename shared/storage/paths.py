@@ -129,7 +129,10 @@ def tenant_folder(tenant: str = "") -> str:
 
 
 def idempotency(tenant: str, key: str | None = None) -> str:
-    """Which run an Idempotency-Key made, by its hash, as it may hold anything; without a key, the prefix of all."""
+    """The object that remembers which run an Idempotency-Key made; without a key, the prefix of all of them.
+
+    Keys are hashed: they may hold anything.
+    """
     return f"index/idempotency/{tenant}/" + ("" if key is None else f"{hashlib.sha256(key.encode()).hexdigest()}.json")
 
 
@@ -227,8 +230,9 @@ def tinker_records(tenant: str = "") -> str:
 
 
 def counted_records(tenant: str) -> tuple[str, ...]:
-    """The prefixes of records that a tenant's requests make. They count as bytes that it stores; those that lie
-    elsewhere, such as a run's, are noted in the tenant's ledger (stored_bytes.py).
+    """The prefixes of records that a tenant's requests make. They count as bytes that it stores.
+
+    Records that lie elsewhere, such as a run's, are noted in the tenant's ledger (stored_bytes.py).
     """
     ours = (tinker_records, art_model, art_name, schedule_record, webhook_record, file_record, chunked_upload)
     return *(prefix(tenant) for prefix in ours), SweepKeys(tenant).prefix, idempotency(tenant), sent_request(tenant)
@@ -277,11 +281,6 @@ def sampled_part(key: str, group: int) -> str:
 
 def grouped(key: str) -> str:
     return f"grouped/{key}/groups"
-
-
-def is_job(key: str) -> bool:
-    """Return True for a key of `RunKeys.job`."""
-    return key.endswith("/job.json")
 
 
 def is_grouped(key: str) -> bool:
@@ -344,7 +343,9 @@ def checkpoint_adapter_run(tenant: str, key: str) -> str | None:
 
 
 class HostPaths:
-    """Local folders of the hosts of one root. `cache`: of staged artifacts; `compiled`: of kernels."""
+    """Local folders of the hosts of one root: their records, workers, the cache of staged artifacts, compiled kernels,
+    and scratch.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from longshore.fields import Frozen
 from shared.storage import paths
+from shared.storage.checkpoints import is_job
 from shared.storage.store import ObjectInfo, ObjectStore
 from shared.storage.stored_bytes import Ledger
 from shared.storage.uses import delete_objects, marks_of, removed_run
@@ -27,7 +28,7 @@ def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> list[Ob
     """Delete what is in a removed run's folder, and its entries elsewhere. Returns what was deleted, entries apart."""
     keys = paths.RunKeys(removed.run_id)
     found = list(store.list(f"{keys.prefix}/"))
-    job = next((info.key for info in found if paths.is_job(info.key)), None)
+    job = next((info.key for info in found if is_job(info.key)), None)
     stay = {keys.record, keys.result, job} if removed.stays_published else set()
     store.delete(paths.run_index(removed.run_id))
     references = list(store.list(paths.checkpoint_adapter(removed.tenant, removed.run_id, "")))
