@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import tempfile
 import threading
 from collections.abc import Generator
 
@@ -31,7 +32,10 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     """
 
     def end() -> None:
-        faulthandler.dump_traceback(item.config.stash[_STDERR])
+        with tempfile.TemporaryFile(buffering=0) as stacks:  # at once, or another process writes in their midst
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            os.write(item.config.stash[_STDERR], stacks.read())
         os._exit(1)
 
     timer = threading.Timer(settings.timeout, end)
