@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from activities.bells import Bells
 from activities.confined import calls as confined
@@ -49,9 +49,6 @@ from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.host_states import told_file
 from shared.storage.paths import HostPaths
-
-if TYPE_CHECKING:
-    pass
 
 Role = Literal["control", "gpu", "sampler"]
 

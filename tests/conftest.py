@@ -1,21 +1,18 @@
 """What all tests share: one Temporal dev server, one S3 server and one tiny model a session. Real ones, on loopback."""
 
 import asyncio
-import faulthandler
 import gc
 import os
 import random
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
 import pytest
-import pytest_timeout
 
 from examples.tiny_model import make_tiny_model
 from longshore.server import with_import_path
@@ -26,6 +23,7 @@ from shared.storage.paths import MANIFEST
 from tests.depth import SEED
 from tests.leftovers import watch_over
 from tests.order import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
+from tests.told import pytest_configure, pytest_runtest_logreport, pytest_timeout_set_timer  # noqa: F401 (as well)
 
 # Imports and the collection of tests make objects that live for ever: pytest_collection_finish freezes them.
 gc.disable()
@@ -60,7 +58,6 @@ hypothesis.settings.load_profile("any machine")
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
-_STDERR = pytest.StashKey[int]()
 CORPUS = [
     "The harbour opens at dawn and the cranes begin to turn.",
     "user assistant system question answer: how many crates are on the quay? 42 crates.",
@@ -74,34 +71,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> Generator[None, None, None]:
-    """Say at once what failed: a run that is cut off has then said what it was about."""
-    yield
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\n!! {report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_STDERR] = os.dup(2)  # now: while a test runs, what is written there is captured
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
-    """A test that hangs may catch what is raised in it: its process ends, with all stacks on stderr. pytest-xdist fails
-    the test, and goes on in another process. (The plugin's own thread tells the stacks to a terminal, which processes
-    of pytest-xdist do not have.)
-    """
-
-    def end() -> None:
-        faulthandler.dump_traceback(item.config.stash[_STDERR])
-        os._exit(1)
-
-    timer = threading.Timer(settings.timeout, end)
-    timer.daemon = True
-    timer.start()
-    item.cancel_timeout = timer.cancel  # type: ignore[attr-defined]
-    return True
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file leaves for good is not looked through again: a worker in this process collects after each job."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def free_port() -> int:

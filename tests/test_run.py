@@ -10,7 +10,7 @@ XDIST_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist,p
 # A run of its own: what says that this process is one of pytest-xdist's is not for it.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | XDIST_ALONE
 CONFTEST = """
-from tests.conftest import pytest_configure, pytest_runtest_logreport, pytest_timeout_set_timer
+from tests.told import pytest_configure, pytest_runtest_logreport, pytest_timeout_set_timer
 from tests.order import pytest_xdist_make_scheduler
 """
 INI = "[pytest]\ntimeout = 60\n"

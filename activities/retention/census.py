@@ -4,6 +4,7 @@ One listing of each prefix, and of each run its record, its result and, if that 
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from longshore.fields import Artifact
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT
+from shared.storage.checkpoints import is_job
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.removal import RemovedRun
 from shared.storage.store import ObjectInfo, ObjectStore
@@ -110,6 +112,17 @@ class Census:
         known = (self.runs.get(run_id) for run_id in sorted(self.users.get(unit, ())))
         return [run for run in known if run is not None and run.is_on_record]
 
+    def discount(self, gone: Iterable[ObjectInfo]) -> None:
+        """Let deleted objects count no more in `measured`."""
+        for info in gone:
+            if (unit := unit_of(info.key)) is not None:
+                self.shared[unit].num_bytes -= info.size
+            elif info.key.startswith("runs/"):
+                _, run_id, path = info.key.split("/", 2)
+                what, noted = _kind(path, info.size)
+                self.runs[run_id].heaps[what].num_bytes -= info.size
+                self.runs[run_id].noted[what] -= noted
+
     def measured(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each tenant that its ledger does not have, by what they are of."""
         found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -162,11 +175,9 @@ def take(store: ObjectStore, *, reads_jobs: bool = True) -> Census:
 
 def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
     folder, _, rest = path.partition("/")
-    what = FOLDERS.get(folder, "records")
+    what, noted = _kind(path, info.size)
     run.heaps[what].add(info)
-    is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
-    if is_noted or (folder == "results" and info.size > _NOTED_RESULT_BYTES):
-        run.noted[what] += info.size
+    run.noted[what] += noted
     match folder, rest.split("/"):
         case "checkpoints", [label, step, *name]:
             heap = run.checkpoints.setdefault((step, label), Heap())
@@ -174,7 +185,7 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
             heap.num_bytes += info.size
             if name == [MANIFEST]:
                 heap.newest = info.modified
-        case "logs", [*_, "job.json"] if run.job is None:
+        case "logs", _ if run.job is None and is_job(info.key):
             run.job, run.job_bytes = info.key, info.size
         case "run.json", _:
             run.is_on_record = True
@@ -182,6 +193,14 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
             run.ended_at = info.modified
         case "starts", _:
             run.has_begun = True
+
+
+def _kind(path: str, size: int) -> tuple[What, int]:
+    """Return what an object of a run's folder is, and how many of its bytes the tenant's ledger has already."""
+    folder = path.partition("/")[0]
+    is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
+    is_noted = is_noted or (folder == "results" and size > _NOTED_RESULT_BYTES)
+    return FOLDERS.get(folder, "records"), size if is_noted else 0
 
 
 def _read(store: ObjectStore, run: RunFolder, reads_job: bool) -> None:

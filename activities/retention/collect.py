@@ -71,17 +71,19 @@ def collect(
     began = time.time()
     census = take(store, reads_jobs=policy.models_days is not None)
     found = list(due(census, policy, began if now is None else now))
-    after, num_withdrawn = census, 0
+    num_withdrawn = 0
     if is_dry:
-        freed = [row for each in found for row in _would_free(each)]
+        heaps = [(each, *of) for each in found for of in zip(each.whats, each.heaps, strict=True)]
+        freed = [_freed(each, what, heap.num_objects, heap.num_bytes) for each, what, heap in heaps]
     else:
         with ThreadPoolExecutor(at_once, thread_name_prefix="garbage") as threads:
             done = list(threads.map(lambda each: _delete_or_tell(store, policy, each, census), found))
-        freed = [row for rows in done for row in rows or ()]
         num_withdrawn = done.count(None)
+        gone = [(each, what, infos) for each, of in zip(found, done, strict=True) for what, infos in (of or {}).items()]
+        freed = [_freed(each, what, len(infos), sum(i.size for i in infos)) for each, what, infos in gone]
+        census.discount(info for _, _, infos in gone for info in infos)
         _clean_up(store, census, began)
-        after = take(store, reads_jobs=False) if freed else census
-        _put_measured(store, after.measured(), began)
+        _put_measured(store, census.measured(), began)
     return GarbageReport(
         is_dry=is_dry,
         began=began,
@@ -91,13 +93,8 @@ def collect(
         freed=_summed(freed),
         num_withdrawn=num_withdrawn,
         held_back_by=without_marks(census),
-        measured=after.measured(),
+        measured=census.measured(),
     )
-
-
-def _would_free(each: Due) -> list[Freed]:
-    heaps = zip(each.whats, each.heaps, strict=True)
-    return [_freed(each, what, heap.num_objects, heap.num_bytes) for what, heap in heaps]
 
 
 def _freed(each: Due, what: What, num_objects: int, num_bytes: int) -> Freed:
@@ -115,24 +112,23 @@ def _summed(rows: Iterable[Freed]) -> tuple[Freed, ...]:
     return tuple(row for _, row in sorted(found.items()))
 
 
-def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
+def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> Deleted | None:
     """Delete what is due of a unit. What cannot be read there must not keep the rest from being deleted."""
     try:
         return _delete(store, policy, each, census)
     except (ValueError, InvalidInput):
         _log.exception("nothing of %s is deleted", each.unit)
-        return []
+        return {}
 
 
-def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> list[Freed] | None:
+def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> Deleted | None:
     """Delete what is due of a unit. Returns None where it is needed after all, or another process deletes it."""
     with claiming(store, each.unit) as until:
         if until is None:
             return None
         if each.whats == ("removed",):
             assert each.run is not None
-            num_objects, num_bytes = delete_run(store, census.removed[each.run.run_id], until)
-            return [_freed(each, "removed", num_objects, num_bytes)]
+            return {"removed": delete_run(store, census.removed[each.run.run_id], until)}
         marks = marks_of(store, each.unit)
         if used_by(store, marks, but=each.run.run_id if each.run else None) is not None:
             return None
@@ -141,12 +137,10 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
             # comes or is resumed meanwhile puts its own.
             for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:
                 store.delete(info.key)
-            gone = list(delete_objects(store, list(store.list(each.unit)), until))
-            return [_freed(each, each.whats[0], len(gone), sum(info.size for info in gone))]
+            return {each.whats[0]: list(delete_objects(store, list(store.list(each.unit)), until))}
         if end_of(store, each.run.run_id) != each.run.end:
             return None  # it was resumed
-        deleted = _delete_parts(store, policy, each, each.run, until)
-        return [_freed(each, what, len(gone), sum(i.size for i in gone)) for what, gone in deleted.items()]
+        return _delete_parts(store, policy, each, each.run, until)
 
 
 def _delete_parts(store: ObjectStore, policy: RetentionSettings, each: Due, run: RunFolder, until: float) -> Deleted:

@@ -4,7 +4,7 @@ A unit is scored once, in the first bin of this rank that holds it, however ofte
 from a checkpoint is scored by its initial weights in the same bins, so that the scores are equal to the bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,9 +140,8 @@ def share_of_rank(data: PackedBatches, num_steps: int, dp_rank: int, dp_size: in
     """Return of each unit 1 over the number of ranks that score it, or 0 where this one does not: [U]."""
     held_RU = np.zeros((dp_size, data.units.header.num_units))
     for rank in range(dp_size):
-        for step in range(num_steps):
-            for units in data.bins_of_rank(step, rank, dp_size):
-                held_RU[rank, units] = 1
+        for units in _bins(data, range(num_steps), rank, dp_size):
+            held_RU[rank, units] = 1
     share_U: NDArray[np.float64] = held_RU[dp_rank] / np.maximum(held_RU.sum(axis=0), 1)
     return share_U
 
@@ -150,14 +149,12 @@ def share_of_rank(data: PackedBatches, num_steps: int, dp_rank: int, dp_size: in
 def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
     met: set[int] = set()
     fresh: list[Ints] = []
-    for step in range(num_steps):
-        for units in data.bins_of_rank(step, dp_rank, dp_size):
-            fresh.append(np.array([unit for unit in units if int(unit) not in met], dtype=np.int64))
-            met.update(units.tolist())
-    ahead = {
-        int(unit)
-        for step in range(first_step, num_steps)
-        for units in data.bins_of_rank(step, dp_rank, dp_size)
-        for unit in units
-    }
+    for units in _bins(data, range(num_steps), dp_rank, dp_size):
+        fresh.append(np.array([unit for unit in units if int(unit) not in met], dtype=np.int64))
+        met.update(units.tolist())
+    ahead = {int(unit) for units in _bins(data, range(first_step, num_steps), dp_rank, dp_size) for unit in units}
     return [units for units in fresh if any(int(unit) in ahead for unit in units)]
+
+
+def _bins(data: PackedBatches, steps: range, dp_rank: int, dp_size: int) -> Iterator[Ints]:
+    return (units for step in steps for units in data.bins_of_rank(step, dp_rank, dp_size))

@@ -67,12 +67,12 @@ class Removals:
             removed = self._checked(record, unit)
             note_removed(self._store, removed)
             self._database.write(lambda session: forget(session, removed))
-            num_objects, num_bytes = delete_run(self._store, removed, until)
+            gone = delete_run(self._store, removed, until)
         return RunRemoved(
             run_id=record.run_id,
             stays_published=removed.stays_published,
-            num_objects=num_objects,
-            num_bytes=num_bytes,
+            num_objects=len(gone),
+            num_bytes=sum(info.size for info in gone),
         )
 
     def _checked(self, record: RunRecord, unit: str) -> RemovedRun:

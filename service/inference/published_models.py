@@ -18,7 +18,7 @@ from shared.jobs.job import Job
 from shared.provenance import Envelope
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest, refer
-from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step
+from shared.storage.checkpoints import PUBLISHED_NAME, CheckpointName, checkpoint_of_step, is_job
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
 from shared.storage.store import ObjectStore, uri_of
 
@@ -342,7 +342,7 @@ class PublishedModels:
 
     def _job(self, run_id: str) -> Job:
         """Return any job of a run: they all train the same model."""
-        keys = (info.key for info in self._store.list(f"{RunKeys(run_id).logs}/") if info.key.endswith("/job.json"))
+        keys = (info.key for info in self._store.list(f"{RunKeys(run_id).logs}/") if is_job(info.key))
         key = next(keys, None)
         if key is None:
             raise NotFound(f"no job of {run_id} is on record")

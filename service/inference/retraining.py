@@ -18,7 +18,7 @@ from shared.jobs.events import Failed, Saved, Started, parse_event
 from shared.jobs.job import Job, JobPlan, artifacts_of
 from shared.provenance import started_of
 from shared.storage.artifacts import find_artifact
-from shared.storage.checkpoints import StoredCheckpoint, stored_checkpoints
+from shared.storage.checkpoints import StoredCheckpoint, is_job, stored_checkpoints
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
@@ -58,7 +58,7 @@ def stretches(store: ObjectStore, run_id: str) -> list[Stretch]:
     saved = stored_checkpoints(store, run_id)
     found = []
     for info in list(store.list(f"{RunKeys(run_id).logs}/")):
-        if info.key.endswith("/job.json"):
+        if is_job(info.key):
             job = Job.model_validate_json(store.get_bytes(info.key))
             found += [each for each in _of_job(store, job, saved) if _has_inputs(store, each.job)]
     return found

@@ -46,6 +46,11 @@ class StoredCheckpoint:
     key: str
 
 
+def is_job(key: str) -> bool:
+    """True for the key of a job's file below a run's logs."""
+    return key.endswith("/job.json")
+
+
 def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
     """List a run's checkpoints that have a manifest, the newest last."""
     return checkpoints_among(run_id, (info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")))

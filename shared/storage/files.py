@@ -1,7 +1,9 @@
 """Files on a host's disk: written whole or not at all, or for their owner alone; and sockets for theirs."""
 
+import errno
 import logging
 import os
+import shutil
 import socket
 import stat
 import uuid
@@ -32,6 +34,20 @@ def replacing(path: Path, is_durable: bool = True) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
     if is_durable:
         fsync_folder(path.parent)
+
+
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def copy_file(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy in the kernel where the file systems can (a reflink costs nothing), else through memory."""
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
+            pass
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_KERNEL_COPY:
+            raise
+        shutil.copyfileobj(source, target, 1 << 20)
 
 
 def private_folder(folder: Path) -> None:

@@ -4,7 +4,8 @@ from pydantic import Field
 
 from longshore.fields import Frozen
 from shared.storage import paths
-from shared.storage.store import ObjectStore
+from shared.storage.checkpoints import is_job
+from shared.storage.store import ObjectInfo, ObjectStore
 from shared.storage.stored_bytes import Ledger
 from shared.storage.uses import delete_objects, marks_of, removed_run
 
@@ -23,11 +24,11 @@ class RemovedRun(Frozen):
     stays_published: bool = Field(description="versions that it published stay, and need its record and one job")
 
 
-def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> tuple[int, int]:
-    """Delete what is in a removed run's folder, and its entries elsewhere. Returns objects and bytes."""
+def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> list[ObjectInfo]:
+    """Delete what is in a removed run's folder, and its entries elsewhere. Returns what was deleted, entries apart."""
     keys = paths.RunKeys(removed.run_id)
     found = list(store.list(f"{keys.prefix}/"))
-    job = next((info.key for info in found if info.key.endswith("/job.json")), None)
+    job = next((info.key for info in found if is_job(info.key)), None)
     stay = {keys.record, keys.result, job} if removed.stays_published else set()
     store.delete(paths.run_index(removed.run_id))
     references = list(store.list(paths.checkpoint_adapter(removed.tenant, removed.run_id, "")))
@@ -35,8 +36,7 @@ def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> tuple[i
     for info in [*store.list(own), *marks_of(store, keys.prefix)]:  # first, as nobody would find them later
         if not (removed.stays_published and info.key.startswith(f"{own}record/")):
             store.delete(info.key)
-    gone = list(delete_objects(store, (*references, *(info for info in found if info.key not in stay)), until))
-    return len(gone), sum(info.size for info in gone)
+    return list(delete_objects(store, (*references, *(info for info in found if info.key not in stay)), until))
 
 
 def note_removed(store: ObjectStore, removed: RemovedRun) -> None:

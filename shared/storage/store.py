@@ -1,14 +1,14 @@
 """The object store: one Protocol, plain files for `file://`, boto3 for `s3://`."""
 
 import errno
+import fcntl
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.files import fsync_folder, replacing, write_atomically
+from shared.storage.files import copy_file, fsync_folder, replacing, write_atomically
 
 if TYPE_CHECKING:
     from botocore.exceptions import _ResponseMetadataTypeDef
@@ -51,6 +51,10 @@ class ObjectStore(Protocol):
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create an object unless its key is taken; True if this call created it."""
+        ...
+
+    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
+        """Write an object that is still as `head` told; True if this call wrote it. Of several, one does."""
         ...
 
     def put_file(self, key: str, path: Path) -> None: ...
@@ -133,9 +137,16 @@ class LocalStore:
             fsync_folder(path.parent)
             return True
 
+    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
+        with disk_errors(self._path(key)) as path, path.with_name(".unchanged.tmp").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if is_same := self.head(key) == seen:
+                write_atomically(path, data)
+            return is_same
+
     def put_file(self, key: str, path: Path) -> None:
         with path.open("rb") as source, disk_errors(self._path(key)) as target, replacing(target) as copy:
-            _copy(source, copy)
+            copy_file(source, copy)
 
     def get_bytes(self, key: str) -> bytes:
         with self._open(key) as file:
@@ -144,7 +155,7 @@ class LocalStore:
     def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
         check()
         with self._open(key) as source, disk_errors(path), replacing(path) as copy:
-            _copy(source, copy)
+            copy_file(source, copy)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         with self._open(key) as file:
@@ -222,20 +233,6 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy in the kernel where the file systems can (a reflink costs nothing), else through memory."""
-    try:
-        while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
-            pass
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_KERNEL_COPY:
-            raise
-        shutil.copyfileobj(source, target, 1 << 20)
-
-
 @contextmanager
 def disk_errors(path: Path) -> Iterator[Path]:
     """Raise errors of a full or forbidden disk as our own, with its path.
@@ -272,9 +269,18 @@ class S3Store:
             self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
+        return self._put_if(key, data, partial(self._client.put_object, IfNoneMatch="*"))
+
+    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
+        try:
+            return self._put_if(key, data, partial(self._client.put_object, IfMatch=seen.etag or ""))
+        except NotFound:
+            return False
+
+    def _put_if(self, key: str, data: bytes, put: Callable[..., object]) -> bool:
         with self._errors(key):
             for pause_s in (0.1, 0.4, 1.0, 0.0):
-                refusal = self._refusal_to_create(key, data)
+                refusal = self._refusal(key, data, put)
                 if refusal is None:
                     return True
                 if refusal["HTTPStatusCode"] == 412:
@@ -283,11 +289,11 @@ class S3Store:
                 time.sleep(pause_s)  # 409: another write to this key is under way
         raise StoreUnavailable(f"{self.uri}/{key}: others keep writing this object")
 
-    def _refusal_to_create(self, key: str, data: bytes) -> "_ResponseMetadataTypeDef | None":
+    def _refusal(self, key: str, data: bytes, put: Callable[..., object]) -> "_ResponseMetadataTypeDef | None":
         from botocore.exceptions import ClientError
 
         try:
-            self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, IfNoneMatch="*")
+            put(Bucket=self.bucket, Key=self._key(key), Body=data)
         except ClientError as error:
             if (answer := error.response["ResponseMetadata"])["HTTPStatusCode"] in (409, 412):
                 return answer

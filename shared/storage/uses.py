@@ -102,13 +102,13 @@ def use(store: ObjectStore, unit: str, run_id: str, execution: str = "service") 
     Raises BeingDeleted: somebody may be deleting it at this moment.
     """
     store.put_bytes(mark(unit, run_id, execution), b"")
-    if _is_claimed(store, unit):
+    if _is_claimed(store, unit, time.time()):
         raise BeingDeleted(f"{unit} is being deleted: in two minutes at most it can be used, or made anew")
 
 
-def _is_claimed(store: ObjectStore, unit: str) -> bool:
+def _is_claimed(store: ObjectStore, unit: str, now: float) -> bool:
     try:
-        return float(store.get_bytes(claim(unit))) > time.time() - CLAIM_S
+        return float(store.get_bytes(claim(unit))) > now - CLAIM_S
     except NotFound:
         return False
 
@@ -158,19 +158,25 @@ def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = N
 @contextmanager
 def claiming(store: ObjectStore, unit: str) -> Iterator[float | None]:
     """Hold the claim of a unit in the block. Yields the time until which the block may delete; None: another process
-    has it.
+    has it. Of several that find it too old, one takes it.
     """
     now = time.time()
-    data = f"{now:.3f}".encode()
-    if not store.put_if_absent(claim(unit), data):
-        if _is_claimed(store, unit):
-            yield None
-            return
-        store.put_bytes(claim(unit), data)
+    if not _take(store, unit, now):
+        yield None
+        return
     try:
         yield now + WORK_S
     finally:
-        store.delete(claim(unit))
+        if time.time() < now + CLAIM_S:  # else it may be another's by now
+            store.delete(claim(unit))
+
+
+def _take(store: ObjectStore, unit: str, now: float) -> bool:
+    data = f"{now:.6f}".encode()
+    if store.put_if_absent(claim(unit), data):
+        return True
+    seen = store.head(claim(unit))  # before it is read: what is read is this one or a newer one
+    return seen is not None and not _is_claimed(store, unit, now) and store.put_if_unchanged(claim(unit), data, seen)
 
 
 def delete_objects(store: ObjectStore, found: Iterable[ObjectInfo], until: float) -> Iterator[ObjectInfo]:

@@ -99,6 +99,7 @@ def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     root = tmp_path_factory.mktemp("fresh")
     (root / "held").mkdir()
     held = {"PYTHONPATH": str(_HERE / "held_phases"), "PYTHON_HELD_PHASES": str(root / "held")}
+    held["LONGSHORE_WANDB_MODE"] = "disabled"  # tests/chaos kills its writer; here it would be started for each run
     with _shared:
         yield _shared.enter_context(started(root, **QUICK, **held))
 

@@ -59,8 +59,8 @@ class Stack:
         self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **opened, **settings}
 
     def cli(self, *arguments: str, timeout_s: float = PATIENCE_S + 60, check: bool = True) -> Answer:
-        """`longshore` with these arguments. Of commands that start or stop the stack it is the user's own program."""
-        answer = self._started(arguments, timeout_s) if arguments[0] == "dev" else self._forked(arguments, timeout_s)
+        """`longshore` with these arguments."""
+        answer = self._forked(arguments, timeout_s)
         assert not check or answer.code == 0, answer
         return answer
 
@@ -87,8 +87,9 @@ class Stack:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def _forked(self, arguments: Sequence[str], timeout_s: float) -> Answer:
-        untraced = {name: value for name, value in self._environment.items() if not name.startswith("OTEL_")}
-        return Answer(*forks.captured(main, ["longshore", *arguments], untraced, self.root, timeout_s))
+        # A stack's processes are to send traces, and commands are not.
+        kept = {n: v for n, v in self._environment.items() if arguments[0] == "dev" or not n.startswith("OTEL_")}
+        return Answer(*forks.captured(main, ["longshore", *arguments], kept, self.root, timeout_s))
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """What each process that shows metrics counts now, by the sample with its labels."""

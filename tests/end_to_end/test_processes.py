@@ -80,7 +80,6 @@ class Watch:
         self._thread.join()
 
     def look(self) -> None:
-        listening = [socket for socket in psutil.net_connections("inet") if not socket.raddr]
         # The supervisor, and the process from which it has the service and hosts forked.
         parents = {self._supervisor.pid}
         for process in self._supervisor.children():
@@ -89,7 +88,7 @@ class Watch:
                     parents.add(process.pid)
         for process in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a sandbox is nobody's to look into
-                addresses = {socket.laddr.ip for socket in listening if socket.pid == process.pid}
+                addresses = {socket.laddr.ip for socket in process.net_connections("inet") if not socket.raddr}
                 self._look_at(process, addresses, process.ppid() in parents)
 
     def _look_at(self, process: psutil.Process, addresses: set[str], is_supervised: bool) -> None:

@@ -1,14 +1,12 @@
 """The same spine with its store on S3: nothing lies on a shared disk."""
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from moto.server import ThreadedMotoServer
 
 from longshore.client import Client, Pending
 from longshore.commands import Datum
@@ -16,36 +14,60 @@ from longshore.layout import Layout
 from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
 from shared.fence import Fence
+from shared.jobs.events import Step
 from shared.jobs.job import Job
+from shared.runs.events import read_run_events
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys, counted_records, tenant_folder
 from shared.storage.store import ObjectStore, open_store
 from shared.storage.uses import SHARED
-from tests.conftest import S3Server
+from tests.conftest import S3Server, free_port
 from tests.end_to_end.conftest import QUICK
-from tests.end_to_end.runs import Groups, train
+from tests.end_to_end.runs import Groups, jsonl, pair, train
 from tests.end_to_end.stack import Answer, Stack, started, wait_until
 from tests.end_to_end.test_processes import Watch
 from tests.end_to_end.victims import halt
+from tests.megatron_worker.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def s3_settings(s3_server: S3Server) -> dict[str, str]:
+    """Of a server with the same buckets, which is not there yet."""
     return {
         "LONGSHORE_STORE_URI": f"{s3_server.uri}/stack",
-        "LONGSHORE_S3__ENDPOINT_URL": s3_server.endpoint_url,
+        "LONGSHORE_S3__ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
         "LONGSHORE_S3__REGION": "us-east-1",
+        "LONGSHORE_WANDB_MODE": "disabled",
         # Whatever has ended may go, when a test asks for it.
         **{f"LONGSHORE_RETENTION__{kind}_DAYS": "0" for kind in ("CHECKPOINTS", "DATA", "SAMPLES", "LOGS", "SESSIONS")},
     }
 
 
 @pytest.fixture(scope="module")
-def s3_stack(s3_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def early_stack(s3_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that is started before its store."""
     with started(tmp_path_factory.mktemp("s3") / "stack", **QUICK, **s3_settings) as stack:
         yield stack
+    assert stack.processes() == [], "stopped, it leaves no process"
+
+
+@pytest.fixture(scope="module")
+def s3_stack(early_stack: Stack, s3_settings: dict[str, str]) -> Iterator[Stack]:
+    """The same stack; its store has come."""
+    port = int(s3_settings["LONGSHORE_S3__ENDPOINT_URL"].rpartition(":")[2])
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    yield early_stack
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def watched_run(s3_stack: Stack, sft_options: list[str]) -> tuple[dict, Watch]:
+    """A run, and who was seen while it went on."""
+    with Watch(s3_stack) as watch:
+        return s3_stack.cli(*sft_options, "--wait").json, watch
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +84,29 @@ def told_of_s3(watch: Watch) -> set[str]:
     return {kind for kind, seen in watch.seen.items() if "S3" in seen.secrets}
 
 
+def test_a_store_that_is_not_there_is_named(
+    early_stack: Stack, sft_options: list[str], s3_settings: dict[str, str]
+) -> None:
+    answer = early_stack.cli(*sft_options, "--wait", check=False)
+    assert early_stack.processes("service")
+    assert answer.code not in (0, 2)
+    assert s3_settings["LONGSHORE_STORE_URI"] in answer.stderr
+    assert "could not connect" in answer.stderr.lower()
+    assert "Traceback" not in answer.stderr
+    assert "test-secret" not in answer.stderr + answer.stdout
+
+
 def test_a_run_whose_store_is_s3(
     s3_stack: Stack,
     s3_store: ObjectStore,
     s3_settings: dict[str, str],
-    sft_options: list[str],
+    watched_run: tuple[dict, Watch],
     undisturbed: Answer,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither who trains nor who reads the data is told how to open the store; by hand the operator's own way does."""
-    with Watch(s3_stack) as watch:
-        answer = s3_stack.cli(*sft_options, "--wait").json
+    answer, watch = watched_run
     assert {"worker", "data step"} <= watch.seen.keys()
     assert told_of_s3(watch) == {"web service", "control host", "GPU host", "sampler host"}
     s3_stack.cli("download", answer["run_id"], "--into", str(tmp_path / "adapter"))
@@ -83,10 +117,9 @@ def test_a_run_whose_store_is_s3(
     job = tmp_path / "job.json"
     job.write_bytes(s3_store.get_bytes(RunKeys(answer["run_id"]).job("000001", Fence(epoch=1))))
     assert Job.model_validate_json(job.read_bytes()).plan.model.uri.startswith("s3://")
-    command = [sys.executable, "-m", "megatron_worker", "--once", str(job), "--into", str(tmp_path / "by-hand")]
-    environment = {**os.environ, **s3_settings, "LONGSHORE_ROOT": str(tmp_path / "root")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    for name, value in (s3_settings | {"LONGSHORE_ROOT": str(tmp_path / "root")}).items():
+        monkeypatch.setenv(name, value)
+    fork_ranks("megatron_worker", "--once", str(job), "--into", str(tmp_path / "by-hand"), num_ranks=1, timeout_s=600)
     assert sha256_file(sorted((tmp_path / "by-hand").rglob("adapter_model.safetensors"))[-1]) == wanted
 
 
@@ -126,11 +159,43 @@ def _stored_bytes(store: ObjectStore, tenant: str) -> int:
     )
 
 
+@pytest.fixture
+def cut_runs(
+    s3_stack: Stack, s3_store: ObjectStore, rollout_options: list[str], tiny_model: Path, tmp_path: Path
+) -> list[str]:
+    """A run on preferences, one of a reward model, and one that samples its own rollouts: cancelled in their midst."""
+    pairs = jsonl(tmp_path / "pairs.jsonl", [pair(number) for number in range(32)])
+    data = ("--json", "--model", str(tiny_model), "--dataset", str(pairs), "--max-tokens", "256", "--lora-rank", "4")
+    steps = ("--steps", "60", "--batch-size", "8", "--checkpoint-every", "10")
+    found = []
+    for options in (("submit", "dpo", *data, *steps), ("submit", "reward", *data, *steps), rollout_options):
+        found.append(run_id := s3_stack.cli(*options).json["run_id"])
+        wait_until(lambda run_id=run_id: _is_under_way(s3_store, run_id), "a step that is kept", every_s=0.02)
+        s3_stack.cli("cancel", run_id)
+        s3_stack.cli("watch", run_id, check=False)
+        assert s3_stack.cli("get", run_id, "--json").json["status"] == "cancelled"
+    return found
+
+
+def _is_under_way(store: ObjectStore, run_id: str) -> bool:
+    """An RL run has a step on record, any other a checkpoint."""
+    if run_id.startswith("rl-"):
+        return store.head(RunKeys(run_id).step(1)) is not None
+    return _num_checkpoints(store, run_id) > 0
+
+
+def _steps(store: ObjectStore, run_id: str) -> list[int]:
+    """The optimizer steps of a run that are on record: what was logged before it was cancelled may go, too."""
+    return [each.event.step for each in read_run_events(store, run_id)[0] if isinstance(each.event, Step)]
+
+
 def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     s3_stack: Stack,
     s3_store: ObjectStore,
+    watched_run: tuple[dict, Watch],
     sft_options: list[str],
     rl_options: list[str],
+    cut_runs: list[str],
     groups: Groups,
     undisturbed: Answer,
     tiny_model: Path,
@@ -139,7 +204,7 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     """Everything that has ended may go at once. Runs of each kind go on, are resumed, downloaded, asked, made again."""
     stack, data = s3_stack, (Datum(tokens=tuple(range(3, 15))),)
     wanted = sha256_file(Path(undisturbed.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors")
-    done = stack.cli(*sft_options, "--wait").json["run_id"]
+    done = watched_run[0]["run_id"]
     cut = stack.cli(*sft_options).json["run_id"]
     wait_until(lambda: _num_checkpoints(s3_store, cut) > 1, "two checkpoints")
     halt(stack, cut, "cancel")
@@ -169,6 +234,15 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     stack.cli("gc", "--json")
     assert stack.cli("usage", "--json").json["stored_bytes"] == _stored_bytes(s3_store, "default")
     assert weights_sha256(s3_store, stack.cli("resume", cut, "--wait", "--json").json["adapter"]) == wanted
+    for run_id in cut_runs:
+        ended = stack.cli("resume", run_id, "--wait", "--json").json
+        assert ended["status"] == "succeeded"
+        steps = _steps(s3_store, run_id)
+        assert steps[0] > 1 and steps == [*range(steps[0], steps[-1] + 1)], f"{run_id} went on from its checkpoint"
+        stack.cli("download", run_id, "--into", str(tmp_path / run_id))
+        assert sha256_file(tmp_path / run_id / "adapter_model.safetensors") == weights_sha256(
+            s3_store, ended["adapter"]
+        )
     stack.cli("resume", rl)
     assert train(stack, rl, groups, 2)["policy_version"] == 2
     assert stack.cli("rm", rl, check=False).code == 100
@@ -181,21 +255,3 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     assert sha256_file(tmp_path / "adapter" / "adapter_model.safetensors") == wanted
     said = stack.cli("chat", done, "How many crates are on quay 3?", "--temperature", "0", "--max-tokens", "8")
     assert said.code == 0 and said.stdout.strip(), said
-
-
-def test_a_store_that_is_not_there_is_named(s3_server: S3Server, sft_options: list[str], tmp_path: Path) -> None:
-    settings = {
-        **QUICK,
-        "LONGSHORE_STORE_URI": "s3://longshore/x",
-        "LONGSHORE_S3__ENDPOINT_URL": "http://127.0.0.1:9",
-        "LONGSHORE_S3__REGION": "us-east-1",
-    }
-    with started(tmp_path / "stack", **settings) as stack:
-        answer = stack.cli(*sft_options, "--wait", check=False)
-        assert stack.processes("service")
-    assert stack.processes() == [], "stopped, it leaves no process"
-    assert answer.code not in (0, 2)
-    assert "s3://longshore/x" in answer.stderr
-    assert "could not connect" in answer.stderr.lower()
-    assert "Traceback" not in answer.stderr
-    assert "test-secret" not in answer.stderr + answer.stdout

@@ -11,6 +11,7 @@ import pytest
 from service.dev.connection import Connection
 from service.sealing.signing import Signer
 from shared.settings import Settings
+from shared.storage.artifacts import sha256_file
 from shared.storage.paths import published_version
 from shared.storage.store import ObjectStore, open_store
 from tests import hub_server
@@ -18,6 +19,7 @@ from tests.activities.test_end_tokens import make_base
 from tests.conftest import S3Server
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.megatron_worker.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -231,24 +233,12 @@ def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[s
     assert [s["metrics"]["grad_norm"] for s in two] == pytest.approx([s["metrics"]["grad_norm"] for s in one], rel=1e-4)
 
 
-def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturbed: Answer, tmp_path: Path) -> None:
-    import os
-    import subprocess
-    import sys
-
-    from shared.storage.artifacts import sha256_file
-
-    run_id = undisturbed.json["run_id"]
-    job = next((stack.root / "store" / "runs" / run_id / "logs").rglob("job.json"))
-    subprocess.run(
-        [
-            *(str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "1"),
-            *("-m", "megatron_worker", "--once", str(job), "--into", str(tmp_path)),
-        ],
-        check=True,
-        timeout=600,
-        capture_output=True,
-        env={**os.environ, "LONGSHORE_ROOT": str(tmp_path / "root")},
-    )
+def test_an_archived_job_run_by_hand_gives_the_same_bits(
+    stack: Stack, undisturbed: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torchrun, too: tests/megatron_worker/test_protocol.py."""
+    job = next((stack.root / "store" / "runs" / undisturbed.json["run_id"] / "logs").rglob("job.json"))
+    monkeypatch.setenv("LONGSHORE_ROOT", str(tmp_path / "root"))
+    fork_ranks("megatron_worker", "--once", str(job), "--into", str(tmp_path), num_ranks=1, timeout_s=600)
     adapters = sorted(tmp_path.rglob("adapter_model.safetensors"))
     assert sha256_file(adapters[-1]) == stack.adapter_sha256(undisturbed)

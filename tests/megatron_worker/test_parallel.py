@@ -101,7 +101,7 @@ ALL_TRIALS = [
     for layout in own
 ]
 EXACT = [("dense", Layout(pp=2)), ("dense", Layout(dp=2))]  # they add no rounding
-TRIALS = drawn(ALL_TRIALS, 3, always=[*FIRST.values(), *EXACT])
+TRIALS = drawn(ALL_TRIALS, 2, always=[*FIRST.values(), *EXACT])
 NAMES, NOT_ROUNDING = ([f"{name}/{layout.label}" for name, layout in trials] for trials in (TRIALS, EXACT))
 FAULTS = drawn(
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from activities.confined import programs
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from megatron_worker.process.watchdog import is_alive
@@ -52,16 +53,10 @@ class Host:
         self.worker_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
         root.mkdir(parents=True)
         variables |= {WORKER_ID_VARIABLE: self.worker_id, "LONGSHORE_ROOT": str(root / "home")}
-        command = ranks_command(WORKER, "--root", str(root), num_ranks=num_ranks)
+        python, *arguments = ranks_command(WORKER, "--root", str(root), num_ranks=num_ranks)
         with self.paths.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env=environment(**variables),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            said = output.fileno()
+            self.process = programs.start([python, "-P", *arguments], environment(**variables), said, said)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -321,7 +316,7 @@ def test_an_idle_worker_is_not_left_behind_either(
     host = new_host(2)
     write_atomically(host.paths.record, record_of(host, stand_in.pid, workshop).model_dump_json().encode())
     host.wait_for(host.paths.ready.exists)
-    (stand_in if victim == "host" else host.process).kill()
+    (stand_in if victim == "host" else host.process).send_signal(signal.SIGKILL)
     (stand_in if victim == "host" else host.process).wait()
     host.wait_until_no_rank_is_left()
 

@@ -17,11 +17,13 @@ import httpx
 import psutil
 import pytest
 
+from service.cli.main import main
 from service.dev.children import StackProcess, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.supervisor import listens, supervisor
 from shared.child_environment import STACK_MARK
+from tests import forks
 from tests.depth import drawn
 from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
@@ -34,8 +36,11 @@ class Dev:
     root: Path
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
+        """`longshore` with these arguments: the user's own program where it starts a stack."""
         env = {**os.environ, "LONGSHORE_ROOT": str(self.root), **environment}
-        return longshore(*arguments, env=env, timeout_s=300)
+        if "--detach" in arguments:
+            return longshore(*arguments, env=env, timeout_s=300)
+        return Answer(*forks.captured(main, ["longshore", *arguments], env, Path.cwd(), timeout_s=300))
 
     @property
     def connection(self) -> Connection:

@@ -21,11 +21,13 @@ from service.files.uploads import UploadRecord
 from shared.runs.requests import RunRecord
 from shared.storage import paths
 from shared.storage.paths import RunKeys
+from tests.depth import drawn
 from tests.service.conftest import KEY, Service, new_key, started
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv" / "clients"
-VERSIONS = ("openai-1", "openai-2", "openai-3")
+ALL_VERSIONS = ("openai-1", "openai-2", "openai-3")
+VERSIONS = drawn(ALL_VERSIONS, 1, always=ALL_VERSIONS[-1:])
 
 
 def drive(version: str, url: str, flaky_url: str, folder: Path) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def graders(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_each_is_of_another_version(told_by_all: dict[str, dict[str, Any]]) -> None:
-    assert [told_by_all[version]["version"].split(".")[0] for version in VERSIONS] == ["1", "2", "3"]
+    assert [told_by_all[version]["version"].split(".")[0] for version in VERSIONS] == [name[-1] for name in VERSIONS]
 
 
 def test_files_are_made_listed_read_and_deleted(files: dict[str, Any]) -> None:

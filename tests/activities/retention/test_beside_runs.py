@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,15 @@ from shared.runs.start import result_sha256
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact
 from shared.storage.paths import RunKeys, tokenized
-from shared.storage.store import LocalStore
-from shared.storage.uses import CLAIM_S, CLAIMS, BeingDeleted, use
+from shared.storage.store import LocalStore, ObjectInfo
+from shared.storage.uses import CLAIM_S, CLAIMS, BeingDeleted, claim, claiming, use
 from tests.activities.retention.stored_runs import DAY_S, STEPS, Writer, damaged, fill, key_of, sizes
 from tests.depth import IS_DEEP, drawn
 
 ALL = RetentionSettings(checkpoints_days=1, data_days=1, samples_days=1, logs_days=1, sessions_days=1, models_days=1)
 NOTHING_LEFT = ALL.model_copy(update={"checkpoints_kept": 0})
 AHEAD_S = 100 * DAY_S
+UNIT = tokenized(key_of(1))
 
 
 class Killed(BaseException):
@@ -52,6 +54,10 @@ class Watched(LocalStore):
         self._next()
         return super().put_if_absent(key, data)
 
+    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
+        self._next()
+        return super().put_if_unchanged(key, data, seen)
+
     def delete(self, key: str) -> None:
         self._next()
         super().delete(key)
@@ -69,6 +75,36 @@ def forget_claims(store: LocalStore) -> None:
     """Let the claims of a killed process be as old as they are when another may take them over."""
     for info in list(store.list(CLAIMS)):
         store.put_bytes(info.key, f"{time.time() - CLAIM_S - 1:.3f}".encode())
+
+
+def test_of_two_that_find_a_claim_too_old_one_takes_it(tmp_path: Path) -> None:
+    """Another takes it between the look and the taking, and has it to its end."""
+    others = list[float | None]()
+
+    def take_before(_: int) -> None:
+        if not others:
+            others.append(None)
+            others.append(kept.enter_context(claiming(LocalStore(tmp_path), UNIT)))
+
+    with ExitStack() as kept:
+        LocalStore(tmp_path).put_bytes(claim(UNIT), f"{time.time() - CLAIM_S - 1:.3f}".encode())
+        store = Watched(tmp_path, lambda number: take_before(number) if number else None)
+        with claiming(store, UNIT) as until:
+            assert until is None and others[1] is not None
+        with claiming(LocalStore(tmp_path), UNIT) as until:
+            assert until is None, "it is the other's still"
+    assert not list(LocalStore(tmp_path).list(CLAIMS)), "who took it gives it back"
+
+
+def test_a_claim_that_was_held_for_too_long_is_not_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another's."""
+    store = LocalStore(tmp_path)
+    with claiming(store, UNIT) as until:
+        assert until is not None
+        forget_claims(store)
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + CLAIM_S + 1)
+    assert [info.key for info in store.list(CLAIMS)] == [claim(UNIT)]
 
 
 def _left(store: LocalStore) -> set[str]:
@@ -97,9 +133,6 @@ def test_killed_at_any_operation_it_is_done_again_and_nothing_is_damaged(tmp_pat
         forget_claims(left)
         collect(left, ALL, is_dry=False, now=now)
         assert _left(left) == expected, number
-
-
-UNIT = tokenized(key_of(1))
 
 
 def _an_old_artifact(root: Path, is_on_record: bool) -> Writer:

@@ -165,7 +165,7 @@ def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Setti
 
     def count() -> None:
         nonlocal most
-        while not done.wait(0.05):
+        while not done.wait(0.2):
             # Not those below: what a writer starts shows the writer's command until it has its own.
             own = _processes(recursive=False)
             most = max(most, len([p for p in own if "activities.tracking.wandb_writer" in p]))

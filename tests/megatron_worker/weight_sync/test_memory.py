@@ -69,7 +69,7 @@ def measure(engine, model, way, sampler, pid):
             print(json.dumps([trainer.extra_bytes() - copy, receiver.extra_bytes()]))
 
 
-@pytest.mark.parametrize(("engine", "way"), drawn([*product(get_args(EngineName), WAYS)], 2))
+@pytest.mark.parametrize(("engine", "way"), drawn([*product(get_args(EngineName), WAYS)], 1))
 def test_a_sync_takes_two_buckets_beside_the_weights(larger_model, tmp_path, engine, way):
     with apart(larger_model, tmp_path / "sampler", listen_and_return_at_once) as (sampler, pid):
         call = partial(measure, engine, larger_model, way, sampler, pid)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store, open_uri, uri_of
+from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri, uri_of
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -61,6 +61,7 @@ def test_a_key_that_leaves_the_store_is_refused(store, key) -> None:
     for attempt in (
         lambda: store.put_bytes(key, b"x"),
         lambda: store.put_if_absent(key, b"x"),
+        lambda: store.put_if_unchanged(key, b"x", ObjectInfo(key, 1, "a")),
         lambda: store.get_bytes(key),
         lambda: store.head(key),
         lambda: store.delete(key),
@@ -161,6 +162,24 @@ def test_one_of_many_creates(store) -> None:
     assert store.get_bytes("claims/one") == f"writer {won.index(True)}".encode()
     assert store.put_if_absent("claims/one", b"late") is False
     assert keys_of(store) == ["claims/one"]
+
+
+def test_one_of_many_that_saw_a_version_replaces_it(store) -> None:
+    store.put_bytes("claims/two", b"writer 0")
+    seen = store.head("claims/two")
+    barrier = threading.Barrier(8)
+
+    def replace(i: int) -> bool:
+        barrier.wait()
+        return store.put_if_unchanged("claims/two", f"writer {i}".encode(), seen)
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(replace, range(1, 9)))
+    assert won.count(True) == 1
+    assert store.get_bytes("claims/two") == f"writer {won.index(True) + 1}".encode()
+    store.delete("claims/two")
+    assert not store.put_if_unchanged("claims/two", b"late", seen)
+    assert keys_of(store) == []
 
 
 def test_readers_see_whole_objects_while_writers_replace_them(store) -> None:
