@@ -168,12 +168,13 @@ class GangMeeting:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.has_met = True
             try:
-                there = await self._introduced(way, node, rank=True)
+                await _join((reader, writer), await self._introduced(way, node, rank=True))
             except (OSError, TimeoutError) as error:
                 _log.warning("a rank does not reach torch's store: %s", error)
+            except asyncio.CancelledError:  # by `_end`; asyncio's streams log an error where it goes on
+                pass
+            finally:
                 writer.close()
-                return
-            await _join((reader, writer), there)
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         self._servers.append(server)
@@ -201,6 +202,8 @@ class GangMeeting:
                 await self._keep(reader, writer, f"the host of machine {hello.node}")
         except (OSError, ValidationError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             _log.warning("a connection to a gang ended: %r", error)
+        except asyncio.CancelledError:  # by `_end`, as above
+            pass
         finally:
             self._num_open -= 1
             writer.close()

@@ -65,6 +65,7 @@ class Site:
     forwarding: asyncio.AbstractEventLoop
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     handle: WorkflowHandle[object, RunStatus] | None = None
+    stopped: list[psutil.Process] = field(default_factory=list)
     chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
     async def add(self, name: str | None, shape: str = "machines", role: str = "gpu", **more: str) -> None:
@@ -96,7 +97,6 @@ class Site:
 
         host = self.machines.on(name, start) if name is not None else start()
         self.hosts[name or shape] = host
-        self.exits.push_async_callback(asyncio.to_thread, end, host)
 
     async def start(
         self, layout: Layout, shape: str = "machines", steps: int = 12
@@ -176,6 +176,10 @@ class Site:
         return self.settings.root_path / f"machine-{name}"
 
     async def end_hosts(self) -> None:
+        """Those that were stopped come back first, though others have taken their place."""
+        for process in self.stopped:
+            if process.is_running():
+                process.resume()
         for host in self.hosts.values():
             await asyncio.to_thread(end, host)
         self.hosts.clear()
@@ -218,8 +222,10 @@ async def site(temporal_address: str, model: Path, dataset: Path, root: Path) ->
         machines = exits.enter_context(made(*NAMES))
         control = asyncio.create_task(serve_host("control", settings, stopped))
         try:
-            yield Site(settings, machines, dataset, model, exits, forwarding)
+            place = Site(settings, machines, dataset, model, exits, forwarding)
+            yield place
         finally:
+            await place.end_hosts()
             stopped.set()
             await control
 
@@ -239,10 +245,9 @@ async def _kill_a_rank(place: Site, name: str) -> None:
 
 async def _stop_a_machine(place: Site, name: str) -> None:
     """It hangs, with all that it does; for Temporal and the others it is silent."""
-    stopped = place.processes(name)
-    for process in stopped:
+    place.stopped += place.processes(name)
+    for process in place.stopped:
         process.suspend()
-    place.exits.callback(lambda: [process.resume() for process in stopped if process.is_running()])
 
 
 async def _cut_a_link(place: Site, name: str) -> None:
