@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from activities.bells import Bells
 from activities.confined import calls as confined
@@ -26,6 +26,7 @@ from activities.hosts.worker_process import WorkerCommand, ranks_command, room_f
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
+from activities.telemetry import HOST_START
 from service import builds
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
@@ -49,9 +50,6 @@ from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.host_states import told_file
 from shared.storage.paths import HostPaths
-
-if TYPE_CHECKING:
-    pass
 
 Role = Literal["control", "gpu", "sampler"]
 
@@ -80,6 +78,7 @@ async def serve_host(
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect_temporal(settings, interceptors=[record], leave=stopped.set)
         await record.report_lost(client)
+        HOST_START.reached("host: connect")
         match role:
             case "control":
                 from activities.tracking.track import Track
@@ -168,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--exit-when-idle", type=float, metavar="S", help="of a gpu or sampler host: end after S seconds"
     )
     given = parser.parse_args(arguments)
+    HOST_START.begin()
     if given.exit_when_idle is not None and (given.role == "control" or given.exit_when_idle <= 0):
         parser.error("--exit-when-idle takes more than 0 seconds, and a gpu or sampler host")
     settings = Settings(root=given.root) if given.root else Settings()

@@ -33,6 +33,7 @@ class S3Settings(BaseModel):
 
     endpoint_url: str | None = None
     region: str | None = None
+    ranges: int = Field(default=8, ge=1, le=32, description="of 8 MiB, of models and data, that are fetched at a time")
 
 
 class DownloadSettings(BaseModel):
@@ -288,6 +289,9 @@ class Settings(BaseSettings):
         default=60.0,
         ge=0,
         description="that a GPU host which is told to leave gives its jobs to save a checkpoint; 0: they end at once",
+    )
+    warm_hosts: int = Field(
+        default=0, ge=0, description="of GPU and sampler hosts each: that stay, though they have no lease"
     )
     launch: str | None = Field(
         default=None, description="of a host: the name under which it was started (service/launching.py)"

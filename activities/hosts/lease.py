@@ -13,7 +13,7 @@ from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, log_tail
-from activities.telemetry import LEASES
+from activities.telemetry import LEASES, phase
 from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.fence import Fence
@@ -86,11 +86,13 @@ class ProcessLease:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        with self._counted(mark) as begun:
-            worker = self._pool.acquire(key, mark)
-            begun.append(worker)
-            with self._until_released(worker, mark):
-                yield worker if _is_up(worker, ready_timeout_s) else None
+        with self._counted(mark) as begun, ExitStack() as held:
+            with phase("start worker"):
+                worker = self._pool.acquire(key, mark)
+                begun.append(worker)
+                held.enter_context(self._until_released(worker, mark))
+                is_up = _is_up(worker, ready_timeout_s)
+            yield worker if is_up else None
 
     @contextmanager
     def _counted(self, mark: LeaseMark) -> Iterator[list[WorkerProcess]]:
