@@ -61,10 +61,13 @@ async def test_a_warm_pool_is_there_before_anything_waits_and_is_filled_again(
 
 
 async def test_what_comes_between_two_looks_is_seen_at_once(settings: Settings, tmp_path: Path) -> None:
-    started, stopped = tmp_path / "started", asyncio.Event()
+    started, looked, stopped = tmp_path / "started", tmp_path / "looked", asyncio.Event()
     started.touch()
-    hosts = CommandHosts(f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}'", f"cat {shlex.quote(str(started))}")
+    hosts = CommandHosts(
+        f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}'", f"sh -c 'touch {looked}; cat {shlex.quote(str(started))}'"
+    )
     looking = asyncio.create_task((await launching(settings)).look_each(3600, hosts, stopped))
+    await eventually(looked.exists, "a look")
     await ask_for_a_lease(settings)
     await eventually(lambda: bool(started.read_text()), "a host, long before the next look", 120)
     stopped.set()
