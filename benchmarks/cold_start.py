@@ -45,6 +45,7 @@ from shared.runs.sources import DatasetSource
 
 LauncherName = Literal["local", "slurm"]
 ROOT = Path(__file__).parents[1]
+CORPUS = ["how many crates are on the quay? seven crates."] * 8
 ROWS = [
     {"messages": [{"role": "user", "content": f"quay {n}?"}, {"role": "assistant", "content": f"{n} crates"}]}
     for n in range(4)
@@ -99,10 +100,10 @@ def main() -> None:
 
 
 def _models(folder: Path, wanted: Sequence[str], skipped: dict[str, str]) -> dict[str, Path]:
-    corpus = ["how many crates are on the quay? seven crates."] * 8
     made: dict[str, Path] = {}
+    folder.mkdir()
     if "tiny" in wanted:
-        made["tiny"] = make_tiny_model(folder / "tiny", corpus)
+        made["tiny"] = make_tiny_model(folder / "tiny", CORPUS)
     if "real" in wanted:
         try:
             (folder / "real").symlink_to(make_real_model())
@@ -110,10 +111,16 @@ def _models(folder: Path, wanted: Sequence[str], skipped: dict[str, str]) -> dic
         except Unreachable as error:
             skipped["real"] = str(error)
     if "big" in wanted:
-        made["big"] = make_tiny_model(
-            folder / "big", corpus, hidden_size=1536, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=128
-        )
+        made["big"] = sized_model(folder / "big", 1.3)
     return made
+
+
+def sized_model(folder: Path, gigabytes: float) -> Path:
+    """Make a model of about so many gigabytes of random weights, in float32."""
+    layers = max(1, round(gigabytes / 0.11))
+    return make_tiny_model(
+        folder, CORPUS, hidden_size=1536, num_layers=layers, num_heads=12, num_kv_heads=4, head_dim=128
+    )
 
 
 @dataclass(frozen=True)
@@ -132,9 +139,24 @@ def _place(stack: ExitStack, models: Path, rclone: str | None) -> Place:
     """Serve the folders of models as a bucket of S3, or name them as they are."""
     if rclone is None:
         return Place(models.as_uri(), {"LONGSHORE_DOWNLOAD__FILE_ROOTS": json.dumps([str(models)])})
+    return s3_of(stack, models, rclone)
+
+
+def s3_of(stack: ExitStack, models: Path, rclone: str, *options: str) -> Place:
+    """Serve the folders of models as a bucket of S3, until the stack is closed."""
     port = _free_port()
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "key,secret", "--copy-links"]
+    command = [
+        rclone,
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        "key,secret",
+        "--copy-links",
+        *options,
+    ]
     stack.enter_context(_running([*command, str(models.parent)], {}, models.parent / "rclone.log"))
     _until(lambda: _listens(port), "rclone")
     endpoint = f"http://127.0.0.1:{port}"

@@ -82,8 +82,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
         began = time.perf_counter()
         self._read_base()
-        known = windows, shape.routes, quantize is None, time.perf_counter() - began
-        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, *known)
+        read_s, is_whole = time.perf_counter() - began, quantize is None
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
