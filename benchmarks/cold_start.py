@@ -32,6 +32,7 @@ from typing import Literal
 
 import psutil
 
+from activities.confined.programs import SPIN_COUNT
 from benchmarks import slurm_cluster
 from benchmarks.machine import provenance, tell
 from benchmarks.spans import Receiver, Span, of_run, receiver
@@ -155,6 +156,7 @@ def s3_of(stack: ExitStack, models: Path, rclone: str, *options: str) -> Place:
         "--auth-key",
         "key,secret",
         "--copy-links",
+        *("--etag-hash", ""),  # else it reads the whole file for each range
         *options,
     ]
     stack.enter_context(_running([*command, str(models.parent)], {}, models.parent / "rclone.log"))
@@ -292,7 +294,7 @@ def _plain(place: Place, model: Path, folder: Path) -> dict[str, float]:
         str(folder / "data.jsonl"),
     ]
     since, endpoint = time.time(), ["--endpoint", place.endpoint] if place.endpoint else []
-    environment = {**os.environ, **place.settings, "OMP_NUM_THREADS": str(os.cpu_count())}
+    environment = {**os.environ, **place.settings, "OMP_NUM_THREADS": str(os.cpu_count()), **SPIN_COUNT}
     done = subprocess.run(
         [*command, *own, str(since), *endpoint], stdout=subprocess.PIPE, check=True, env=environment, cwd=ROOT
     )
