@@ -33,8 +33,12 @@ from activities.hosts.fitness import Check
 from activities.hosts.standing import standing_of
 from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
+from activities.sampling.lease_sampler import SamplerCommand
+from activities.sampling.questions import Questions
+from activities.sampling.samplers import Samplers
 from activities.telemetry import HOST_START
 from service import builds
+from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
 from service.host_http.metrics import observed
 from service.host_http.server import serving
@@ -96,10 +100,6 @@ async def serve_host(
                 stack.push_async_callback(track.close)
                 activities = control_activities(host, track)
                 if settings.sampling.url is not None:
-                    from activities.sampling.questions import Questions
-                    from activities.sampling.samplers import Samplers
-                    from service.host_http.answers import announced, answering
-
                     routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
                     at = stack.enter_context(serving(settings, record.queue, routes))
                     await stack.enter_async_context(announced(host.store, record.queue, at))
@@ -116,12 +116,6 @@ async def serve_host(
                 jobs = gpu_workers(client, settings, threads, pool, record.queue, standing, bells, at, idle)
                 await stack.enter_async_context(polling(*jobs))
             case "sampler":
-                # Here, as a gpu host, which needs none of it, starts sooner without.
-                from activities.sampling.lease_sampler import SamplerCommand
-                from activities.sampling.questions import Questions
-                from activities.sampling.samplers import Samplers
-                from service.host_http.answers import answering
-
                 threads = stack.enter_context(ThreadPoolExecutor(2 + SAMPLING_THREADS))
                 pool = await _pool(stack, settings, SamplerCommand(host, sync_key(settings)))
                 routes = stack.enter_context(answering(Questions(host, Samplers(settings, pool))))

@@ -21,6 +21,8 @@ from activities.hosts.stager import Stager
 from activities.hosts.standing import Standing
 from activities.hosts.trainer_syncs import QuestionSamplers, TrainerSyncs
 from activities.hosts.worker_pool import WorkerPool
+from activities.sampling.lease_sampler import LeaseSampler
+from activities.sampling.samplers import Samplers
 from service.lease_polling import IdleExit, LeasePolling
 from service.sealing.codec import SealedRunner
 from service.sealing.keys import sync_key
@@ -32,7 +34,6 @@ from shared.storage.store import open_store
 from workflows.policies import Pool, activity_name, pool_of, pool_queue
 
 if TYPE_CHECKING:
-    from activities.sampling.samplers import Samplers
     from activities.tracking.track import Track
 
 # How many activities of each pool a control host does at once (workflows/policies.py says which those are); None is the
@@ -78,7 +79,6 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.records.deliver import Deliver
     from activities.records.run_records import RunRecords
     from activities.retention.collect import CollectGarbage
-    from activities.sampling.samplers import Samplers
     from activities.sources.download import Download
     from activities.tokenizing.preview import PreviewDataset
     from activities.tokenizing.render_prompts import RenderPrompts
@@ -202,9 +202,6 @@ def sampler_workers(
     idle: IdleExit | None = None,
 ) -> tuple[Worker | LeasePolling, Worker]:
     """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
-    from activities.sampling.lease_sampler import LeaseSampler
-    from activities.sampling.samplers import Samplers
-
     host = HostContext(settings)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     lease = LeaseSampler(pool, host, signals, host_queue, at, standing).lease_sampler
@@ -213,7 +210,7 @@ def sampler_workers(
     return leases, _worker(client, host_queue, threads, SAMPLING_THREADS, own)
 
 
-def sampling_activities(host: HostContext, samplers: "Samplers") -> list[Callable[..., Any]]:
+def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
     """Return the activities that ask samplers: a sampler host asks its own, a control host servers behind a URL."""
     from activities.sampling.sample import SamplerActivities
     from activities.sampling.score import ScoreSamples

@@ -360,7 +360,7 @@ class S3Store:
 
 
 def _tag(told: Mapping[str, Any]) -> str | None:
-    return tag.strip('"') if (tag := told.get("ETag")) else None  # some servers quote it in one answer alone
+    return (told.get("ETag") or "").strip('"') or None  # some servers quote it in one answer alone
 
 
 def _refused(place: str, code: str) -> NotFound | StoreUnavailable:
