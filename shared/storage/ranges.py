@@ -39,8 +39,9 @@ def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Ca
         CorruptArtifact: an object is missing, or of another size.
         DiskFull, StoreUnavailable
     """
-    with ExitStack() as open_files, ThreadPoolExecutor(at_once, thread_name_prefix="range") as threads:
-        open_files.callback(threads.shutdown, wait=True, cancel_futures=True)  # before the files are closed
+    with ExitStack() as open_files, ExitStack() as running:  # which ends before the files are closed
+        threads = ThreadPoolExecutor(at_once, thread_name_prefix="range")
+        running.callback(threads.shutdown, wait=True, cancel_futures=True)
         begun = [(file, *_begin(store, file, threads, check, open_files)) for file in wanted]
         buffer = bytearray(RANGE_BYTES)
         for file, descriptor, ranges in begun:

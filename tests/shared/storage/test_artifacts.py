@@ -364,6 +364,15 @@ def test_a_range_that_breaks_off_is_asked_for_again(tmp_path) -> None:
         list(fetch(InPieces(tmp_path, num_broken=4), [file], 1, lambda: None))
 
 
+def test_after_an_error_nothing_more_is_asked_for(tmp_path) -> None:
+    [file] = wanted(tmp_path, one=bytes(5 * RANGE_BYTES))
+    (tmp_path / "one").write_bytes(b"cut short")
+    store = InPieces(tmp_path)
+    with pytest.raises(CorruptArtifact, match="has 9 bytes"):
+        list(fetch(store, [file], 1, lambda: None))
+    assert len(store.read) < 5
+
+
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux says of our reading")
 def test_what_is_fetched_is_hashed_once(store, cache, s3, tmp_path) -> None:
     if isinstance(store, LocalStore):
