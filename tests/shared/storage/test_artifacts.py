@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -368,8 +369,13 @@ def test_after_an_error_nothing_more_is_asked_for(tmp_path) -> None:
     [file] = wanted(tmp_path, one=bytes(5 * RANGE_BYTES))
     (tmp_path / "one").write_bytes(b"cut short")
     store = InPieces(tmp_path)
+
+    def slowly() -> None:
+        if store.read:
+            time.sleep(1)  # so that the error is heard of before four more are asked for
+
     with pytest.raises(CorruptArtifact, match="has 9 bytes"):
-        list(fetch(store, [file], 1, lambda: None))
+        list(fetch(store, [file], 1, slowly))
     assert len(store.read) < 5
 
 
