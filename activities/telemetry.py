@@ -1,9 +1,14 @@
-"""What hosts count (docs/observability.md has the table), and spans of a job's steps, made of the worker's events."""
+"""What hosts count (docs/observability.md has the table), and spans of a job's steps, made of the worker's events, and
+of a host's own beginning."""
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 
+import psutil
 from opentelemetry import trace
+from opentelemetry.context import Context
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.errors import SamplerMismatch
@@ -80,7 +85,7 @@ class JobSeen:
         match event:
             case Started():
                 self._job.set_attributes({"longshore.ranks": event.world_size, "longshore.device": event.device})
-                self._span("load", event)
+                self._loaded(event)
             case Step(step=step, metrics=metrics):
                 STEPS.inc()
                 TOKENS.inc(metrics.get("tokens", 0.0))
@@ -107,10 +112,55 @@ class JobSeen:
             self._job.set_status(trace.StatusCode.ERROR, self._outcome)
         self._job.end(_ns(self._until))
 
+    def _loaded(self, event: Started) -> None:
+        """Make the span of all that came before the first step, and spans of its phases, the last of which ends it."""
+        load = self._tracer.start_span("load", self._inside, start_time=_ns(self._until))
+        inside, at = trace.set_span_in_context(load), event.time - sum(event.seconds.values())
+        for phase, seconds in event.seconds.items():
+            _told(self._tracer, phase, at, at + seconds, inside)
+            at += seconds
+        self._until = max(self._until, event.time)
+        load.end(_ns(self._until))
+
     def _span(self, name: str, event: Event, attributes: dict[str, float | int] | None = None) -> None:
         begin, self._until = self._until, max(self._until, event.time)
         span = self._tracer.start_span(name, self._inside, start_time=_ns(begin), attributes=attributes)
         span.end(_ns(self._until))
+
+
+class HostStart:
+    """What this host did before it could take its first lease. A trace has it as spans below that lease."""
+
+    def __init__(self) -> None:
+        self._reached: list[tuple[str, float]] = []
+
+    def begin(self) -> None:
+        """Note that the host's program has imported what it needs."""
+        self._reached = [("", psutil.Process().create_time()), ("host: imports", time.time())]
+
+    def reached(self, phase: str) -> None:
+        """Note that a phase has ended, unless the start was told already, or is not a program's."""
+        if self._reached:
+            self._reached.append((phase, time.time()))
+
+    def tell(self) -> None:
+        """Make the spans, once, below the current one."""
+        tracer, marks = trace.get_tracer("longshore.host"), self._reached
+        self._reached = []
+        for (_, begin), (phase, end) in pairwise(marks):
+            _told(tracer, phase, begin, end)
+
+
+HOST_START = HostStart()
+
+
+def phase(name: str) -> AbstractContextManager[object]:
+    """Hold a span of this host's in a `with` block."""
+    return trace.get_tracer("longshore.host").start_as_current_span(name)
+
+
+def _told(tracer: trace.Tracer, name: str, begin: float, end: float, inside: Context | None = None) -> None:
+    tracer.start_span(name, inside, start_time=_ns(begin)).end(_ns(end))
 
 
 def _ns(seconds: float) -> int:

@@ -203,6 +203,7 @@ class Facts:
         windows: of its layers of attention (None: of those without).
         routes: of its model's experts, where it takes a bin's.
         trains_base: its weights can be trained; quantized ones are frozen.
+        weights_s: seconds that reading its weights took.
     """
 
     layout: Layout
@@ -216,6 +217,7 @@ class Facts:
     windows: frozenset[int | None] = frozenset({None})
     routes: RouteShape | None = None
     trains_base: bool = True
+    weights_s: float = 0.0
 
     @property
     def device_name(self) -> str:

@@ -5,9 +5,11 @@ this with the same job. A job is a generator that yields between its passes, so 
 jobs there; it then ends the job (worker.py).
 """
 
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -33,6 +35,20 @@ from shared.jobs.job import Job, JobPlan, SessionPlan, WorkerPlan
 from shared.provenance import code_sha256
 
 
+class Phases:
+    """Seconds of what a job does before it starts, by phase, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, phase: str, within: Mapping[str, float] = MappingProxyType({})) -> None:
+        """End a phase. `within`: parts of it, its last, that are told by themselves."""
+        now = time.perf_counter()
+        self.seconds |= {phase: now - self._since - sum(within.values()), **within}
+        self._since = now
+
+
 def run_job(
     job: Job,
     warm: WarmEngine,
@@ -47,19 +63,22 @@ def run_job(
     `by_hand`: a session ends when there is no further command.
     """
     slot: TrainedSlot | None = None
+    phases, built = Phases(), warm.dispatcher
     with ExitStack() as open_files:
         try:
             make_deterministic(job.plan)
             (folders, model_sha256), kept = yield from _stage_inputs(job, warm, staging, cancelled)
+            phases.end("stage inputs")
             with_slot = ranks.agree(lambda: _program(job, folders, warm, staging, open_files))
             dispatcher = take_engine(warm, job.plan, folders, kept, ranks)
+            phases.end("build engine", {"read weights": dispatcher.facts.weights_s if dispatcher is not built else 0.0})
             yield None  # not before: until it is taken, other jobs may have what was kept dropped
             trained = slots_of(job.plan.run_id, job.plan.trainable).trained
             slot = TrainedSlot(job, trained, model_sha256, dispatcher, report, ranks, cancelled, at=job.plan.first_step)
             slot.critic = critic_of(dispatcher, job.plan, kept.critic[1] if kept and kept.critic else None)
             slot.profiler = open_files.enter_context(StepProfiler(job.log_path if ranks.rank == 0 else None))
             program = with_slot(slot)
-            yield from _begin(slot, program, folders, kept)
+            yield from _begin(slot, program, folders, kept, phases)
             return (yield from _agreed_on(ranks, program.run(by_hand)))
         except JobFailed as failed:
             return Outcome("failed", slot.at if slot else job.plan.first_step, failed.fault)
@@ -91,7 +110,7 @@ def _stage_inputs(
 
 
 def _begin(
-    slot: TrainedSlot, program: Program, folders: Folders, kept: WarmState | None
+    slot: TrainedSlot, program: Program, folders: Folders, kept: WarmState | None, phases: Phases
 ) -> Generator[None, None, None]:
     """Make the slot's weights, load what the job goes on from, and report `started`.
 
@@ -116,6 +135,7 @@ def _begin(
     if job.start is not None:
         recorded = folders[job.start]
         ranks.agree(lambda: load_checkpoint(slot.load, plan, slot.model_sha256, recorded))
+    phases.end("make slot")
     slot.report.emit(
         Started,
         run_id=plan.run_id,
@@ -126,6 +146,7 @@ def _begin(
         device=dispatcher.facts.device_name,
         world_size=ranks.world_size,
         code=code_sha256(),
+        seconds=phases.seconds,
     )
     slot.profiler.at_boundary()
 

@@ -4,6 +4,16 @@ A control host runs workflows and all that needs no accelerator. A gpu host leas
 shape, and a queue of its own for the jobs of the runs it serves. A sampler host does the same with a sampler.
 """
 
+import sys
+
+if __name__ == "__main__":
+    # What a worker imports takes longer than what follows here, and is imported by another process: both at once.
+    from activities.confined.programs import prepare
+
+    for role, program in {"gpu": "megatron_worker", "sampler": "megatron_worker.sampler"}.items():
+        if role in sys.argv[1:]:
+            prepare([sys.executable, "-P", "-m", program])
+
 import argparse
 import asyncio
 import ctypes
@@ -26,6 +36,7 @@ from activities.hosts.worker_process import WorkerCommand, ranks_command, room_f
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.questions import Questions
 from activities.sampling.samplers import Samplers
+from activities.telemetry import HOST_START
 from service import builds
 from service.host_http.answers import announced, answering
 from service.host_http.bells import bell_routes
@@ -80,6 +91,7 @@ async def serve_host(
         if settings.drain_notice is not None:
             stack.callback(asyncio.create_task(_heed(settings.drain_notice, stopped)).cancel)
         await record.report_lost(client)
+        HOST_START.reached("host: connect")
         match role:
             case "control":
                 from activities.tracking.track import Track
@@ -177,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--exit-when-idle", type=float, metavar="S", help="of a gpu or sampler host: end after S seconds"
     )
     given = parser.parse_args(arguments)
+    HOST_START.begin()
     if given.exit_when_idle is not None and (given.role == "control" or given.exit_when_idle <= 0):
         parser.error("--exit-when-idle takes more than 0 seconds, and a gpu or sampler host")
     settings = Settings(root=given.root) if given.root else Settings()

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -34,6 +35,7 @@ _COMMAND_S = 60.0
 # What Temporal says of a queue may be 5 s old (its matching.TaskQueueInfoByBuildIdTTL): a lease that was taken since
 # then counts as waiting.
 _OLD_S = 10.0
+_GLANCE_S = 1.0
 _TYPES = (TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW)
 _log = logging.getLogger("longshore.launching")
 
@@ -110,12 +112,15 @@ async def waiting(client: Client, queue: str) -> int:
     return sum(answer.stats.approximate_backlog_count for answer in answers)
 
 
-def num_missing(num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int) -> int:
+def num_missing(
+    num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int, num_warm: int = 0
+) -> int:
     """Return how many hosts to start: one for each lease that waits, but for those that a free host will take.
 
     A host at work takes nothing off what waits. One that has no lease, or has just taken it, is on its way to one.
+    `num_warm`: hosts that are to be without a lease besides.
     """
-    return max(0, min(num_waiting - len(launched - at_work), most - len(launched)))
+    return max(0, min(num_waiting + num_warm - len(launched - at_work), most - len(launched)))
 
 
 class Launching:
@@ -123,7 +128,8 @@ class Launching:
 
     def __init__(self, client: Client, store: ObjectStore, settings: Settings, role: LeasingRole, most: int) -> None:
         self._client, self._store, self._role, self._most = client, store, role, most
-        self._shape = settings.shape
+        self._shape, self._num_warm = settings.shape, settings.warm_hosts
+        self._num_waiting = 0  # at the last look
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
 
@@ -132,8 +138,8 @@ class Launching:
         launched = frozenset(n for n in await asyncio.to_thread(launcher.launched) if n.startswith(self._prefix))
         # Waiting leases come last: a host that takes one meanwhile still counts as on its way.
         at_work = await asyncio.to_thread(self._at_work)
-        num_waiting = await waiting(self._client, self._queue)
-        num = num_missing(num_waiting, launched, at_work, self._most)
+        self._num_waiting = num_waiting = await waiting(self._client, self._queue)
+        num = num_missing(num_waiting, launched, at_work, self._most, self._num_warm)
         for _ in range(num):
             name = f"{self._prefix}{uuid.uuid4().hex[:12]}"
             _log.info("%d leases wait in %s, %d hosts: starting %s", num_waiting, self._queue, len(launched), name)
@@ -153,10 +159,17 @@ class Launching:
                 await self.look(launcher)
             except (RPCError, LongshoreError, OSError, subprocess.SubprocessError) as error:
                 _log.warning("no hosts can be started now: %s", error)
-            try:
-                await asyncio.wait_for(stopped.wait(), every_s)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._until_more_wait(stopped), every_s)
+
+    async def _until_more_wait(self, stopped: asyncio.Event) -> None:
+        """Ask Temporal alone, each second, until more leases wait than at the last look, or `stopped`."""
+        while not stopped.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), _GLANCE_S)
+            with suppress(RPCError):  # the next look says so
+                if await waiting(self._client, self._queue) > self._num_waiting:
+                    return
 
 
 async def _main(given: argparse.Namespace, settings: Settings) -> None:

@@ -33,6 +33,7 @@ class S3Settings(BaseModel):
 
     endpoint_url: str | None = None
     region: str | None = None
+    ranges: int = Field(default=8, ge=1, le=32, description="of 8 MiB, of models and data, that are fetched at a time")
 
 
 class DownloadSettings(BaseModel):
@@ -296,6 +297,9 @@ class Settings(BaseSettings):
     )
     drain_notice: Path | None = Field(
         default=None, description="of a host: it leaves as on SIGTERM once this file is there, such as a spot notice"
+    )
+    warm_hosts: int = Field(
+        default=0, ge=0, description="of GPU and sampler hosts each: that stay, though they have no lease"
     )
     launch: str | None = Field(
         default=None, description="of a host: the name under which it was started (service/launching.py)"

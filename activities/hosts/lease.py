@@ -16,7 +16,7 @@ from activities.hosts.standing import Standing
 from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import Meeting, WorkerProcess, last_words, log_tail
-from activities.telemetry import LEASES
+from activities.telemetry import LEASES, phase
 from longshore.fields import Frozen, added
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.fence import Fence
@@ -110,12 +110,14 @@ class ProcessLease:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        with self._counted(mark) as begun, ExitStack() as after:
-            worker = self._pool.acquire(key, mark, node)
-            begun.append(worker)
-            with self._until_released(worker, mark):
+        with self._counted(mark) as begun, ExitStack() as after, ExitStack() as held:
+            with phase("start worker"):
+                worker = self._pool.acquire(key, mark, node)
+                begun.append(worker)
+                held.enter_context(self._until_released(worker, mark))
                 after.enter_context(meet(worker))
-                yield worker if _is_up(worker, ready_timeout_s) else None
+                is_up = _is_up(worker, ready_timeout_s)
+            yield worker if is_up else None
 
     @contextmanager
     def _counted(self, mark: LeaseMark) -> Iterator[list[WorkerProcess]]:

@@ -19,6 +19,7 @@ from activities.host_context import HOST_LEAVES
 from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
 from activities.hosts.worker_process import room_for_ranks
+from activities.telemetry import HOST_START
 from shared.errors import AVOIDED, UNFIT, HostLeft, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
 from shared.storage.host_states import (
@@ -47,15 +48,20 @@ class Standing:
     Args:
         check: finds what the host lacks; it may take a minute.
         alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
+        num_warm: hosts of this role and shape that do not leave for want of leases: the first, by their queues' names,
+            of those that have none.
 
     `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one. `begun`: is
     called when it has taken a lease.
     """
 
-    def __init__(self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0) -> None:
+    def __init__(
+        self, store: ObjectStore, state: HostState, check: Check, alone_s: float = 60.0, num_warm: int = 0
+    ) -> None:
         self._store = store
         self._check = check
         self._alone_s = alone_s
+        self._num_warm, self._stays = num_warm, num_warm > 0
         self._alone_since: float | None = None
         self._lock = threading.Lock()
         self.state = state
@@ -74,6 +80,7 @@ class Standing:
         lacks = self._check()
         if not self._is_examined:
             self._is_examined, self._idle_since = True, time.monotonic()
+            HOST_START.reached("host: first check")
         if lacks != self.state.lacks:
             _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
         self._change(lacks=lacks)
@@ -103,8 +110,10 @@ class Standing:
             _log.warning("what this host offers is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
-        """Return the other hosts, and note since when none of them takes leases."""
+        """Return the other hosts, and note since when none of them takes leases, and whether this one stays warm."""
         others, now = self._others(), time.time()
+        free = [each for each in others if each.takes_leases(now) and each.lease_since is None]
+        self._stays = sum(each.queue < self.state.queue for each in free) < self._num_warm
         if any(other.takes_leases(now) for other in others):
             self._alone_since = None
         elif self._alone_since is None:
@@ -131,10 +140,11 @@ class Standing:
         """Return True if nothing has come from the lease queue for a time, and none is in hand. The time begins as the
         host asks for leases, or at its first check where that finds something lacking.
 
-        `close`: if so, give back leases that come from now on.
+        `close`: if so, give back leases that come from now on. False, too, of a host that is to stay warm.
         """
         with self._lock:
-            is_idle = not self._num_held and time.monotonic() - self._idle_since >= after_s
+            stays = self._stays and not self.state.lacks
+            is_idle = not stays and not self._num_held and time.monotonic() - self._idle_since >= after_s
             if is_idle and close:
                 self.is_closing = True
             return is_idle
@@ -156,6 +166,8 @@ class Standing:
             if is_closing:
                 raise HostLeft(HOST_LEAVES)
             self._refuse(avoid)
+            HOST_START.reached("host: asks for leases")
+            HOST_START.tell()
             self._change(lease_since=time.time())
             self.begun()
             try:
@@ -253,7 +265,7 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
         max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
-    standing = Standing(open_store(settings.store, settings.s3), state, check)
+    standing = Standing(open_store(settings.store, settings.s3), state, check, num_warm=settings.warm_hosts)
     leased = told_file(settings.root_path, "leased", role)
     leased.unlink(missing_ok=True)
     standing.begun = leased.touch

@@ -234,8 +234,8 @@ def launch(
         "TMPDIR": str(temporary),
         **place,
     }
-    # torch's cache of compiled kernels: outside the worker's TMPDIR, so that the next worker can use it.
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}
+    # The caches of compiled kernels: outside the worker's TMPDIR and any home, so that the next worker can use them.
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled), "TRITON_CACHE_DIR": str(paths.compiled / "triton")}
     with worker.output.open("wb") as output:
         variables = {**SPIN_COUNT, **kept, **child_environment("worker"), **environment, **marks}
         process = start(arguments, variables, output.fileno(), output.fileno())

@@ -1,6 +1,7 @@
 """FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,13 +66,16 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         )
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
+        began = time.perf_counter()
         self._read_base()
+        weights_s = time.perf_counter() - began
         with refusing(architecture.family):
             self._model.settle()
             if is_generic(architecture):
                 probe(self._model)
         sizes = architecture.vocab_size, architecture.hidden_size, self._model.windows
-        self.facts = Facts(layout, dtype, ranks.device, ranks.rank, ranks.dp_rank, ranks.dp_size, *sizes)
+        places = ranks.device, ranks.rank, ranks.dp_rank, ranks.dp_size
+        self.facts = Facts(layout, dtype, *places, *sizes, weights_s=weights_s)
 
     def _read_base(self) -> None:
         with self._ranks.agreement():

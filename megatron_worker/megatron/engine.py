@@ -1,5 +1,6 @@
 """MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,8 +80,10 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         )
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
         ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
-        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, quantize is None)
+        began = time.perf_counter()
         self._read_base()
+        read_s, is_whole = time.perf_counter() - began, quantize is None
+        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
 
     def _read_base(self) -> None:
         with self._mesh.agreement():

@@ -50,10 +50,11 @@ _TEMPORAL_START_S = 30.0
 # garbage can grow to the size of what it holds.
 _TEMPORAL_CACHED_RUNS = 256
 # Queues with a single partition, in which tenants get tasks exactly in turn (service/temporal.py); a host that stops
-# asking for work is told which task is on its way to it, if there is one.
+# asking for work is told which task is on its way to it, if there is one. What waits is counted anew after a second.
 QUEUE_OPTIONS = (
     *("--dynamic-config-value", "frontend.enableCancelWorkerPollsOnShutdown=true"),
     *("--dynamic-config-value", "matching.enableFairness=true"),
+    *("--dynamic-config-value", 'matching.TaskQueueInfoByBuildIdTTL="1s"'),
     *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
     *("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
 )

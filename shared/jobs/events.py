@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from longshore.fields import Frozen, Sha256
+from longshore.fields import Frozen, Sha256, added
 from shared.fence import Fence
 from shared.jobs.weight_sync import SyncOutcome
 
@@ -19,7 +19,8 @@ class _Event(Frozen):
 class Started(_Event):
     """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step.
 
-    `code`: a hash of what it computes with (shared/provenance.py); None of workers that did not say.
+    `code`: a hash of what it computes with (shared/provenance.py); None of workers that did not say. `seconds`: of what
+    came before, by phase, in order.
     """
 
     event: Literal["started"] = "started"
@@ -31,6 +32,7 @@ class Started(_Event):
     device: str
     world_size: int
     code: Sha256 | None = None
+    seconds: dict[str, float] = added({})
 
 
 class Step(_Event):

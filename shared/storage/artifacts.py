@@ -19,6 +19,7 @@ from shared.field_rules import first_rule
 from shared.settings import S3Settings
 from shared.storage.files import fsync_folder, write_atomically
 from shared.storage.paths import MANIFEST, content_key
+from shared.storage.ranges import Fetched, fetch
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, go_on, open_store, open_uri, uri_of
 
 _CHUNK_BYTES = 8 << 20
@@ -201,7 +202,7 @@ def stage(
 
     Args:
         only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
-        check: called between files, and from any thread as parts of one arrive. What it raises ends the staging.
+        check: called from any thread, before and after each range of a file. What it raises ends the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -215,7 +216,7 @@ def stage(
     except CorruptArtifact:
         if isinstance(store, LocalStore):
             raise
-        _fetch(store, manifest, folder, cache, check)  # it is not here yet, or was spoilt since
+        _fetch(store, manifest, folder, cache, s3.ranges, check)  # it is not here yet, or was spoilt since
         _check(folder, manifest, cache, check)
     if not isinstance(holder, LocalStore):
         write_atomically(_manifests(cache) / artifact.sha256 / MANIFEST, data, is_durable=False)
@@ -260,12 +261,16 @@ def _manifests(cache: Path) -> Path:
     return cache / "manifests"
 
 
-def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, check: Callable[[], None]) -> None:
+def _fetch(
+    store: ObjectStore, manifest: Manifest, target: Path, cache: Path, at_once: int, check: Callable[[], None]
+) -> None:
     """Copy files into a temporary folder, check their hashes, and rename the folder. `target` is never incomplete."""
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    wanted = [Fetched(entry.path, entry.size, temporary / entry.path) for entry in manifest.files]
     try:
-        for entry in manifest.files:
-            _fetch_file(store, entry, temporary / entry.path, check)
+        for entry, found in zip(manifest.files, fetch(store, wanted, at_once, check), strict=True):
+            if found != entry.sha256:
+                raise CorruptArtifact("the file's SHA-256 is not the manifest's", uri_of(store, entry.path))
         with disk_errors(temporary):
             write_atomically(temporary / MANIFEST, manifest.encoded())
         _take_place(temporary, target, manifest, cache, check)
@@ -273,27 +278,15 @@ def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, ch
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path, check: Callable[[], None]) -> None:
-    place = uri_of(store, entry.path)
-    check()
-    try:
-        store.get_file(entry.path, path, check)
-    except NotFound as error:
-        raise CorruptArtifact("the file is missing", place) from error
-    if (size := path.stat().st_size) != entry.size:
-        raise CorruptArtifact(f"the file has {size} bytes, the manifest says {entry.size}", place)
-    if sha256_file(path) != entry.sha256:
-        raise CorruptArtifact("the file's SHA-256 is not the manifest's", place)
-
-
 def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
     """Rename a complete folder to `target`. An intact folder that is already there stays, as it may be in use."""
     try:
         new.rename(target)
-        return
     except OSError:
         if not target.exists():
             raise
+    else:
+        return remember_checked(target, manifest, cache)
     try:
         _check(target, manifest, cache, check)
     except CorruptArtifact:

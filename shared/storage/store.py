@@ -5,13 +5,13 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
@@ -331,7 +331,7 @@ class S3Store:
                 answer = self._client.head_object(Bucket=self.bucket, Key=self._key(key))
         except NotFound:
             return None
-        return ObjectInfo(key, answer["ContentLength"], answer.get("ETag"), answer["LastModified"].timestamp())
+        return ObjectInfo(key, answer["ContentLength"], _tag(answer), answer["LastModified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._errors(prefix):
@@ -341,7 +341,7 @@ class S3Store:
             for page in pages:
                 for item in page.get("Contents", []):
                     key, modified = item["Key"].removeprefix(self.prefix), item["LastModified"].timestamp()
-                    yield ObjectInfo(key, item["Size"], item.get("ETag"), modified)
+                    yield ObjectInfo(key, item["Size"], _tag(item), modified)
 
     def delete(self, key: str) -> None:
         with self._errors(key):
@@ -363,6 +363,10 @@ class S3Store:
             raise _refused(place, error.response.get("Error", {}).get("Code", "unknown")) from error
         except (BotoCoreError, Boto3Error) as error:
             raise StoreUnavailable(f"{place}: {error}") from error
+
+
+def _tag(told: Mapping[str, Any]) -> str | None:
+    return (told.get("ETag") or "").strip('"') or None  # some servers quote it in one answer alone
 
 
 def _refused(place: str, code: str) -> NotFound | StoreUnavailable:

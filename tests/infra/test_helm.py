@@ -180,6 +180,8 @@ def test_no_gpu_is_held_at_rest_and_scaling_ends_no_host(values: Path) -> None:
         assert spec["jobTargetRef"]["backoffLimit"] == 0
         template = spec["jobTargetRef"]["template"]
         assert template["spec"]["restartPolicy"] == "Never"
+        warm = {each["name"]: each.get("value") for each in template["spec"]["containers"][0]["env"]}
+        assert int(warm.get("LONGSHORE_WARM_HOSTS", "0")) == spec["minReplicaCount"], "warm ones do not leave as idle"
         assert "--exit-when-idle" in template["spec"]["containers"][0]["command"]
         assert template["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
         assert template["spec"]["terminationGracePeriodSeconds"] >= 60

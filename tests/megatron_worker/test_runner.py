@@ -58,6 +58,8 @@ def test_a_job_reports_every_step_and_ends_with_one_terminal_event(workshop: Wor
         (Offloaded, None),
         (Succeeded, 6),
     ]
+    assert [*events[0].seconds] == ["stage inputs", "build engine", "read weights", "make slot"]
+    assert min(events[0].seconds.values()) >= 0.0 and events[0].seconds["stage inputs"] > 0.0
     assert events[-1].device == "released"
     assert events[-2].device_bytes_after == 0 < events[-2].device_bytes_before
     step = events[2].metrics

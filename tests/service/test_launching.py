@@ -43,6 +43,38 @@ async def ask_for_a_lease(settings: Settings) -> None:
     )
 
 
+async def test_a_warm_pool_is_there_before_anything_waits_and_is_filled_again(
+    settings: Settings, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    started.touch()
+    hosts = CommandHosts(f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}'", f"cat {shlex.quote(str(started))}")
+    loop = await launching(settings.model_copy(update={"warm_hosts": 2}), most=3)
+    assert await loop.look(hosts) == 2 and await loop.look(hosts) == 0
+    first = started.read_text().split()[0]
+    state = HostState(role="gpu", shape=settings.shape, name="a", queue="a", seen_at=time.time(), launch=first)
+    taken = state.model_copy(update={"lease_since": time.time() - 60})
+    write_state(open_store(settings.store, settings.s3), taken)
+    assert await loop.look(hosts) == 1, "one is at work, so that one is warm"
+    assert await loop.look(hosts) == 0
+    assert len(started.read_text().split()) == 3
+
+
+async def test_what_comes_between_two_looks_is_seen_at_once(settings: Settings, tmp_path: Path) -> None:
+    started, looked, stopped = tmp_path / "started", tmp_path / "looked", asyncio.Event()
+    started.touch()
+    hosts = CommandHosts(
+        f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}'", f"sh -c 'touch {looked}; cat {shlex.quote(str(started))}'"
+    )
+    looking = asyncio.create_task((await launching(settings)).look_each(3600, hosts, stopped))
+    await eventually(looked.exists, "a look")
+    await ask_for_a_lease(settings)
+    await eventually(lambda: bool(started.read_text()), "a host, long before the next look", 120)
+    stopped.set()
+    await looking
+    assert len(started.read_text().split()) == 1
+
+
 async def launching(settings: Settings, most: int = 4) -> Launching:
     client = await connect_temporal(settings)
     return Launching(client, open_store(settings.store, settings.s3), settings, "gpu", most)

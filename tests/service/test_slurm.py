@@ -1,105 +1,32 @@
 """Hosts as jobs of a real Slurm: one controller and one node, on this machine."""
 
 import asyncio
-import getpass
-import os
 import shlex
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.slurm_cluster import cluster, missing
 from service.launching import Launching, slurm_hosts
 from service.sealing.keys import seal_keys
-from tests.conftest import free_port
 from tests.workflows.leases.test_come_and_go import is_at, steps
 from tests.workflows.stack import eventually, started
 from tests.workflows.stand_in import REPOSITORY
 
 SCRIPT = REPOSITORY / "infra" / "slurm" / "host.sbatch"
-MISSING = [name for name in ("slurmctld", "slurmd", "munged", "mungekey", "sbatch") if shutil.which(name) is None]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurmctld slurmd munge"),
-    pytest.mark.skipif(os.getuid() != 0, reason="slurmd starts jobs of users: it wants to be root"),
-]
-CONFIG = """
-ClusterName=test
-SlurmctldHost=localhost
-SlurmctldPort={controller}
-SlurmdPort={node}
-SlurmUser={user}
-AuthType=auth/munge
-AuthInfo=socket={root}/munge.sock
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-MpiDefault=none
-KillWait=30
-NodeName=localhost CPUs={cpus} State=UNKNOWN
-PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
-"""
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cluster whose commands are configured by the environment."""
-    root = tmp_path / "slurm"
-    for folder in (root, root / "state", root / "spool"):
-        folder.mkdir(mode=0o755)
-    config = root / "slurm.conf"
-    config.write_text(
-        CONFIG.format(
-            controller=free_port(), node=free_port(), user=getpass.getuser(), root=root, cpus=os.cpu_count() or 1
-        )
-    )
-    (root / "cgroup.conf").write_text("")
-    subprocess.run(["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True)
-    of_munge = [
-        f"--{name}={root}/munge.{suffix}"
-        for name, suffix in (
-            ("key-file", "key"),
-            ("socket", "sock"),
-            ("pid-file", "pid"),
-            ("log-file", "log"),
-            ("seed-file", "seed"),
-        )
-    ]
-    monkeypatch.setenv("SLURM_CONF", str(config))
-    commands = [
-        ["munged", "--foreground", "--force", *of_munge],
-        ["slurmctld", "-D", "-f", str(config)],
-        ["slurmd", "-D", "-f", str(config), "-N", "localhost"],
-    ]
-    with (root / "log").open("wb") as log:
-        processes = []
-        try:
-            for command in commands:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-                _wait_for(root / "munge.sock")
-            yield root
-        finally:
-            for process in reversed(processes):
-                process.terminate()
-            for process in processes:
-                process.wait(60)
-
-
-def _wait_for(path: Path) -> None:
-    for _ in range(600):
-        if path.exists():
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{path} is not there")
+    with cluster(tmp_path / "slurm") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield
 
 
 def said(*command: str) -> str:
@@ -112,7 +39,7 @@ def jobs() -> dict[str, str]:
 
 
 async def test_a_run_has_a_job_of_slurm_and_another_when_that_is_told_to_leave(
-    slurm: Path, temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: None, temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await eventually(lambda: "idle" in said("sinfo", "--noheader", "--format=%T"), "a node", 60)
     python = tmp_path / "python"  # the script's own command line, with stand-in workers in place of a device

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from temporalio import activity
 from temporalio.worker import Worker
 
+from activities.telemetry import HostStart, JobSeen
 from service.database import migrate
 from service.database.engine import open_database
 from service.runs.gauges import InstallationGauges
@@ -27,6 +29,8 @@ from service.runs.states import queued
 from service.telemetry import traces
 from service.telemetry.requests import SeenRequests
 from service.temporal import Temporal, connect_temporal, share_of
+from shared.fence import Fence
+from shared.jobs.events import Started
 from shared.log_lines import JsonFormatter
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord
@@ -57,6 +61,40 @@ def test_of_a_request_its_traceparent_is_taken_and_no_text() -> None:
     assert trace.format_trace_id(found.trace_id) == "a" * 32
     for broken in (None, "", "secret", f"00-{'0' * 32}-{'b' * 16}-01"):
         assert not trace.get_current_span(traces.context_of(broken)).get_span_context().is_valid
+
+
+def test_a_host_s_start_and_a_job_s_loading_are_spans_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    start = HostStart()
+    start.reached("a host of a test's, which no program begins")
+    start.tell()
+    start.begin()
+    start.reached("host: connect")
+    for _ in range(2):
+        start.tell()
+    imports, connect = kept.get_finished_spans()
+    assert (imports.name, connect.name) == ("host: imports", "host: connect")
+    assert imports.start_time == int(psutil.Process().create_time() * 1e9) and imports.end_time == connect.start_time
+    kept.clear()
+
+    class Plan:
+        run_id, job_id = "sft-1", "000001"
+
+    fence, seconds = Fence(epoch=1, attempt=1), {"stage inputs": 4.0, "build engine": 3.0, "make slot": 0.5}
+    seen = JobSeen(Plan(), fence, begun_at=100.0)  # type: ignore[arg-type]
+    counts = {"first_step": 0, "num_steps": 1, "world_size": 1}
+    ids = {"run_id": Plan.run_id, "job_id": Plan.job_id, "fence": fence, "device": "cpu"}
+    seen.take(Started(seq=1, time=110.0, seconds=seconds, **counts, **ids))
+    *phases, load = kept.get_finished_spans()
+    assert [(each.name, each.start_time / 1e9, each.end_time / 1e9) for each in (*phases, load)] == [
+        ("stage inputs", 102.5, 106.5),
+        ("build engine", 106.5, 109.5),
+        ("make slot", 109.5, 110.0),
+        ("load", 100.0, 110.0),
+    ]
+    assert {each.parent and each.parent.span_id for each in phases} == {load.context and load.context.span_id}
 
 
 def test_a_span_is_sent_without_what_is_not_listed() -> None:

@@ -68,6 +68,23 @@ def test_a_program_that_refuses_says_so_by_its_status_and_output(host: Path) -> 
     assert "unrecognized arguments: --no-such-option" in worker.said.read_text()
 
 
+def test_what_a_program_imports_can_be_imported_before_it_is_started(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(programs._IMPORTS, "megatron_worker", ("sqlite3",))
+
+    def has_imported() -> bool:
+        return any("_sqlite3" in mapped.path for mapped in fork_server().memory_maps())
+
+    programs.prepare([sys.executable, "-P", "-m", "no_program_of_ours"])
+    assert programs._server._process is None
+    programs.prepare([sys.executable, "-P", "-m", "megatron_worker"])
+    wait_until(lambda: has_imported() or None, "the import", 60)
+    wait_until(lambda: not fork_server().children() or None, "nothing that runs", 60)
+    worker = Worker(host / "one", "--no-such-option")
+    assert worker.is_forked() and worker.program.wait(60) == 2
+
+
 @pytest.mark.parametrize("victim", drawn([0, 1, 2], 1))
 def test_one_rank_or_the_launcher_is_lost_and_all_end(host: Path, victim: int) -> None:
     worker = Worker(host / "two", num_ranks=2)

@@ -185,6 +185,7 @@ def test_what_a_worker_compiles_outlives_it_and_its_temporary_files_do_not(
         places = processes_of(worker_id)[0].environ()
         assert Path(places["TMPDIR"]).is_relative_to(host.paths.worker(worker_id).root)
         assert Path(places["TORCHINDUCTOR_CACHE_DIR"]) == host.paths.compiled
+        assert Path(places["TRITON_CACHE_DIR"]).is_relative_to(host.paths.compiled)
         assert not host.paths.compiled.is_relative_to(host.paths.workers)
 
 

@@ -20,12 +20,19 @@ class Yard:
         self.store = LocalStore(root)
 
     def host(
-        self, name: str, *lacks: str, alone_s: float = 0.0, shape: str = "cpu", role: LeasingRole = "gpu", bf16=True
+        self,
+        name: str,
+        *lacks: str,
+        alone_s: float = 0.0,
+        shape: str = "cpu",
+        role: LeasingRole = "gpu",
+        bf16=True,
+        num_warm=0,
     ) -> Standing:
         state = HostState(
             role=role, shape=shape, name=name, queue=f"host-{name}", seen_at=0.0, lacks=("unknown",), fast_bf16=bf16
         )
-        standing = Standing(self.store, state, lambda: lacks, alone_s)
+        standing = Standing(self.store, state, lambda: lacks, alone_s, num_warm)
         standing.examine()
         standing.beat()
         return standing
@@ -34,6 +41,26 @@ class Yard:
 @pytest.fixture
 def yard(tmp_path: Path) -> Yard:
     return Yard(tmp_path)
+
+
+def test_of_hosts_without_a_lease_a_number_stays_and_the_others_leave(yard: Yard) -> None:
+    def left(*hosts: Standing) -> list[str]:
+        for host in hosts:
+            host.beat()
+        return [host.state.name for host in hosts if host.is_idle(0.0)]
+
+    hosts = first, second, third = [yard.host(name, num_warm=1) for name in ("a", "b", "c")]
+    assert left(*hosts) == ["b", "c"]
+    with first.offered("run", ()):
+        assert left(*hosts) == ["c"], "the first is at work, so that the second stays"
+    assert left(*hosts) == ["b", "c"]
+    first._check = lambda: ("torch is not installed",)
+    first.examine()
+    assert left(*hosts) == ["a", "c"], "one that is of no use does not stay"
+    for host in (first, second):
+        host.retire()
+    assert left(third) == []
+    assert left(yard.host("d", shape="other")) == ["d"], "none is to stay there"
 
 
 def refusal(standing: Standing, *avoid: str) -> ApplicationError | None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from longshore.fields import Artifact
-from shared.errors import CorruptArtifact
+from shared.errors import CorruptArtifact, StoreUnavailable
 from shared.settings import S3Settings
 from shared.storage.artifacts import (
     FileEntry,
@@ -31,6 +33,7 @@ from shared.storage.artifacts import (
     upload_artifact,
 )
 from shared.storage.paths import MANIFEST
+from shared.storage.ranges import RANGE_BYTES, Fetched, fetch
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
 
 FILES = {"a.bin": b"a" * 5_000, "deep/ü b.json": b"{}", "empty": b"", "deep/manifest.json": b"not the manifest"}
@@ -242,9 +245,9 @@ def test_many_stage_at_once(store, artifact, cache, s3) -> None:
         assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def num_bytes_read() -> int:
-    """By this process, from files."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+def num_bytes_read(of: str = "self") -> int:
+    """By this process, or this thread, from files."""
+    counters = dict(line.split(": ") for line in Path(f"/proc/{of}/io").read_text().splitlines())
     return int(counters["rchar"])
 
 
@@ -319,3 +322,72 @@ def test_objects_are_hashed_in_pieces(store, tmp_path) -> None:
     (tmp_path / "file").write_bytes(os.urandom((17 << 20) + 3))
     store.put_file("k", tmp_path / "file")
     assert sha256_object(store, "k", (17 << 20) + 3) == sha256_file(tmp_path / "file")
+
+
+class InPieces(LocalStore):
+    """A store that notes what is read, and how much of it is asked for at a time; its first answers break off."""
+
+    def __init__(self, root: Path, num_broken: int = 0, num_together: int = 1) -> None:
+        super().__init__(root)
+        self.read: list[tuple[str, int, int]] = []
+        self._num_broken, self._lock, self._together = num_broken, threading.Lock(), threading.Barrier(num_together)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        with self._lock:
+            self.read.append((key, start, length))
+            is_broken = len(self.read) <= self._num_broken
+        if is_broken:
+            raise StoreUnavailable("the connection broke")
+        self._together.wait(60)  # ends when so many are asked for at the same time
+        return super().read_range(key, start, length)
+
+
+def wanted(tmp_path: Path, **contents: bytes) -> list[Fetched]:
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    return [Fetched(name, len(data), tmp_path / "copies" / name) for name, data in contents.items()]
+
+
+def test_ranges_of_all_files_come_at_the_same_time(tmp_path) -> None:
+    contents = {"one": os.urandom(3 * RANGE_BYTES + 5), "two": b"2", "none": b"", "even": os.urandom(RANGE_BYTES)}
+    files = wanted(tmp_path, **contents)
+    store = InPieces(tmp_path, num_together=7)
+    assert list(fetch(store, files, 7, lambda: None)) == [sha256_file(tmp_path / name) for name in contents]
+    assert {name: (tmp_path / "copies" / name).read_bytes() for name in contents} == contents
+    assert len(store.read) == 7 and max(length for _, _, length in store.read) == RANGE_BYTES + 1
+
+
+def test_a_range_that_breaks_off_is_asked_for_again(tmp_path) -> None:
+    [file] = wanted(tmp_path, one=b"abc")
+    assert list(fetch(InPieces(tmp_path, num_broken=2), [file], 1, lambda: None)) == [sha256_file(tmp_path / "one")]
+    file.path.unlink()
+    with pytest.raises(StoreUnavailable):
+        list(fetch(InPieces(tmp_path, num_broken=4), [file], 1, lambda: None))
+
+
+def test_after_an_error_nothing_more_is_asked_for(tmp_path) -> None:
+    [file] = wanted(tmp_path, one=bytes(5 * RANGE_BYTES))
+    (tmp_path / "one").write_bytes(b"cut short")
+    store = InPieces(tmp_path)
+
+    def slowly() -> None:
+        if store.read:
+            time.sleep(1)  # so that the error is heard of before four more are asked for
+
+    with pytest.raises(CorruptArtifact, match="has 9 bytes"):
+        list(fetch(store, [file], 1, slowly))
+    assert len(store.read) < 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux says of our reading")
+def test_what_is_fetched_is_hashed_once(store, cache, s3, tmp_path) -> None:
+    if isinstance(store, LocalStore):
+        pytest.skip("a local artifact is not fetched")
+    large = tmp_path / "large"
+    large.mkdir()
+    (large / "weights").write_bytes(os.urandom(20 << 20))
+    seal(large)
+    artifact = upload_artifact(store, "large", large)
+    begun = num_bytes_read("thread-self")  # moto's server, which reads it, too, has threads of its own
+    stage(artifact, cache, s3)
+    assert 20 << 20 <= num_bytes_read("thread-self") - begun < 40 << 20

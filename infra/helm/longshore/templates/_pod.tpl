@@ -47,6 +47,9 @@ containers:
       {{- if eq .role "gpu" }}
       - {name: LONGSHORE_DRAIN_GRACE_S, value: {{ $host.drainSeconds | quote }}}
       {{- end }}
+      {{- if and $v.keda.enabled $host.min }}
+      - {name: LONGSHORE_WARM_HOSTS, value: {{ $host.min | quote }}}
+      {{- end }}
       {{- if and $host.shape (ne $host.shape $v.shape) }}
       - {name: LONGSHORE_SHAPE, value: {{ $host.shape | quote }}}
       {{- end }}

@@ -1,0 +1,95 @@
+"""Brings objects of a store into files: in ranges, several at a time, hashed as they arrive.
+
+A range goes from the store into its place in the file, and is hashed from there, in order, while later ones are on
+their way. Memory holds as many ranges as are fetched at once, whatever the files' size.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import CorruptArtifact, NotFound, StoreUnavailable
+from shared.storage.store import ObjectStore, disk_errors, uri_of
+
+RANGE_BYTES = 8 << 20
+_PAUSES_S = (0.1, 0.4, 1.0)  # a connection that breaks within a range; the store's client repeats requests by itself
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """An object of a known size, and the file that is to hold it."""
+
+    key: str
+    size: int
+    path: Path
+
+
+def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Callable[[], None]) -> Iterator[str]:
+    """Bring objects into new files. Yields the SHA-256 of each, in order.
+
+    `at_once`: ranges on their way at a time. `check`: called before and after each, from any thread; what it raises
+    is raised.
+
+    Raises:
+        CorruptArtifact: an object is missing, or of another size.
+        DiskFull, StoreUnavailable
+    """
+    with ExitStack() as open_files, ExitStack() as running:  # which ends before the files are closed
+        threads = ThreadPoolExecutor(at_once, thread_name_prefix="range")
+        running.callback(threads.shutdown, wait=True, cancel_futures=True)
+        begun = [(file, *_begin(store, file, threads, check, open_files)) for file in wanted]
+        buffer = bytearray(RANGE_BYTES)
+        for file, descriptor, ranges in begun:
+            digest = hashlib.sha256()
+            for start, arrived in zip(_starts(file), ranges, strict=True):
+                arrived.result()
+                length = os.preadv(descriptor, [memoryview(buffer)[: file.size - start]], start)
+                digest.update(memoryview(buffer)[:length])
+            yield digest.hexdigest()
+
+
+def _begin(
+    store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Callable[[], None], open_files: ExitStack
+) -> tuple[int, list["Future[None]"]]:
+    with disk_errors(file.path):
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        open_files.callback(os.close, descriptor)
+
+    def bring(start: int) -> None:
+        check()
+        # One byte more than the last range should have, by which an object that is too long is noticed.
+        end = min(start + RANGE_BYTES, file.size)
+        data = _read(store, file.key, start, end - start + (end == file.size))
+        check()
+        if len(data) != end - start:
+            found = store.head(file.key)
+            told = f"the file has {found.size if found else 0} bytes, the manifest says {file.size}"
+            raise CorruptArtifact(told, uri_of(store, file.key))
+        with disk_errors(file.path):
+            for at in range(0, len(data), written := 1 << 20):
+                os.pwrite(descriptor, data[at : at + written], start + at)
+
+    return descriptor, [threads.submit(bring, start) for start in _starts(file)]
+
+
+def _starts(file: Fetched) -> range:
+    return range(0, max(1, file.size), RANGE_BYTES)
+
+
+def _read(store: ObjectStore, key: str, start: int, length: int) -> bytes:
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return store.read_range(key, start, length)
+        except NotFound as error:
+            raise CorruptArtifact("the file is missing", uri_of(store, key)) from error
+        except StoreUnavailable:
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
