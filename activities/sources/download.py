@@ -26,6 +26,7 @@ from shared.runs.requests import RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, open_artifact
+from shared.storage.files import open_regular
 from shared.storage.paths import MANIFEST, RunKeys, content_key, tenant_folder
 from shared.storage.places import OpenPlaces, path_of
 from shared.storage.store import (
@@ -34,7 +35,6 @@ from shared.storage.store import (
     ObjectStore,
     S3Store,
     disk_errors,
-    open_regular,
     open_store,
     open_uri,
     uri_of,

@@ -112,3 +112,15 @@ def listen_privately(path: Path, backlog: int) -> socket.socket:
         path.chmod(0o600)
     listener.listen(backlog)
     return listener
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it. Pipes and devices count as missing, since reading them might never end.
+
+    Raises FileNotFoundError: there is no file, or it is not a regular one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
+    return os.fdopen(descriptor, "rb")

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.files import copy_file, fsync_folder, replacing, write_atomically
+from shared.storage.files import copy_file, fsync_folder, open_regular, replacing, write_atomically
 
 if TYPE_CHECKING:
     from botocore.exceptions import _ResponseMetadataTypeDef
@@ -221,18 +221,6 @@ def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key, status.st_size, etag, status.st_mtime)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it. Pipes and devices count as missing, since reading them might never end.
-
-    Raises FileNotFoundError: there is no file, or it is not a regular one.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
 @contextmanager
 def disk_errors(path: Path) -> Iterator[Path]:
     """Raise errors of a full or forbidden disk as our own, with its path.
@@ -273,7 +261,7 @@ class S3Store:
 
     def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
         try:
-            return self._put_if(key, data, partial(self._client.put_object, IfMatch=seen.etag or ""))
+            return self._put_if(key, data, partial(self._client.put_object, IfMatch=f'"{seen.etag}"'))
         except NotFound:
             return False
 
