@@ -26,6 +26,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal, get_args
 
+from temporalio.client import Client
+
 from activities.bells import Bells
 from activities.confined import calls as confined
 from activities.host_context import HostContext
@@ -94,23 +96,7 @@ async def serve_host(
         HOST_START.reached("host: connect")
         match role:
             case "control":
-                from activities.tracking.track import Track
-
-                if settings.build_id is not None:  # wherever it is from: workflows read it as they are imported
-                    os.environ[BUILD_VARIABLE] = settings.build_id
-                confined.prepare()
-                track = Track(host)
-                stack.push_async_callback(track.close)
-                activities = control_activities(host, track)
-                if settings.sampling.url is not None:
-                    routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
-                    at = stack.enter_context(serving(settings, record.queue, routes))
-                    await stack.enter_async_context(announced(host.store, record.queue, at))
-                build = builds.deployment(settings)
-                control = control_workers(client, settings.control_queue, activities, control_workflows(), build=build)
-                await stack.enter_async_context(control)
-                await builds.begin_with(client, settings)
-                told_file(settings.root_path, "polls", role).touch()
+                await _poll_as_control(stack, host, client, record)
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
@@ -129,6 +115,28 @@ async def serve_host(
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)
+
+
+async def _poll_as_control(stack: AsyncExitStack, host: HostContext, client: Client, record: HostRecord) -> None:
+    """Run workflows and activities until the stack ends."""
+    from activities.tracking.track import Track
+
+    settings = host.settings
+    if settings.build_id is not None:  # wherever it is from: workflows read it as they are imported
+        os.environ[BUILD_VARIABLE] = settings.build_id
+    confined.prepare()
+    track = Track(host)
+    stack.push_async_callback(track.close)
+    activities = control_activities(host, track)
+    if settings.sampling.url is not None:
+        routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
+        at = stack.enter_context(serving(settings, record.queue, routes))
+        await stack.enter_async_context(announced(host.store, record.queue, at))
+    build = builds.deployment(settings)
+    control = control_workers(client, settings.control_queue, activities, control_workflows(), build=build)
+    await stack.enter_async_context(control)
+    await builds.begin_with(client, settings)
+    told_file(settings.root_path, "polls", "control").touch()
 
 
 async def _heed(notice: Path, stopped: asyncio.Event) -> None:
