@@ -5,11 +5,9 @@ their way. Memory holds as many ranges as are fetched at once, whatever the file
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,27 +37,27 @@ def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Ca
         CorruptArtifact: an object is missing, or of another size.
         DiskFull, StoreUnavailable
     """
-    with ExitStack() as open_files, ExitStack() as running:  # which ends before the files are closed
-        threads = ThreadPoolExecutor(at_once, thread_name_prefix="range")
-        running.callback(threads.shutdown, wait=True, cancel_futures=True)
-        begun = [(file, *_begin(store, file, threads, check, open_files)) for file in wanted]
-        buffer = bytearray(RANGE_BYTES)
-        for file, descriptor, ranges in begun:
+    threads = ThreadPoolExecutor(at_once, thread_name_prefix="range")
+    try:
+        begun = [(file, _begin(store, file, threads, check)) for file in wanted]
+        buffer = memoryview(bytearray(RANGE_BYTES))
+        for file, ranges in begun:
             digest = hashlib.sha256()
-            for start, arrived in zip(_starts(file), ranges, strict=True):
-                arrived.result()
-                length = os.preadv(descriptor, [memoryview(buffer)[: file.size - start]], start)
-                digest.update(memoryview(buffer)[:length])
+            with file.path.open("rb", buffering=0) as made:
+                for start, arrived in zip(_starts(file), ranges, strict=True):
+                    arrived.result()
+                    digest.update(buffer[: made.readinto(buffer[: file.size - start])])
             yield digest.hexdigest()
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin(
-    store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Callable[[], None], open_files: ExitStack
-) -> tuple[int, list["Future[None]"]]:
+    store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Callable[[], None]
+) -> list["Future[None]"]:
     with disk_errors(file.path):
         file.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        open_files.callback(os.close, descriptor)
+        file.path.touch(exist_ok=False)
 
     def bring(start: int) -> None:
         check()
@@ -71,11 +69,11 @@ def _begin(
             found = store.head(file.key)
             told = f"the file has {found.size if found else 0} bytes, the manifest says {file.size}"
             raise CorruptArtifact(told, uri_of(store, file.key))
-        with disk_errors(file.path):
-            for at in range(0, len(data), written := 1 << 20):
-                os.pwrite(descriptor, data[at : at + written], start + at)
+        with disk_errors(file.path), file.path.open("r+b") as made:
+            made.seek(start)
+            made.write(data)
 
-    return descriptor, [threads.submit(bring, start) for start in _starts(file)]
+    return [threads.submit(bring, start) for start in _starts(file)]
 
 
 def _starts(file: Fetched) -> range:
