@@ -89,9 +89,9 @@ class ProcessLease:
         self._signal = signal
         self._standing = standing
 
-    def offered(self, run_id: str, avoid: tuple[str, ...]) -> AbstractContextManager[None]:
+    def offered(self, run_id: str, avoid: tuple[str, ...], num_hosts: int = 1) -> AbstractContextManager[None]:
         """Hold a lease in a `with` block, unless this host has to leave it to others (`Standing.offered`)."""
-        return nullcontext() if self._standing is None else self._standing.offered(run_id, avoid)
+        return nullcontext() if self._standing is None else self._standing.offered(run_id, avoid, num_hosts)
 
     @contextmanager
     def begin(
@@ -233,7 +233,8 @@ class Lease:
         """
         fence = request.leader.fence if request.leader is not None else None
         mark = LeaseMark(run_id=request.run_id, fence=fence) if fence else mark_of(request.run_id, request.epoch)
-        with beating(), self._lease.offered(mark.run_id, request.avoid), ExitStack() as after:
+        nodes = request.key.layout.nodes
+        with beating(), self._lease.offered(mark.run_id, request.avoid, nodes), ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self._allowed)
             if not request.node and not self._record(mark):
                 if request.join_queue is not None:

@@ -150,8 +150,10 @@ class Standing:
             return is_idle
 
     @contextmanager
-    def offered(self, run_id: str, avoid: tuple[str, ...]) -> Iterator[None]:
+    def offered(self, run_id: str, avoid: tuple[str, ...], num_hosts: int = 1) -> Iterator[None]:
         """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
+
+        `num_hosts`: that the run needs at once: without as many others, one that it would avoid takes it all the same.
 
         Raises:
             ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
@@ -165,7 +167,7 @@ class Standing:
         try:
             if is_closing:
                 raise HostLeft(HOST_LEAVES)
-            self._refuse(avoid)
+            self._refuse(avoid, num_hosts)
             HOST_START.reached("host: asks for leases")
             HOST_START.tell()
             self._change(lease_since=time.time())
@@ -182,14 +184,14 @@ class Standing:
             with self._lock:
                 self._num_held, self._idle_since = self._num_held - 1, time.monotonic()
 
-    def _refuse(self, avoid: tuple[str, ...]) -> None:
+    def _refuse(self, avoid: tuple[str, ...], num_hosts: int) -> None:
         state = self.state
         if state.lacks:
             text = f"no host can take it: the {state.role} host {state.name} lacks what it needs: " + "; ".join(
                 state.lacks
             )
             raise ApplicationError(text, state.queue, type=UNFIT, non_retryable=True)
-        if state.queue in avoid and self.others_take_leases(avoid):
+        if state.queue in avoid and self.others_take_leases(avoid, num_hosts):
             raise ApplicationError("another host is to take it", state.queue, type=AVOIDED, non_retryable=True)
 
     def lost(self, run_id: str, error: WorkerLost | None, at_start: bool) -> None:
@@ -226,10 +228,10 @@ class Standing:
             return ()
         return tuple(each for each in states if each.role == self.state.role and each.queue != self.state.queue)
 
-    def others_take_leases(self, but: tuple[str, ...] = ()) -> bool:
-        """Return True if another host of its role and shape takes leases, beside those of the queues `but`."""
+    def others_take_leases(self, but: tuple[str, ...] = (), num: int = 1) -> bool:
+        """Return True if `num` other hosts of its role and shape take leases, beside those of the queues `but`."""
         now = time.time()
-        return any(other.takes_leases(now) and other.queue not in but for other in self._others())
+        return sum(other.takes_leases(now) and other.queue not in but for other in self._others()) >= num
 
     def _change(self, **fields: object) -> None:
         with self._lock:

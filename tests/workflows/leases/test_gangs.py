@@ -18,6 +18,7 @@ from shared.storage.paths import HostPaths
 from tests.depth import IS_DEEP, SEED
 from tests.workflows.leases.gang_holder import GangHolder, Holding
 from tests.workflows.stack import Stack, eventually, has_checkpoint, started
+from tests.workflows.stand_in import StandInCommand
 from tests.workflows.stand_in_worker import adapter_bytes
 from workflows.leases.gang_turns import GangTurnsWorkflow
 
@@ -37,6 +38,28 @@ async def test_two_hosts_are_one_worker_and_are_lost_and_leased_together(tempora
         status = await asyncio.wait_for(handle.result(), 60)
         assert status.state == "succeeded" and status.workers_lost == 1
         assert stack.weights(status) == adapter_bytes(7, 40)
+
+
+class BreaksOnce:
+    """A worker of a host that does not start at first."""
+
+    def __init__(self) -> None:
+        self._has_broken = False
+
+    def __call__(self, folder: Path, key: WorkerKey) -> list[str]:
+        if self._has_broken:
+            return StandInCommand()(folder, key)
+        self._has_broken = True
+        return ["sh", "-c", "echo it does not start; exit 3"]
+
+
+async def test_a_host_is_not_avoided_where_there_are_not_as_many_others(temporal_address: str, tmp_path: Path) -> None:
+    """A run that needs two hosts, and has lost its worker's start on one of two, would wait for a third for ever."""
+    async with started(temporal_address, tmp_path) as stack:
+        await stack.add_gpu_host(command=BreaksOnce(), check=tuple, root=tmp_path / "machine-1")
+        await stack.add_gpu_host(check=tuple, root=tmp_path / "machine-2")
+        status = await asyncio.wait_for((await stack.start(steps=5, layout=TWO)).result(), 120)
+        assert status.state == "succeeded" and status.workers_lost == 1
 
 
 class Fleet:
