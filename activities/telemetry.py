@@ -129,7 +129,9 @@ class JobSeen:
 
 
 class HostStart:
-    """What this host did before it could take its first lease. A trace has it as spans below that lease."""
+    """What this host did before it could take its first lease. Where it was started while that lease waited, the
+    lease's trace has it as spans.
+    """
 
     def __init__(self) -> None:
         self._reached: list[tuple[str, float]] = []
@@ -143,10 +145,12 @@ class HostStart:
         if self._reached:
             self._reached.append((phase, time.time()))
 
-    def tell(self) -> None:
-        """Make the spans, once, below the current one."""
+    def tell(self, asked_at: float) -> None:
+        """Make the spans, once, below the current one. `asked_at`: when the first lease was asked for."""
         tracer, marks = trace.get_tracer("longshore.host"), self._reached
         self._reached = []
+        if not marks or marks[0][1] < asked_at:
+            return
         for (_, begin), (phase, end) in pairwise(marks):
             _told(tracer, phase, begin, end)
 

@@ -169,7 +169,8 @@ class Standing:
                 raise HostLeft(HOST_LEAVES)
             self._refuse(avoid, num_hosts)
             HOST_START.reached("host: asks for leases")
-            HOST_START.tell()
+            if activity.in_activity():
+                HOST_START.tell(activity.info().scheduled_time.timestamp())
             self._change(lease_since=time.time())
             self.begun()
             try:

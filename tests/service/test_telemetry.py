@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -69,11 +70,14 @@ def test_a_host_s_start_and_a_job_s_loading_are_spans_that_follow_each_other(mon
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     start = HostStart()
     start.reached("a host of a test's, which no program begins")
-    start.tell()
+    start.tell(0.0)
+    start.begin()
+    start.tell(time.time())  # it was there before this lease
+    assert not kept.get_finished_spans()
     start.begin()
     start.reached("host: connect")
     for _ in range(2):
-        start.tell()
+        start.tell(psutil.Process().create_time())
     imports, connect = kept.get_finished_spans()
     assert (imports.name, connect.name) == ("host: imports", "host: connect")
     assert imports.start_time == int(psutil.Process().create_time() * 1e9) and imports.end_time == connect.start_time
