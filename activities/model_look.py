@@ -14,6 +14,7 @@ from pydantic import Field
 
 from activities.formats.examples import Chat
 from activities.host_context import HostContext
+from activities.models.contents import computed_shapes
 from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
 from activities.models.gguf_file import convert_gguf
 from activities.models.resolve import check_contents
@@ -25,15 +26,13 @@ from longshore.layout import Layout
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
-from shared.models.memory import Laid, LayoutBytes, layout_bytes
+from shared.models.memory import ITEM_BYTES, Laid, LayoutBytes, layout_bytes
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.store import LocalStore
 
 _RANKS = (2, 4, 8)
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of weights in MXFP4
 _TOOL = {"type": "function", "function": {"name": "tide", "description": "Tells tides.", "parameters": {}}}
 _CALL = {"id": "callnr001", "type": "function", "function": {"name": "tide", "arguments": {"port": "Kiel"}}}
 _ASK, _ANSWER = {"role": "user", "content": "When is it?"}, {"role": "assistant", "content": "At six."}
@@ -92,7 +91,7 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
                 check_chat_template(location)
                 found |= _chats(TokenizerFiles(folder=folder, place=location.store.uri).load())
             with _noted(problems):
-                found |= _sizes(check_contents(location, config, read_all), config, lora, _ITEM_BYTES[dtype])
+                found |= _sizes(check_contents(location, config, read_all), config, lora, ITEM_BYTES[dtype])
         return ModelLook(**found, problems=tuple(problems))
 
 
@@ -119,21 +118,9 @@ def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
 
 
 def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
-    own = {
-        name: _read_as(name, tensor.shape)
-        for name, tensor in weights.tensors.items()
-        if not name.startswith(config.carried)
-        and not (config.tie_word_embeddings and name == "lm_head.weight")
-        and not name.endswith(_SCALES)
-    }
-    shape = shape_of(config)
+    own, shape = computed_shapes(weights, config), shape_of(config)
     rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
     return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
-
-
-def _read_as(name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of what is read of a tensor: a byte of MXFP4 has two numbers."""
-    return (*dims[:2], 2 * math.prod(dims[2:])) if name.endswith(_BLOCKS) else dims
 
 
 def _layouts(shape: ModelShape) -> Iterator[Laid]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.confined.calls import machine_bytes
 from activities.host_context import HOST_LEAVES
 from activities.hosts.fitness import Check, Fitness
 from activities.hosts.worker_pool import worker_environment
@@ -27,6 +28,7 @@ from shared.storage.host_states import (
     HostState,
     LeasingRole,
     delete_state,
+    devices_here,
     is_bf16_fast,
     read_states,
     told_file,
@@ -100,12 +102,14 @@ class Standing:
 
     def _say(self, hosts: tuple[HostState, ...]) -> None:
         """Write what GPU hosts of the shape offer to runs to come: whether bfloat16 is fast on all of them, by which
-        those take their precision, and the most ranks that one of them takes.
+        those take their precision, the most ranks that one of them takes, and the largest devices.
         """
         try:
             write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
             if most := max((host.max_ranks or 0 for host in hosts), default=0):
-                write_offer(self._store, self.state.shape, most)
+                devices = [host.devices for host in hosts if host.devices is not None]
+                largest = max(devices, key=lambda each: each.num_bytes, default=None)
+                write_offer(self._store, self.state.shape, most, largest)
         except (LongshoreError, OSError) as error:
             _log.warning("what this host offers is not written: %s", error)
 
@@ -266,6 +270,7 @@ def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check 
         fast_bf16=is_bf16_fast(),
         launch=settings.launch,
         max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
+        devices=devices_here(machine_bytes()) if role == "gpu" else None,
     )
     check = check or Fitness(role, settings.root_path, worker_environment(settings))
     standing = Standing(open_store(settings.store, settings.s3), state, check, num_warm=settings.warm_hosts)

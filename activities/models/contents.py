@@ -1,5 +1,6 @@
 """What a model's weights hold: tensors of the sizes that its configuration says, of finite numbers."""
 
+import math
 import re
 from typing import cast
 
@@ -18,6 +19,7 @@ _OF_LAYER = re.compile(
     r"layers\.(?P<layer>\d+)\.(?:(?P<norm>\w*norm)|\w+\.(?P<head_norm>[qk]_norm)"
     r"|\w+(?:\.(?P<of>experts)\.\d+|\.(?P<shared>shared_experts?))?\.(?P<linear>\w+))\.(?P<part>weight|bias)"
 )
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of weights in MXFP4
 _ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
 
 
@@ -70,3 +72,19 @@ def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> 
         for block in tensor_bytes(location, file, tensor):
             if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
                 raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(file))
+
+
+def computed_shapes(weights: Weights, config: DenseConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that are computed with, by name."""
+    return {
+        name: _read_as(name, tensor.shape)
+        for name, tensor in weights.tensors.items()
+        if not name.startswith(config.carried)
+        and not (config.tie_word_embeddings and name == "lm_head.weight")
+        and not name.endswith(_SCALES)
+    }
+
+
+def _read_as(name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what is read of a tensor: a byte of MXFP4 has two numbers."""
+    return (*dims[:2], 2 * math.prod(dims[2:])) if name.endswith(_BLOCKS) else dims

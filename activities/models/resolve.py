@@ -11,7 +11,7 @@ from typing import Literal, cast
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.models.contents import check_finite, check_shapes
+from activities.models.contents import check_finite, check_shapes, computed_shapes
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -35,6 +35,7 @@ from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.memory import ITEM_BYTES, layout_bytes
 from shared.models.merging import Entry
 from shared.models.peft import (
     CONFIG,
@@ -62,6 +63,7 @@ from shared.storage.artifacts import (
     sha256_object,
     upload_files,
 )
+from shared.storage.host_states import read_offer
 from shared.storage.paths import RunKeys, content_key, model_import
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
@@ -116,6 +118,8 @@ class Resolve:
                 location = self._converted(location, name, check, request.tenant)
             config = check(location)
             weights, shape = check_contents(location, config), shape_of(config)
+            if request.dtype is not None and not shape.is_generic:
+                self._check_room(request, computed_shapes(weights, config), shape)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
                 modules = decoder_modules(weights, config)
                 own = (*shape.linears, EMBEDDING)
@@ -123,6 +127,23 @@ class Resolve:
                 beside(request.trainable, takes, is_new=True)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
+
+    def _check_room(self, request: ModelRequest, tensors: dict[str, tuple[int, ...]], shape: ModelShape) -> None:
+        """Refuse a model whose weights alone no GPU host has room for that is up. Of what training adds to them, and
+        passes hold, a worker says on its device whether it fits.
+        """
+        offer = read_offer(self._host.store, self._host.settings.shape)
+        if request.dtype is None or offer is None or offer.devices is None:
+            return
+        laid, layout = (request.engine, request.layout), request.layout
+        held = layout_bytes(tensors, ITEM_BYTES[request.dtype], shape, Lora(), laid).base_bytes
+        on_each = -(-layout.ranks_per_node // offer.devices.number)
+        if held * on_each > offer.devices.num_bytes:
+            ranks = "a rank" if on_each == 1 else f"{on_each} ranks"
+            has = f"the largest device of a host of shape {self._host.settings.shape} has"
+            rule = f"{ranks} of {layout.label} would hold {held * on_each / 1e9:.3g} GB of weights in {request.dtype}"
+            rule = f"{rule}, and {has} {offer.devices.num_bytes / 1e9:.3g}: split it by tp, pp or ep"
+            raise InvalidInput(f"{rule}, or say quantize_base", "layout")
 
     @activity.defn(name="resolve_adapter")
     def resolve_adapter(self, request: AdapterRequest) -> ResolvedAdapter:

@@ -15,6 +15,8 @@ from shared.models.shape import ModelShape, check_layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 Laid = tuple[EngineName, Layout]
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+"""Of a number of the weights, by a run's precision."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLIT_INPUTS = ("o_proj", "down_proj", "out_proj")  # tensor parallelism splits these by input, others by output
 _MASTER_BYTES, _ADAM_BYTES, _GRADIENT_BYTES = 4, 8, 4

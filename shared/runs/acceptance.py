@@ -8,7 +8,7 @@ from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
 from shared.settings import Settings
-from shared.storage.host_states import read_fast_bf16, read_offered_ranks
+from shared.storage.host_states import read_fast_bf16, read_offer
 from shared.storage.store import ObjectStore
 
 _VLLM_MAX_RANK = 512
@@ -68,8 +68,8 @@ def check_offered(run: Run, settings: Settings, store: ObjectStore, below: str =
 
     Raises InvalidInput: names the field, and both numbers.
     """
-    if (most := read_offered_ranks(store, settings.shape)) is not None:
-        check_ranks(run.layout, most, below, f"(its GPU hosts of shape {settings.shape} that are up)")
+    if (offer := read_offer(store, settings.shape)) is not None:
+        check_ranks(run.layout, offer.max_ranks, below, f"(its GPU hosts of shape {settings.shape} that are up)")
 
 
 def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | None:

@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from longshore.layout import EngineName, Layout
-from longshore.training import Trainable
+from longshore.training import Dtype, Trainable
 from shared.models.shape import ModelShape
 from shared.runs.requests import RunId, Tenant
 
@@ -20,6 +20,7 @@ class ModelRequest(Frozen):
 
     `run_id`: the run that uses the model. Its later executions must find the same files as its first one. `trainable`:
     what it trains. `any_family`: also of families that the engine fsdp alone may train, as where nothing is trained.
+    `dtype`: in which precision a worker holds its weights; None: in others than the run's, or none does.
     """
 
     uri: str
@@ -30,6 +31,7 @@ class ModelRequest(Frozen):
     trainable: Trainable | None = None
     max_tokens: int | None = None
     any_family: bool = False
+    dtype: Dtype | None = added(None)
 
 
 class ResolvedModel(Frozen):

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, host_state, of_shape
 from shared.storage.store import ObjectStore
@@ -48,11 +48,21 @@ class AnsweringHost(Frozen):
     seen_at: float
 
 
+class Devices(Frozen):
+    """A host's devices: how many, and the bytes of the smallest. A CPU is one, which all ranks share."""
+
+    number: int
+    num_bytes: int
+
+
 class Offer(Frozen):
-    """The most ranks that a GPU host of a shape takes, as they said at `seen_at`, in seconds since 1970."""
+    """What GPU hosts of a shape take, as they said at `seen_at`, in seconds since 1970: the most ranks that one of them
+    does, and the devices of the one that has the largest.
+    """
 
     max_ranks: int
     seen_at: float
+    devices: Devices | None = added(None)
 
 
 class HostState(Frozen):
@@ -61,7 +71,7 @@ class HostState(Frozen):
     `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
     `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: by
     which name it was started, where something starts hosts when runs wait. `lease_since`: when it took the
-    lease that it holds, if it holds one. `max_ranks`: of a GPU host's worker.
+    lease that it holds, if it holds one. `max_ranks`, `devices`: of a GPU host's worker.
     """
 
     role: LeasingRole
@@ -77,6 +87,7 @@ class HostState(Frozen):
     launch: str | None = None
     lease_since: float | None = None
     max_ranks: int | None = None
+    devices: Devices | None = added(None)
 
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -176,17 +187,16 @@ def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
     return None
 
 
-def write_offer(store: ObjectStore, shape: str, max_ranks: int) -> None:
-    store.put_bytes(
-        of_shape(_plain(shape), "offer"), Offer(max_ranks=max_ranks, seen_at=time.time()).model_dump_json().encode()
-    )
+def write_offer(store: ObjectStore, shape: str, max_ranks: int, devices: Devices | None = None) -> None:
+    offer = Offer(max_ranks=max_ranks, seen_at=time.time(), devices=devices)
+    store.put_bytes(of_shape(_plain(shape), "offer"), offer.model_dump_json().encode())
 
 
-def read_offered_ranks(store: ObjectStore, shape: str) -> int | None:
-    """Return the most ranks that a GPU host of a shape takes that is up; None where none is, or none has said so."""
+def read_offer(store: ObjectStore, shape: str) -> Offer | None:
+    """Return what GPU hosts of a shape offer that are up; None where none is, or none has said so."""
     with suppress(NotFound, ValidationError):
         said = Offer.model_validate_json(store.get_bytes(of_shape(_plain(shape), "offer")))
-        return said.max_ranks if time.time() - said.seen_at < _SILENT_S else None
+        return said if time.time() - said.seen_at < _SILENT_S else None
     return None
 
 
@@ -194,16 +204,34 @@ def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
     """Return True if workers on this machine multiply bfloat16 fast: on CUDA of a compute capability of 8 or more, else
     on a CPU with instructions for it. Nothing is timed, so that a busy machine gives the same answer.
     """
-    has_gpus = any((proc / "driver" / "nvidia" / "gpus").glob("*"))
-    if not has_gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu():
+    if not _has_gpus(proc):
         info = proc / "cpuinfo"
         return info.exists() and has_fast_bf16(info.read_text())
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    return min(_asked("compute_cap"), default=0.0) >= _BF16_CAPABILITY  # else float32 is slower, and never wrong
+
+
+def devices_here(cpu_bytes: int, proc: Path = Path("/proc")) -> Devices | None:
+    """Return this machine's devices; None where nobody knows them. `cpu_bytes`: the memory of a CPU."""
+    if not _has_gpus(proc):
+        return Devices(number=1, num_bytes=cpu_bytes)
+    sizes = _asked("memory.total")
+    return Devices(number=len(sizes), num_bytes=int(min(sizes)) << 20) if sizes else None
+
+
+def _has_gpus(proc: Path) -> bool:
+    """Return True if workers on this machine use CUDA devices."""
+    is_off = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu()
+    return any((proc / "driver" / "nvidia" / "gpus").glob("*")) and not is_off
+
+
+def _asked(what: str) -> list[float]:
+    """Return a figure of each CUDA device; nothing where they do not tell. Memory is in MiB."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_ASKED_S, check=True)
-        return min(map(float, done.stdout.split())) >= _BF16_CAPABILITY
-    except (OSError, subprocess.SubprocessError, ValueError):  # nobody knows: float32 is slower, and never wrong
-        return False
+        return list(map(float, done.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def has_fast_bf16(cpuinfo: str) -> bool:

@@ -267,7 +267,7 @@ async def test_a_users_mistake_is_told_at_once_and_asks_for_no_worker(stack: Sta
     handle = await stack.start(dataset="file:///bad.jsonl", engine="fsdp", layout=Layout(dp=2))
     cause = await failure_of(handle)
     assert isinstance(cause, ApplicationError)
-    of_run = {"trainable": Lora(), "max_tokens": 2048}
+    of_run = {"trainable": Lora(), "max_tokens": 2048, "dtype": "float32"}
     asked = ModelRequest(run_id=handle.id, uri="tiny", tenant="default", engine="fsdp", layout=Layout(dp=2), **of_run)
     assert stack.data.models_asked_for == [asked]
     assert (cause.type, cause.message) == ("invalid_input", "rows.jsonl:3: the last message must be the assistant's")

@@ -25,6 +25,7 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
         engine=run.engine,
         trainable=run.trainable,
         max_tokens=run.max_tokens,
+        dtype=run.dtype if run.quantize_base is None else None,
     )
     return await control.do(Resolve.resolve_model, request)
 
