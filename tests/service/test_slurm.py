@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -21,9 +22,10 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cluster whose commands are configured by the environment."""
-    with cluster(tmp_path / "slurm") as environment:
+    # In a folder of a short name: Slurm has Unix sockets below it, whose names may have 107 bytes.
+    with TemporaryDirectory(prefix="slurm-") as folder, cluster(Path(folder, "root")) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         yield

@@ -9,6 +9,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.training import Lora
     from shared.models.shape import ModelShape
     from shared.runs.models import ModelRequest, ResolvedModel
+    from shared.runs.requests import dtype_of
     from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef
     from workflows import control, policies
@@ -25,7 +26,7 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
         engine=run.engine,
         trainable=run.trainable,
         max_tokens=run.max_tokens,
-        dtype=run.dtype if run.quantize_base is None else None,
+        dtype=dtype_of(run) if run.quantize_base is None else None,
     )
     return await control.do(Resolve.resolve_model, request)
 
