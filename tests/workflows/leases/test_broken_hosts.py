@@ -48,7 +48,7 @@ async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
 async def test_a_run_on_a_host_alone_fails_with_what_the_host_lacks(
     temporal_address: str, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(standing.Standing.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr(standing.Standing.__init__, "__defaults__", (0.0, 0))
     async with started(temporal_address, tmp_path) as stack:
         await stack.add_gpu_host(check=lambda: ("torch is not installed: pip install torch",))
         timing = RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20, max_losses=2)
