@@ -186,11 +186,16 @@ def reference_loss(model: torch.nn.Module, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def reference_steps(
-    model: torch.nn.Module, steps: Sequence[Sequence[Row]], learning_rate: float, weight_decay: float, clip_norm: float
+    model: torch.nn.Module,
+    steps: Sequence[Sequence[Row]],
+    learning_rate: float,
+    weight_decay: float,
+    clip_norm: float,
+    eps: float = 1e-8,
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a plain torch loop."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.999), eps=eps, weight_decay=weight_decay)
     history = []
     for rows in steps:
         loss = reference_loss(model, rows)
