@@ -14,8 +14,8 @@ from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import Row, bin_of, reference_steps
 from tests.megatron_worker.scores import logprobs, transformers_model
 
-# With an epsilon of 1e-8 an element whose first gradient is little more than rounding (gemma4's adapter has one of 7e-7,
-# beside others of 2e-3) takes a whole step by the sign of that, which depends on the CPU.
+# With an epsilon of 1e-8 an element whose first gradient is little more than rounding (an adapter of gemma4 has one of
+# 7e-7, beside others of 2e-3) takes a whole step by the sign of that, which depends on the CPU.
 _ADAM = ADAM.model_copy(update={"eps": 1e-5})
 
 
