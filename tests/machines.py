@@ -6,6 +6,7 @@ A thread enters a namespace, and what it starts stays there; so all machines are
 import ctypes
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,10 +47,24 @@ class Machines:
         """Cut a machine's link (`down`), or mend it (`up`)."""
         self._on("switch", "link", "set", name, state)
 
-    def disturb(self, name: str, *how: str) -> None:
-        """Have a machine's link delay or lose packets, as tc's netem takes it."""
-        command = ["ip", "netns", "exec", self._prefix + name, "tc", "qdisc", "replace", "dev", "eth0", "root", "netem"]
-        subprocess.run([*command, *how], check=True, capture_output=True, text=True)
+    @contextmanager
+    def flapping(self, name: str, down_s: float, up_s: float) -> Iterator[None]:
+        """Lose what goes over a machine's link again and again: TCP sends it once more, later."""
+        ended = threading.Event()
+
+        def flap() -> None:
+            while not ended.wait(up_s):
+                self.link(name, "down")
+                ended.wait(down_s)
+                self.link(name, "up")
+
+        thread = threading.Thread(target=flap, name="flapping")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def on(self, name: str, call: Callable[[], T]) -> T:
         """Do something on a machine, in a thread; what it starts is there too."""
@@ -75,11 +90,12 @@ def made(*names: str) -> Iterator[Machines]:
     """Machines for a `with` block. Skips the test where there can be none."""
     machines = Machines(*names)
     try:
-        machines.make()
+        try:
+            machines.make()
+        except FileNotFoundError as error:
+            pytest.skip(f"no network namespaces can be made here: {error}")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces can be made here: {error.cmd}: {error.stderr.strip()}")
         yield machines
-    except FileNotFoundError as error:
-        pytest.skip(f"no network namespaces can be made here: {error}")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces can be made here: {error.cmd}: {error.stderr.strip()}")
     finally:
         machines.remove()
