@@ -301,8 +301,8 @@ async def test_several_machines_give_the_bits_of_one(
         for name in needed:
             await place.add(name)
         if is_lossy:
-            place.exits.enter_context(place.machines.flapping(needed[-1], 0.2, 0.6))
-        steps = {_undisturbed: 200 if is_lossy else 12, _kill_ten_hosts: 3000}.get(mishap, 300)
+            place.exits.enter_context(place.machines.flapping(needed[-1], 0.2, 1.8))
+        steps = {_undisturbed: 12, _kill_ten_hosts: 3000}.get(mishap, 300)
         handle = place.handle = await place.start(layout, steps=steps)
         await eventually(lambda: has_checkpoint(handle), "a checkpoint", 300)
         await mishap(place, place.chosen(layout.nodes) or NAMES[0])
