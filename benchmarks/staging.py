@@ -89,9 +89,8 @@ def _measured(way: str, model: Path, endpoint: str) -> dict[str, float]:
 def _prepared(way: str, model: Path, weights: Path, endpoint: str, copy: Path) -> Callable[[], object]:
     """Return a way of fetching, with all that it needs imported and connected."""
     from shared.settings import S3Settings
-    from shared.storage.artifacts import sha256_file
+    from shared.storage.artifacts import go_on, open_store, sha256_file
     from shared.storage.ranges import Fetched, fetch
-    from shared.storage.store import go_on, open_store
 
     if way == "read":
         import torch

@@ -36,9 +36,6 @@ class ObjectInfo:
     modified: float = field(default=0.0, compare=False)
 
 
-def go_on() -> None: ...
-
-
 class ObjectStore(Protocol):
     """Blobs under keys. An object appears whole or not at all. Blocking: call it from a thread.
 
@@ -61,9 +58,7 @@ class ObjectStore(Protocol):
 
     def get_bytes(self, key: str) -> bytes: ...
 
-    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
-        """Copy an object to a path. `check` is called as parts arrive, from any thread; what it raises is raised."""
-        ...
+    def get_file(self, key: str, path: Path) -> None: ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes: ...
 
@@ -152,8 +147,7 @@ class LocalStore:
         with self._open(key) as file:
             return file.read()
 
-    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
-        check()
+    def get_file(self, key: str, path: Path) -> None:
         with self._open(key) as source, disk_errors(path), replacing(path) as copy:
             copy_file(source, copy)
 
@@ -296,10 +290,10 @@ class S3Store:
         with self._errors(key):
             return self._client.get_object(Bucket=self.bucket, Key=self._key(key))["Body"].read()
 
-    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
+    def get_file(self, key: str, path: Path) -> None:
         with disk_errors(path), self._errors(key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._client.download_file(self.bucket, self._key(key), str(path), Callback=lambda _: check())
+            self._client.download_file(self.bucket, self._key(key), str(path))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         from botocore.exceptions import ClientError
