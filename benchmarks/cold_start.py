@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +35,7 @@ import psutil
 
 from activities.confined.programs import SPIN_COUNT
 from benchmarks import slurm_cluster
-from benchmarks.machine import provenance, tell
+from benchmarks.machine import provenance, tell, until
 from benchmarks.spans import Receiver, Span, of_run, receiver
 from examples.real_model import Unreachable, make_real_model
 from examples.tiny_model import make_tiny_model
@@ -68,7 +69,7 @@ TARGETS = {
     "first pass": 1.0,
 }
 A_GB = {"stage inputs": 4.0, "build engine": 0.5, "read weights": 1.0, "make slot": 0.5, "first pass": 4.0}
-_PATIENCE_S = 600.0
+_until = partial(until, patience_s=600.0, every_s=0.1)
 
 
 def main() -> None:
@@ -145,7 +146,7 @@ def _place(stack: ExitStack, models: Path, rclone: str | None) -> Place:
 
 def s3_of(stack: ExitStack, models: Path, rclone: str, *options: str) -> Place:
     """Serve the folders of models as a bucket of S3, until the stack is closed."""
-    port = _free_port()
+    port = slurm_cluster.free_port()
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     command = [
         rclone,
@@ -210,7 +211,7 @@ def _control_plane(
     stack: ExitStack, folder: Path, place: Place, received: Receiver
 ) -> tuple[dict[str, str], CliClient]:
     """Start all but GPU hosts. Returns the environment of hosts, and a client."""
-    temporal, web, key = _free_port(), _free_port(), f"ls-{secrets.token_hex(24)}"
+    temporal, web, key = slurm_cluster.free_port(), slurm_cluster.free_port(), f"ls-{secrets.token_hex(24)}"
     environment = place.settings | {
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
@@ -304,7 +305,7 @@ def _plain(place: Place, model: Path, folder: Path) -> dict[str, float]:
 
 def _vllm(program: str, model: Path) -> float:
     """Return the seconds until `vllm serve` has answered once, from a folder of this machine."""
-    port, began = _free_port(), time.time()
+    port, began = slurm_cluster.free_port(), time.time()
     options = ["--port", str(port), "--max-model-len", "128", "--dtype", "float32", "--enforce-eager"]
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
@@ -341,14 +342,6 @@ def _running(command: Sequence[str], environment: dict[str, str], log: Path) -> 
         process.wait(60)
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {_PATIENCE_S:g} s")
-        time.sleep(0.1)
-
-
 def _listens(port: int) -> bool:
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
@@ -364,13 +357,6 @@ def _answers(asked: urllib.request.Request) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

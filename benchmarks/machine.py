@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
     print(text)
     if out is not None:
         out.write_text(text + "\n")
+
+
+def until(holds: Callable[[], bool], what: str, patience_s: float, every_s: float) -> None:
+    """Wait for what holds at some time. Raises TimeoutError, and says what did not."""
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {patience_s:g} s")
+        time.sleep(every_s)
 
 
 def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -23,13 +23,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 
 from benchmarks.control_plane import LONGSHORE, tiny_run
-from benchmarks.machine import provenance, tell
+from benchmarks.machine import provenance, tell, until
 from service.dev.connection import Connection
 from shared.child_environment import STACK_MARK
 from shared.jobs.events import Step
@@ -37,8 +38,7 @@ from shared.runs.events import read_run_events
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore
 
-_PATIENCE_S = 180.0
-_POLL_S = 0.05
+_until = partial(until, patience_s=180.0, every_s=0.05)
 _STEADY_S = 3.0
 PROMPTS = 16
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"
@@ -221,14 +221,6 @@ def _kill(stack: Stack, kind: str, victims: Victims, chance: random.Random) -> f
 
 def _until_ahead(stack: Stack, done: int) -> None:
     _until(lambda: stack.shown() > done, f"a step behind {done}")
-
-
-def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {_PATIENCE_S:g} s")
-        time.sleep(_POLL_S)
 
 
 def _newest_step(stack: Stack) -> int:

@@ -48,7 +48,7 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
     for folder in (root, root / "state", root / "spool"):
         folder.mkdir(mode=0o755)
     config, cpus = root / "slurm.conf", os.cpu_count() or 1
-    ports = {"controller": _free_port(), "node": _free_port()}
+    ports = {"controller": free_port(), "node": free_port()}
     config.write_text(_CONFIG.format(**ports, user=getpass.getuser(), root=root, cpus=cpus))
     (root / "cgroup.conf").write_text("")
     subprocess.run(["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True)
@@ -72,7 +72,7 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
                 process.wait(60)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]

@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.builds import Build, Installation, checked_out, revision
-from benchmarks.machine import commit, provenance, tell
+from benchmarks.machine import commit, provenance, tell, until
 from benchmarks.recovery import LETTERS
 from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
@@ -46,6 +47,7 @@ from shared.storage.artifacts import sha256_file
 
 _PATIENCE_S = 1800.0
 _LOOK_EVERY_S, _LONG_POLL_S = 1.0, 10.0
+_until = partial(until, patience_s=_PATIENCE_S, every_s=_LOOK_EVERY_S)
 _MOVES = 2
 _PARTS = _MOVES + 1  # of a client's work: before the moves, between them and after
 _HOSTS: tuple[Kind, ...] = ("gpu", "sampler")
@@ -192,7 +194,7 @@ class Trial:
             trained = {each.kind for each in begun if each.steps or each.has_ended}
             return all(each.run_id for each in begun) and len(trained) >= num_kinds
 
-        until(have, f"steps of {num_kinds} kinds")
+        _until(have, f"steps of {num_kinds} kinds")
 
     @property
     def num_live(self) -> int:
@@ -254,20 +256,12 @@ def _weights(view: RunView) -> str | None:
     return sha256_file(Path(view.adapter.removeprefix("file://"), "adapter_model.safetensors"))
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {_PATIENCE_S:g} s")
-        time.sleep(_LOOK_EVERY_S)
-
-
 def move(installation: Installation, old: Build, new: Build, goes_back: bool) -> None:
     """Replace a build by another one, as docs/operations.md says: what is new comes last, and goes first."""
     installation.start(new, "control")
     if goes_back:
         _replace_service(installation, old, new)
-    until(lambda: installation.longshore(new, "builds", "use", new.name).returncode == 0, f"{new.name} is current")
+    _until(lambda: installation.longshore(new, "builds", "use", new.name).returncode == 0, f"{new.name} is current")
     for role in _HOSTS:
         installation.start(new, role)
         installation.stop(old, role)
@@ -298,7 +292,7 @@ def upgraded(trial: Trial, before: Build, after: Build, num_runs: int) -> dict[s
         print(f"moved to {new.name}: {live[-1]} runs were live, {seconds[-1]} s", file=sys.stderr, flush=True)
         trial.until_trained(trial.begin(range(first, first + num_kinds)), num_kinds)
         first += num_kinds
-    until(lambda: installation.states(before).get(after.name) == "drained", f"{after.name} has drained")
+    _until(lambda: installation.states(before).get(after.name) == "drained", f"{after.name} has drained")
     installation.stop(after, "control")
     print(f"{after.name} has drained: {trial.num_live} runs are live", file=sys.stderr, flush=True)
     return {"live_at_moves": live, "move_s": seconds}
