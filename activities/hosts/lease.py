@@ -231,8 +231,9 @@ class Lease:
             InvalidInput: weights do not travel that way from here.
             ApplicationError: this host leaves it to others (`Standing.offered`).
         """
-        fence = request.leader.fence if request.leader is not None else None
-        mark = LeaseMark(run_id=request.run_id, fence=fence) if fence else mark_of(request.run_id, request.epoch)
+        mark = mark_of(request.run_id, request.epoch)
+        if request.leader is not None:
+            mark = mark.model_copy(update={"fence": request.leader.fence})
         nodes = request.key.layout.nodes
         with beating(), self._lease.offered(mark.run_id, request.avoid, nodes), ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self._allowed)
@@ -244,7 +245,8 @@ class Lease:
             with self._lease.begin(request.key, mark, request.ready_timeout_s, request.node, meet) as worker:
                 if worker is not None and request.node:
                     self._attend(worker, mark)
-                if worker is None or request.node or not self._lease.tell(worker, mark):
+                    return
+                if worker is None or not self._lease.tell(worker, mark):
                     return
                 if request.join_queue is not None and self._joining is not None:
                     self._pool.share(request.join_queue, worker)
@@ -347,16 +349,15 @@ def _is_held(worker: WorkerProcess) -> bool:
 
     Raises InvalidInput if the process ended because its model cannot be used.
     """
-    meeting = worker.meeting
-    if host_is_leaving() or (meeting is not None and meeting.leaves):
+    if worker.loses_its_host():
         raise HostLeft(HOST_LEAVES)
     if activity.is_cancelled():
         return False
     if not worker.is_alive():
         raise _loss(worker)
-    if meeting is not None and meeting.broken:
+    if worker.meeting is not None and worker.meeting.broken:
         worker.end()
-        raise LeaseLost(f"another machine of this worker is lost: {meeting.broken}")
+        raise LeaseLost(f"another machine of this worker is lost: {worker.meeting.broken}")
     return True
 
 

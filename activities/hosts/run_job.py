@@ -265,8 +265,7 @@ class _Attempt:
         """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
         after the step in hand, and is ended if it does not do so in time.
         """
-        meeting = self.worker.meeting
-        leaves = host_is_leaving() or (meeting is not None and meeting.leaves)
+        leaves = self.worker.loses_its_host()
         if leaves and not self.drain_grace_s:
             raise HostLeft(HOST_LEAVES)
         if not leaves and not activity.is_cancelled():

@@ -1,6 +1,7 @@
 """Stages what this host's workers lack, as they have no credentials of a store (shared/storage/staging.py)."""
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -100,25 +101,35 @@ class JobStaging:
 
 
 class NodeStaging:
-    """Stages what this machine's ranks lack for jobs that another machine's host has: by the job files in the store."""
+    """Stages what this machine's ranks lack for jobs that another machine's host has: by the job files in the store.
+
+    A run's jobs on one worker follow each other, so that what an earlier one has left can go when the next one asks.
+    """
 
     def __init__(self, stager: Stager, paths: WorkerPaths, mark: LeaseMark, store: ObjectStore) -> None:
         self._stager, self._paths, self._mark, self._store = stager, paths, mark, store
-        self._jobs: dict[str, JobStaging] = {}
+        self._jobs = paths.outputs(mark.run_id, "*", mark.fence).parent.parent
+        self._current: tuple[Path, JobStaging] | None = None
 
     def look(self) -> None:
         """Begin with what was asked for since the last look, or answer it. A job that is not in the store yet waits."""
-        run_id, fence = self._mark.run_id, self._mark.fence
-        for wanted in self._paths.outputs(run_id, "*", fence).parent.parent.glob(f"*/{fence.label}/wanted.json"):
-            job_id = wanted.parent.parent.name
+        for wanted in self._jobs.glob(f"*/{self._mark.fence.label}/wanted.json"):
             with suppress(NotFound, StoreUnavailable):
-                if job_id not in self._jobs:
-                    job = Job.model_validate_json(self._store.get_bytes(RunKeys(run_id).job(job_id, fence)))
-                    job = job.model_copy(update=Job.places(self._paths, job.plan, fence))
-                    self._jobs[job_id] = JobStaging(self._stager, job, self._store)
-        for staging in self._jobs.values():
-            staging.look()
+                self._turn_to(wanted.parent.parent)
+        if self._current is not None:
+            self._current[1].look()
+
+    def _turn_to(self, folder: Path) -> None:
+        if self._current is not None and self._current[0] == folder:
+            return
+        fence = self._mark.fence
+        job = Job.model_validate_json(self._store.get_bytes(RunKeys(self._mark.run_id).job(folder.name, fence)))
+        job = job.model_copy(update=Job.places(self._paths, job.plan, fence))
+        if self._current is not None:
+            self.end()
+            shutil.rmtree(self._current[0], ignore_errors=True)
+        self._current = folder, JobStaging(self._stager, job, self._store)
 
     def end(self) -> None:
-        for staging in self._jobs.values():
-            staging.end()
+        if self._current is not None:
+            self._current[1].end()

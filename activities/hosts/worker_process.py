@@ -17,6 +17,7 @@ from typing import Protocol
 import psutil
 
 from activities.confined.programs import SPIN_COUNT, RunningProgram, start
+from activities.host_context import host_is_leaving
 from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
 from shared.jobs.layout import check_ranks
@@ -101,6 +102,10 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def loses_its_host(self) -> bool:
+        """Return True while the current activity's host shuts down, or that of another of the worker's machines."""
+        return host_is_leaving() or (self.meeting is not None and self.meeting.leaves)
 
     @property
     def exit_code(self) -> int | None:

@@ -168,7 +168,7 @@ class GangMeeting:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.has_met = True
             try:
-                await _join((reader, writer), await self._introduced(way, node, rank=True))
+                await join_streams((reader, writer), await self._introduced(way, node, rank=True))
             except (OSError, TimeoutError) as error:
                 _log.warning("a rank does not reach torch's store: %s", error)
             except asyncio.CancelledError:  # by `_end`; asyncio's streams log an error where it goes on
@@ -196,7 +196,7 @@ class GangMeeting:
             if not is_known or hello.node not in self._nodes or self._num_open > _MOST_CONNECTIONS:
                 return
             if hello.rank:
-                await _join((reader, writer), await asyncio.open_connection("127.0.0.1", await self._port()))
+                await join_streams((reader, writer), await asyncio.open_connection("127.0.0.1", await self._port()))
             elif hello.node not in self._present:
                 self._present.add(hello.node)
                 await self._keep(reader, writer, f"the host of machine {hello.node}")
@@ -254,10 +254,10 @@ class GangMeeting:
         return task
 
 
-_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _join(one: _Stream, other: _Stream) -> None:
+async def join_streams(one: Stream, other: Stream) -> None:
     """Pass on what either end says, until one has ended."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

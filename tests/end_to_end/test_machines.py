@@ -25,6 +25,7 @@ from activities.hosts.worker_process import processes_of
 from longshore.layout import Layout
 from longshore.training import Lora
 from service.host import serve_host
+from service.host_http.gangs import join_streams
 from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from shared.child_environment import child_environment
@@ -191,17 +192,8 @@ class Site:
 
 async def _forward(address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     host, _, port = address.rpartition(":")
-    there = await asyncio.open_connection(host, int(port))
-
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-
     with suppress(asyncio.CancelledError):  # the end of the test
-        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
+        await join_streams((reader, writer), await asyncio.open_connection(host, int(port)))
 
 
 Mishap = Callable[[Site, str], Awaitable[None]]
