@@ -1,4 +1,4 @@
-"""Starts hosts while runs wait for them: `python -m service.launching --role gpu|sampler --most N`.
+"""Starts hosts while runs wait for them: `python -m service.launching --role gpu|sampler [--most N]`.
 
 It asks Temporal how many leases wait in the queue of its shape, as KEDA's scaler does, and has a launcher start as many
 hosts, none twice for one lease. A host ends by itself when it has had none for a while (`--exit-when-idle`), so that
@@ -172,7 +172,7 @@ class Launching:
                     return
 
 
-async def _main(given: argparse.Namespace, settings: Settings) -> None:
+async def _main(given: argparse.Namespace, settings: Settings, most: int) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -182,14 +182,14 @@ async def _main(given: argparse.Namespace, settings: Settings) -> None:
     elif given.start is not None:
         launcher = CommandHosts(given.start, given.names)
     client = await connect_temporal(settings)
-    launching = Launching(client, open_store(settings.store, settings.s3), settings, given.role, given.most)
+    launching = Launching(client, open_store(settings.store, settings.s3), settings, given.role, most)
     await launching.look_each(given.every, launcher, stopped)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m service.launching", description=__doc__)
     parser.add_argument("--role", choices=get_args(LeasingRole), default="gpu")
-    parser.add_argument("--most", type=int, required=True, help="hosts at a time")
+    parser.add_argument("--most", type=int, help="hosts at a time; of the role gpu LONGSHORE_MAX_HOSTS if absent")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks")
     parser.add_argument(
         "--exit-when-idle", type=float, default=300.0, metavar="S", help="of its hosts; not with --start"
@@ -205,10 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--start and --names go together, and without --slurm")
     if given.slurm is not None and not given.slurm.is_file():
         parser.error(f"--slurm {given.slurm}: no such file")
-    if given.most < 1 or given.every <= 0:
+    settings = Settings()
+    most = given.most if given.most is not None else settings.max_hosts if given.role == "gpu" else None
+    if most is None or most < 1 or given.every <= 0:
         parser.error("--most is 1 at least, and --every more than 0")
     start_logging()
-    asyncio.run(_main(given, Settings()))
+    asyncio.run(_main(given, settings, most))
 
 
 if __name__ == "__main__":

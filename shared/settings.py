@@ -255,6 +255,12 @@ class Settings(BaseSettings):
     max_ranks: int = Field(
         default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"
     )
+    max_hosts: int | None = Field(
+        default=None,
+        ge=1,
+        description="GPU hosts of the shape that there may be at a time, and that reach each other: layouts of more "
+        "nodes are refused at submission; if absent, nobody knows, and such runs wait",
+    )
     runs_per_worker: int = Field(default=8, ge=1, le=64, description="that may train on one worker at once")
     sharing_window_s: float = Field(
         default=600.0, ge=0, description="others may join a worker so long after its lease began; then it comes free"

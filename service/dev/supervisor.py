@@ -191,6 +191,7 @@ class Stack:
             STACK_MARK: str(self.root),
             "LONGSHORE_ROOT": str(self.root),
             "LONGSHORE_API_URL": connection.api_url,
+            "LONGSHORE_MAX_HOSTS": str(self._settings.max_hosts or _HOSTS.count("gpu")),
             "LONGSHORE_DRAIN_GRACE_S": f"{min(self._settings.drain_grace_s, _HOST_GRACE_S / 2):g}",
             "LONGSHORE_API_KEY_SHA256": hash_key(connection.api_key),
             "LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address,

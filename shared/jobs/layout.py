@@ -41,6 +41,13 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(se
         raise InvalidInput(f"{rule}; a host of this installation takes up to {max_ranks} {why}", place)
 
 
+def check_nodes(layout: Layout, max_hosts: int | None, below: str = "") -> None:
+    """Refuse a layout of more machines than there can be hosts; None: nobody knows how many. Raises InvalidInput."""
+    if max_hosts is not None and layout.nodes > max_hosts:
+        rule = f"{layout.nodes:,} machines ({layout.label}); this installation has up to {max_hosts} GPU host"
+        raise InvalidInput(f"{rule}{'s' * (max_hosts > 1)} at a time (setting max_hosts)", f"{below}layout.nodes")
+
+
 class _HasBudget(Protocol):
     @property
     def layout(self) -> Layout: ...

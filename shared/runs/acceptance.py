@@ -3,7 +3,7 @@
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.grading.graders import reward_graders
-from shared.jobs.layout import check_ranks
+from shared.jobs.layout import check_nodes, check_ranks
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
@@ -25,6 +25,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
         InvalidInput: names the field and the rule.
     """
     check_ranks(run.layout, settings.max_ranks, below)
+    check_nodes(run.layout, settings.max_hosts, below)
     match run:
         case DistillRun(teacher="base", initial_adapter=None, teachers=()):
             rule = "the student begins as the base itself: name an initial_adapter, or another teacher"

@@ -187,6 +187,23 @@ def test_no_gpu_is_held_at_rest_and_scaling_ends_no_host(values: Path) -> None:
         assert template["spec"]["terminationGracePeriodSeconds"] >= 60
 
 
+def test_the_service_knows_how_many_machines_a_run_may_have(tmp_path: Path) -> None:
+    own = yaml.safe_load((CHART / "values.yaml").read_text())["hosts"]
+
+    def max_hosts(*changes: str, **of_gpu: str | int) -> str:
+        values = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        other = {**own[0], "shape": "other"}
+        values.write_text(yaml.safe_dump({"hosts": [{**own[0], **of_gpu}, other, *own[1:]]}))
+        [settings] = [each["data"] for each in of_kind(documents(values, *changes), "ConfigMap")]
+        return settings["LONGSHORE_MAX_HOSTS"]
+
+    assert max_hosts(replicas=3) == "1", "no network policy lets them reach each other"
+    assert max_hosts("network.gangs=true", replicas=3) == "3", "another shape's do not count"
+    assert max_hosts("network.gangs=true", replicas=0) == "1"
+    assert max_hosts("network.enabled=false", "keda.enabled=true", replicas=3, max=5) == "5"
+    assert max_hosts("settings.LONGSHORE_MAX_HOSTS=7") == "7"
+
+
 @pytest.mark.parametrize("values", BY_KEDA, ids=name)
 def test_the_scaler_asks_the_queue_that_the_host_polls(values: Path) -> None:
     found = documents(values)

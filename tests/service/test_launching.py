@@ -132,13 +132,17 @@ async def test_what_fails_is_said_and_tried_again(
     ("arguments", "rule"),
     [
         (["--most", "0"], "--most is 1 at least"),
+        ([], "--most is 1 at least"),
+        (["--role", "sampler"], "--most is 1 at least"),  # LONGSHORE_MAX_HOSTS is of GPU hosts
         (["--most", "1", "--start", "x"], "--start and --names go together"),
         (["--most", "1", "--slurm", "/no/such"], "no such file"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
-    arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "sampler" in arguments:
+        monkeypatch.setenv("LONGSHORE_MAX_HOSTS", "2")
     with pytest.raises(SystemExit):
         main(arguments)
     assert rule in capsys.readouterr().err

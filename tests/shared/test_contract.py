@@ -20,7 +20,7 @@ from shared.jobs.job import (
     PackedData,
     Schedule,
 )
-from shared.jobs.layout import check_ranks, layout_of
+from shared.jobs.layout import check_nodes, check_ranks, layout_of
 from shared.jobs.losses import DPO
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
@@ -239,6 +239,15 @@ def test_a_host_has_room_for_its_own_machine_s_ranks() -> None:
     check_ranks(layout_of("tp2-dp2-nodes2"), 2)
     with pytest.raises(InvalidInput, match=r"4 ranks on each of its machines \(dp8-nodes2\); a host .* up to 2"):
         check_ranks(layout_of("dp8-nodes2"), 2)
+
+
+def test_a_gang_of_more_machines_than_there_can_be_is_refused_with_both_numbers() -> None:
+    gang = layout_of("tp2-dp4-nodes4")
+    check_nodes(gang, None)  # nobody knows how many there can be
+    check_nodes(gang, 4)
+    for most, named in ((3, "3 GPU hosts"), (1, "1 GPU host")):
+        with pytest.raises(InvalidInput, match=rf"^run.layout.nodes: 4 machines \(tp2-dp4-nodes4\).*to {named} at a"):
+            check_nodes(gang, most, "run.")
 
 
 def schema_format(schema: object) -> dict[str, object]:

@@ -163,6 +163,13 @@ def test_a_run_of_more_ranks_than_the_hosts_that_are_up_offer_is_refused_with_bo
     check_offered(run, given, store)  # they have gone
 
 
+def test_a_run_on_more_machines_than_there_can_be_is_refused() -> None:
+    gang = FULL | {"layout": {"dp": 2, "nodes": 2}}
+    check_startable(RLRun.model_validate(gang), Settings(max_hosts=2))
+    with pytest.raises(InvalidInput, match=r"^run.layout.nodes: 2 machines \(dp2-nodes2\).* up to 1 GPU host at a"):
+        check_startable(RLRun.model_validate(gang), Settings(max_hosts=1), "run.")
+
+
 def test_a_run_from_before_there_was_a_choice_is_of_float32() -> None:
     old = RLRun.model_validate({"kind": "rl", "model": "/model"})
     assert dtype_of(old) == "float32" and dtype_of(old.model_copy(update={"dtype": "bfloat16"})) == "bfloat16"

@@ -1,3 +1,12 @@
+{{- /* GPU hosts of the service's shape that there may be at a time; 1 where no policy lets them reach each other. */}}
+{{- define "longshore.maxHosts" -}}
+{{- $v := .Values -}}{{- $sum := 0 -}}
+{{- range $v.hosts }}{{- if and (eq .role "gpu") (eq (.shape | default $v.shape) $v.shape) }}
+{{- $sum = add $sum (int (ternary .max .replicas $v.keda.enabled)) }}
+{{- end }}{{- end }}
+{{- if and $v.network.enabled (not $v.network.gangs) }}{{- $sum = 1 }}{{- end }}
+{{- max 1 $sum -}}
+{{- end }}
 {{- /* The hosts of a role, one set a shape: jobs that KEDA starts while leases wait, or a Deployment. root; role. */}}
 {{- define "longshore.hosts" -}}
 {{- $root := .root -}}{{- $role := .role -}}{{- $v := $root.Values -}}
