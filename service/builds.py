@@ -71,8 +71,11 @@ async def make_current(client: Client, settings: Settings, build_id: str) -> Non
 
 
 async def begin_with(client: Client, settings: Settings) -> None:
-    """Make a polling host's own build current where none is: the first one of an installation."""
-    while settings.build_id is not None:
+    """Make a polling host's own build current where none is: the first one of an installation.
+
+    Where something else makes builds current nothing is done: it looks for hosts that are ready first.
+    """
+    while settings.build_id is not None and settings.deployment is None:
         info = await _described(client, settings)
         if info is not None and info.routing_config.current_deployment_version.build_id:
             return
@@ -93,7 +96,7 @@ async def _described(client: Client, settings: Settings) -> WorkerDeploymentInfo
 
 
 def _name(settings: Settings) -> str:
-    return f"longshore-{settings.control_queue}"
+    return settings.deployment or f"longshore-{settings.control_queue}"
 
 
 def _state(status: VersionDrainageStatus.ValueType) -> BuildState:

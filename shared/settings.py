@@ -220,8 +220,13 @@ class Settings(BaseSettings):
     control_queue: str = "control"
     build_id: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
         description="of a control host: runs end on the build that they began on, beside hosts of other builds",
+    )
+    deployment: str | None = Field(
+        default=None,
+        description="the Worker Deployment of Temporal whose builds something else makes current, such as Temporal's "
+        "Worker Controller; if absent, `longshore builds use` does, and the first host for its own",
     )
 
     api_url: str = "http://127.0.0.1:8484"

@@ -157,6 +157,17 @@ def test_a_host_is_ready_by_the_file_that_it_writes(values: Path | None) -> None
             assert (waits_s >= _OLD_S) == (what == "leased"), "Temporal's count of what waits is old by less"
 
 
+def test_hosts_of_the_worker_controller_poll_as_its_deployment_and_build() -> None:
+    """It calls the deployment `namespace/name`, and sets TEMPORAL_WORKER_BUILD_ID after all other variables."""
+    found = documents(CHART / "examples" / "worker-controller.yaml")
+    [deployment], [settings] = of_kind(found, "WorkerDeployment"), of_kind(found, "ConfigMap")
+    assert settings["data"]["LONGSHORE_DEPLOYMENT"] == f"default/{deployment['metadata']['name']}"
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    told = [each.replace("$(TEMPORAL_WORKER_BUILD_ID)", "0.1.0-5f6b") for each in container["command"]]
+    assert told[:2] == ["env", "LONGSHORE_BUILD_ID=0.1.0-5f6b"] and told[2:5] == ["python", "-m", "service.host"]
+    assert Settings(build_id="0.1.0-5f6b").build_id, "its builds are named by the image's tag, with dots"
+
+
 @pytest.mark.parametrize("values", [*BY_KEDA, CHART / "examples" / "worker-controller.yaml"], ids=name)
 def test_no_gpu_is_held_at_rest_and_scaling_ends_no_host(values: Path) -> None:
     found = documents(values)

@@ -116,6 +116,24 @@ async def test_a_build_without_hosts_is_not_made_current(installation: Installat
     assert await installation.states() == {"one": "current"}
 
 
+async def test_a_build_of_a_deployment_that_something_else_looks_after_waits(installation: Installation) -> None:
+    """As with Temporal's Worker Controller: its first host is up, and ready, before its build is current."""
+    name = f"default/{installation.settings.control_queue}-host"
+    installation.settings = installation.settings.model_copy(update={"deployment": name})
+    await installation.host("0.1.0-5f6b")
+
+    async def is_known() -> bool:
+        return bool(await installation.states())
+
+    await eventually(is_known, "Temporal has heard of its polls")
+    assert await installation.states() == {"0.1.0-5f6b": "waiting"}
+    await installation.use("0.1.0-5f6b")
+    assert await installation.states() == {"0.1.0-5f6b": "current"}
+    run = await installation.begin()
+    await run.signal(Run.go_on)
+    assert await run.result() == ["0.1.0-5f6b"] * 2
+
+
 @pytest.mark.parametrize("build_id", ["one", ""])
 def test_services_move_on_hosts_of_a_build_alone(build_id: str) -> None:
     """A server refuses the tasks of a worker that is of no build, and says how a workflow moves."""

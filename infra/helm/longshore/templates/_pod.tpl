@@ -37,7 +37,9 @@ containers:
     {{- if eq .role "service" }}
     command: [python, -m, service.app, --host, 0.0.0.0, --port, {{ $v.service.port | quote }}]
     {{- else }}
-    command: [python, -m, service.host, --role, {{ .role }}{{ if and $leases $v.keda.enabled }}, --exit-when-idle, {{ $host.idleSeconds | quote }}{{ end }}]
+    {{- /* What the Worker Controller sets can be seen here, and not in variables of our own, which come before. */}}
+    {{- $build := and (eq .role "control") $v.control.workerController.enabled }}
+    command: [{{ if $build }}env, LONGSHORE_BUILD_ID=$(TEMPORAL_WORKER_BUILD_ID), {{ end }}python, -m, service.host, --role, {{ .role }}{{ if and $leases $v.keda.enabled }}, --exit-when-idle, {{ $host.idleSeconds | quote }}{{ end }}]
     {{- end }}
     {{- if or $leases $v.metrics.port }}
     env:
