@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -132,10 +133,12 @@ class Launching:
         self._num_waiting = 0  # at the last look
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
+        # As a whole: other hosts' names may begin alike, as the name of their shape may.
+        self._own = re.compile(rf"{re.escape(self._prefix)}[0-9a-f]{{12}}")
 
     async def look(self, launcher: Launcher) -> int:
         """Start the hosts that are missing now. Returns their number."""
-        launched = frozenset(n for n in await asyncio.to_thread(launcher.launched) if n.startswith(self._prefix))
+        launched = frozenset(filter(self._own.fullmatch, await asyncio.to_thread(launcher.launched)))
         # Waiting leases come last: a host that takes one meanwhile still counts as on its way.
         at_work = await asyncio.to_thread(self._at_work)
         self._num_waiting = num_waiting = await waiting(self._client, self._queue)

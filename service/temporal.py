@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from datetime import timedelta
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cryptography import x509
 from temporalio.api.enums.v1 import TaskQueueKind, TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, DescribeTaskQueueResponse
@@ -243,15 +245,28 @@ async def connect_once(
     """
     key, keys = settings.temporal_api_key, SealKeys.of(settings)
     await asyncio.to_thread(keys.admit)
-    return await Client.connect(
-        settings.temporal_address,
-        namespace=settings.temporal_namespace,
-        data_converter=sealed_data_converter(keys, leave),
-        interceptors=[*tracing_interceptors(), *interceptors],
-        runtime=sdk_runtime(),
-        tls=_tls(settings),
-        api_key=key.get_secret_value() if key else None,
-    )
+    try:
+        return await Client.connect(
+            settings.temporal_address,
+            namespace=settings.temporal_namespace,
+            data_converter=sealed_data_converter(keys, leave),
+            interceptors=[*tracing_interceptors(), *interceptors],
+            runtime=sdk_runtime(),
+            tls=_tls(settings),
+            api_key=key.get_secret_value() if key else None,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"{_expiry(settings.temporal_tls_cert)}{error}") from error
+
+
+def _expiry(certificate: Path | None) -> str:
+    """Say that our own certificate has expired, if so. All that comes of that is a connection that breaks off."""
+    with suppress(OSError, ValueError):
+        if certificate is not None:
+            until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+            if until < datetime.now(UTC):
+                return f"{certificate} expired at {until:%Y-%m-%d %H:%M} UTC: "
+    return ""
 
 
 def _tls(settings: Settings) -> TLSConfig | bool:

@@ -31,6 +31,7 @@ NAME = "provenance.json"
 """The envelope's file, below the version that it is of. No manifest names it."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _FIRST_LINE_BYTES = 1 << 16
+_PLACE = "version_sha256"
 _PACKAGES = ("longshore", "megatron_worker", "shared")
 _LIBRARIES = ("torch", "megatron-core", "triton", "transformers", "safetensors", "numpy")
 
@@ -56,7 +57,10 @@ class _Named(Frozen):
 
 
 class BuildDefinition(_Named):
-    """What the weights are a result of: the run's settings (its whole request by its hash), and all inputs."""
+    """What the weights are a result of: the run's settings (its whole request by its hash), and all inputs.
+
+    What was asked for has the place of the version, too, by a hash: which tenant's, of which name, with which number.
+    """
 
     build_type: Literal["urn:longshore:run:v1"] = Field(default="urn:longshore:run:v1", alias="buildType")
     external_parameters: dict[str, str] = Field(alias="externalParameters")
@@ -95,6 +99,10 @@ class Statement(_Named):
         default="https://slsa.dev/provenance/v1", alias="predicateType"
     )
     predicate: Predicate
+
+    def is_of(self, place: str) -> bool:
+        """Return True if it was signed for the version at this key of the store, and for no other version."""
+        return self.predicate.build_definition.external_parameters.get(_PLACE) == _sha256(place)
 
     def differing(self, files: Iterable[FileEntry]) -> list[str]:
         """Return the paths of files that are not as the statement says, that it does not name, or that are missing."""
@@ -153,6 +161,7 @@ def started_of(store: ObjectStore, run_id: str, job_id: str, fence: Fence) -> St
 
 def statement_of(
     files: Iterable[FileEntry],
+    place: str,
     run_id: str,
     settings: Mapping[str, object],
     checkpoint: Artifact | None = None,
@@ -163,6 +172,7 @@ def statement_of(
     """Make the statement of a version.
 
     Args:
+        place: the version's key of the store. Only its hash is told, as it names the tenant.
         settings: the run's request. Only its hash is told, as what is published may be passed on to strangers.
         job: the file of the job that made the checkpoint, where it is on record.
         started: that job's first event.
@@ -186,7 +196,10 @@ def statement_of(
         subject=tuple(Resource.of(entry.path, entry.sha256) for entry in files),
         predicate=Predicate(
             build_definition=BuildDefinition(
-                external_parameters={"request_sha256": _hash_of(settings)},
+                external_parameters={
+                    "request_sha256": _sha256(json.dumps(settings, sort_keys=True)),
+                    _PLACE: _sha256(place),
+                },
                 internal_parameters=internal,
                 resolved_dependencies=tuple(_inputs(read, copied)),
             ),
@@ -214,8 +227,8 @@ def _parts(data: object) -> Iterable[tuple[str, Artifact]]:
     return ((name, value) for name, value in vars(data).items() if isinstance(value, Artifact))
 
 
-def _hash_of(settings: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache

@@ -89,7 +89,7 @@ class Publish:
             version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
             key = published_version(request.tenant, kind, name, version)
             artifact = self._host.made_once(key, "publish", partial(self._fill, request))
-            self._state_origin(key, artifact, partial(self._made_from, request))
+            self._state_origin(key, artifact, partial(self._made_from, request, key))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     @activity.defn(name="publish_best")
@@ -106,7 +106,7 @@ class Publish:
             artifact = self._host.made_once(
                 key, "publish", lambda folder: _copy(stage(request.artifact), folder, lambda name: True)
             )
-            made_from = partial(statement_of, run_id=request.run_id, settings={}, copied=request.artifact)
+            made_from = partial(statement_of, place=key, run_id=request.run_id, settings={}, copied=request.artifact)
             self._state_origin(key, artifact, made_from)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
@@ -117,7 +117,7 @@ class Publish:
             envelope = self._sign(made_from(files))
             self._host.store.put_if_absent(f"{key}/{provenance.NAME}", envelope.model_dump_json().encode())
 
-    def _made_from(self, request: PublishRequest, files: Sequence[FileEntry]) -> Statement:
+    def _made_from(self, request: PublishRequest, key: str, files: Sequence[FileEntry]) -> Statement:
         """Make the statement of a checkpoint's version, with the job that made it and how that began if on record."""
         fence, job, started = request.checkpoint.fence, None, None
         for job_id in dict.fromkeys((f"{request.step or 1:06d}", ONLY_JOB)):  # a step of RL is a job
@@ -126,7 +126,7 @@ class Publish:
                 started = started_of(self._host.store, request.run_id, job_id, fence)
                 break
         settings = request.run.model_dump(mode="json")
-        return statement_of(files, request.run_id, settings, request.checkpoint.artifact, job, started)
+        return statement_of(files, key, request.run_id, settings, request.checkpoint.artifact, job, started)
 
     def _fill(self, request: PublishRequest, folder: Path) -> None:
         checkpoint = self._host.stage(request.checkpoint.artifact)

@@ -100,10 +100,11 @@ class RunFolder:
 
 @dataclass
 class Census:
-    """What the store holds. `users`: the runs that have marked a unit. `removed`: removed runs."""
+    """What the store holds. `marks`: keys. `users`: the runs that have marked a unit. `removed`: removed runs."""
 
     runs: dict[str, RunFolder] = field(default_factory=dict)
     shared: dict[str, Heap] = field(default_factory=lambda: defaultdict(Heap))
+    marks: set[str] = field(default_factory=set)
     users: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     removed: dict[str, RemovedRun] = field(default_factory=dict)
 
@@ -156,6 +157,7 @@ def take(store: ObjectStore, *, reads_jobs: bool = True) -> Census:
     census = Census()
     for info in store.list(MARKS):
         unit, run_id = of_mark(info.key)
+        census.marks.add(info.key)
         census.users[unit].add(run_id)
     for folder in SHARED:
         for info in store.list(f"{folder}/"):

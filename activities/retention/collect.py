@@ -133,6 +133,8 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
         if used_by(store, marks, but=each.run.run_id if each.run else None) is not None:
             return None
         if each.run is None:
+            if any(info.key not in census.marks for info in marks):
+                return None  # a run has come since all was counted, has ended, and may have published
             # First what tells of it, which nobody would find later. The marks are of runs that have ended: one that
             # comes or is resumed meanwhile puts its own.
             for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:

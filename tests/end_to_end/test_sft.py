@@ -12,7 +12,7 @@ from service.dev.connection import Connection
 from service.sealing.signing import Signer
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import published_version
+from shared.storage.paths import published_version, version_claim
 from shared.storage.store import ObjectStore, open_store
 from tests import hub_server
 from tests.activities.test_end_tokens import make_base
@@ -150,6 +150,15 @@ def test_a_published_adapter_is_verified_and_steps_done_again_give_its_bits(
     statement = f"{published_version('default', 'adapters', undisturbed.json['run_id'], 1)}/provenance.json"
     with changed(store, statement, b'"payload":"', b'"payload":"AAAA'):
         assert "it is not what key" in stack.cli("verify", name, check=False).stderr
+    claim = version_claim("default", "adapters", undisturbed.json["run_id"], 1)
+    put_there = [info.key for info in (*store.list(statement.removesuffix("provenance.json")), *store.list(claim))]
+    second = {key: key.replace("v000001", "v000002") for key in put_there}
+    for key, copy in second.items():
+        store.put_bytes(copy, store.get_bytes(key))
+    moved = stack.cli("verify", f"{undisturbed.json['run_id']}:v2", check=False)
+    for copy in second.values():
+        store.delete(copy)
+    assert moved.code == 100 and "the statement was signed for another version" in moved.stderr
     [job] = [
         each.key for each in store.list(f"runs/{undisturbed.json['run_id']}/logs/") if each.key.endswith("job.json")
     ]

@@ -234,6 +234,7 @@ def _published(store: ObjectStore, tenant: str, folder: Path) -> str:
     seal(folder / "model")
     model = upload_artifact(store, f"tenants/{tenant}/models/tiny", folder / "model")
     publish(store, folder / "adapter", "harbour", model, tenant=tenant)
-    signed = Envelope.around(statement_of([], f"{tenant}-run", {})).model_dump_json()
-    store.put_bytes(f"tenants/{tenant}/adapters/harbour/v000001/{provenance.NAME}", signed.encode())
+    place = f"tenants/{tenant}/adapters/harbour/v000001"
+    signed = Envelope.around(statement_of([], place, f"{tenant}-run", {})).model_dump_json()
+    store.put_bytes(f"{place}/{provenance.NAME}", signed.encode())
     return model.uri.replace("/models/tiny", "/adapters/harbour/v000001")

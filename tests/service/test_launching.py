@@ -114,6 +114,23 @@ async def test_commands_start_as_many_hosts_as_leases_wait_and_not_one_twice(
     assert len(started.read_text().split()) == 5
 
 
+async def test_hosts_of_a_shape_whose_name_begins_alike_are_not_its_own(settings: Settings, tmp_path: Path) -> None:
+    """Slurm lists all of a user's jobs: those of shape `a-large` are no hosts of shape `a`."""
+    names = tmp_path / "names"
+    names.write_text(f"longshore-{settings.lease_queue}-large-{'0' * 12}\n")
+    started = tmp_path / "started"
+    loop = await launching(settings, most=1)
+    await ask_for_a_lease(settings)
+    client = await connect_temporal(settings)
+
+    async def waits() -> bool:
+        return await waiting(client, settings.lease_queue) == 1
+
+    await eventually(waits, "a lease that waits")
+    assert await loop.look(CommandHosts(f"touch {started}", f"cat {names}")) == 1
+    assert started.exists()
+
+
 async def test_what_fails_is_said_and_tried_again(
     settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,13 +18,15 @@ FILES = [
     FileEntry(path="README.md", size=2, sha256="b" * 64),
 ]
 
+PLACE = "tenants/acme/adapters/harbour/v000001"
+
 
 def signer(root: Path, key: str = "one") -> Signer:
     return Signer(Settings(root=root, seal_key=SecretStr(key * 16)))
 
 
 def statement() -> Statement:
-    return statement_of(FILES, "r1", {"kind": "sft"})
+    return statement_of(FILES, PLACE, "r1", {"kind": "sft"})
 
 
 def with_payload(envelope: Envelope, **changes: object) -> Envelope:
@@ -69,9 +71,17 @@ def test_a_statement_names_the_files_that_differ_from_it() -> None:
     assert said.differing([changed, more]) == ["README.md", "adapter_model.safetensors", "more.txt"]
 
 
+def test_a_statement_is_of_one_version_of_one_tenant_and_names_neither() -> None:
+    said = statement()
+    assert said.is_of(PLACE) and "harbour" not in said.model_dump_json() and "acme" not in said.model_dump_json()
+    for other in ("acme/adapters/harbour/v000002", "acme/adapters/port/v000001", "globex/adapters/harbour/v000001"):
+        assert not said.is_of(f"tenants/{other}")
+    assert not statement_of(FILES, "tenants/acme/models/harbour/v000001", "r1", {}).is_of(PLACE)
+
+
 def test_a_statement_is_in_toto_s_and_tells_no_setting(tmp_path: Path) -> None:
     """The names are those of the framework's version 1 and of SLSA's version 1."""
-    made = statement_of(FILES, "r1", {"dataset": {"uri": "https://me:password@data.example/rows.jsonl"}})
+    made = statement_of(FILES, PLACE, "r1", {"dataset": {"uri": "https://me:password@data.example/rows.jsonl"}})
     content = json.loads(base64.b64decode(signer(tmp_path).sign(made).payload))
     assert (content["_type"], content["predicateType"]) == (
         "https://in-toto.io/Statement/v1",
@@ -81,4 +91,4 @@ def test_a_statement_is_in_toto_s_and_tells_no_setting(tmp_path: Path) -> None:
     assert content["predicate"].keys() == {"buildDefinition", "runDetails"}
     assert content["predicate"]["runDetails"]["metadata"] == {"invocationId": "r1"}
     assert "password" not in json.dumps(content)
-    assert made.predicate != statement_of(FILES, "r1", {"dataset": {"uri": "https://other"}}).predicate
+    assert made.predicate != statement_of(FILES, PLACE, "r1", {"dataset": {"uri": "https://other"}}).predicate

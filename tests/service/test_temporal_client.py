@@ -2,12 +2,17 @@
 
 import asyncio
 import contextlib
+import datetime
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from pydantic import SecretStr
 
 from service.temporal import connect_once, connect_temporal
@@ -43,6 +48,19 @@ class Authority:
             (self._folder / "key.pem").rename(self._folder / f"{name}.key"),
         )
 
+    def expire(self, path: Path) -> None:
+        """Issue a certificate again, which has expired an hour ago."""
+        old = x509.load_pem_x509_certificate(path.read_bytes())
+        key = load_pem_private_key((self._folder / "ca.key").read_bytes(), None)
+        hour, now = datetime.timedelta(hours=1), datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateBuilder(
+            old.issuer, old.subject, old.public_key(), old.serial_number, now - 24 * hour, now - hour
+        )
+        for each in old.extensions:
+            builder = builder.add_extension(each.value, each.critical)
+        assert isinstance(key, RSAPrivateKey)
+        path.write_bytes(builder.sign(key, SHA256()).public_bytes(Encoding.PEM))
+
     def _openssl(self, *arguments: str) -> None:
         written = ("-keyout", str(self._folder / "key.pem"), "-out", str(self._folder / "out.pem"))
         subprocess.run(["openssl", *arguments, *written], check=True, capture_output=True)
@@ -54,10 +72,17 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-async def tls_address(authority: Authority, temporal_address: str) -> AsyncIterator[str]:
-    """The Temporal server behind mutual TLS: whoever shows no certificate of the authority is hung up on."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.issue("temporal.test"))
+async def tls_address(
+    authority: Authority, temporal_address: str, request: pytest.FixtureRequest
+) -> AsyncIterator[str]:
+    """The Temporal server behind mutual TLS: whoever shows no certificate of the authority is hung up on.
+
+    Its own certificate has expired where the parameter says so.
+    """
+    context, (certificate, key) = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), authority.issue("temporal.test")
+    if getattr(request, "param", None) == "the server's":
+        authority.expire(certificate)
+    context.load_cert_chain(certificate, key)
     context.load_verify_locations(authority.certificate)
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols(["h2"])
@@ -102,6 +127,26 @@ async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Aut
     ):
         with pytest.raises(RuntimeError):
             await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 60)
+
+
+@pytest.mark.parametrize("tls_address", whose := ["the host's", "the server's"], indirect=True, ids=whose)
+async def test_an_expired_certificate_is_told_as_that(
+    tmp_path: Path, authority: Authority, tls_address: str, request: pytest.FixtureRequest
+) -> None:
+    certificate, key = authority.issue("host")
+    if "the host's" in request.node.name:
+        authority.expire(certificate)
+    settings = Settings(
+        root=tmp_path,
+        temporal_address=tls_address,
+        temporal_tls_ca=authority.certificate,
+        temporal_tls_name="temporal.test",
+        temporal_tls_cert=certificate,
+        temporal_tls_key=key,
+    )
+    with pytest.raises(SystemExit) as left:
+        await connect_temporal(settings, patience_s=1)
+    assert "expired" in str(left.value).lower()
 
 
 async def test_an_api_key_goes_over_tls_alone(tmp_path: Path, temporal_address: str) -> None:

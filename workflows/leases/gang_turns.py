@@ -12,6 +12,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
 
 _SLACK_S = 60.0  # beyond a turn's time, for a run that was terminated in it
+# A run that waits asks again so often, as whoever terminates the workflow below ends the line, too.
+_ASK_AGAIN_S = 600.0
 
 
 class Turn(Frozen):
@@ -61,25 +63,40 @@ class GangTurnsWorkflow:
 
 
 class Turns:
-    """One run's turns for a queue of hosts. `given`: the last that it was told of."""
+    """One run's turns for a queue of hosts."""
 
     def __init__(self, queue: str) -> None:
         self._id = f"gangs-{queue}"
-        self.given: Turn | None = None
+        self._wanted: Turn | None = None
+        self._has_turn = False
+
+    async def given(self, turn: Turn) -> None:
+        """Take the signal that a turn is this run's. One that it does not wait for any more is over at once."""
+        if turn == self._wanted:
+            self._has_turn = True
+        else:
+            await self._leave(turn)
 
     @asynccontextmanager
     async def turn(self, patience_s: float) -> AsyncIterator[None]:
         """Wait for this run's turn, and have it in a `with` block."""
         turn_id = str(workflow.uuid4())
         turn = Turn(workflow_id=workflow.info().workflow_id, turn_id=turn_id, patience_s=patience_s)
+        self._wanted, self._has_turn = turn, False
         try:
-            await self._ask(turn)
-            await workflow.wait_condition(lambda: self.given == turn)
+            while not self._has_turn:
+                await self._ask(turn)
+                with suppress(TimeoutError):
+                    await workflow.wait_condition(lambda: self._has_turn, timeout=timedelta(seconds=_ASK_AGAIN_S))
             yield
         finally:
+            self._wanted = None
             if workflow.in_workflow():  # else it was evicted from the host's memory
-                with suppress(ApplicationError):  # nobody waits, and nobody has a turn
-                    await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.leave, turn)
+                await self._leave(turn)
+
+    async def _leave(self, turn: Turn) -> None:
+        with suppress(ApplicationError):  # nobody waits, and nobody has a turn
+            await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.leave, turn)
 
     async def _ask(self, turn: Turn) -> None:
         while True:
@@ -88,6 +105,8 @@ class Turns:
                     GangTurnsWorkflow.run,
                     (turn,),
                     id=self._id,
+                    # It is everybody's: neither this run's end nor its cancellation is to end it.
+                    cancellation_type=workflow.ChildWorkflowCancellationType.ABANDON,
                     parent_close_policy=workflow.ParentClosePolicy.ABANDON,
                 )
                 return

@@ -212,9 +212,9 @@ class RunHandlers:
         self._run.training.gathers(leader)
 
     @workflow.signal
-    def gang_turn(self, turn: Turn) -> None:
+    async def gang_turn(self, turn: Turn) -> None:
         """Take the signal that this run may gather the hosts of such a worker."""
-        self._run.training.has_turn(turn)
+        await self._run.training.has_turn(turn)
 
     @workflow.signal
     def pause(self) -> None:

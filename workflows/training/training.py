@@ -133,10 +133,10 @@ class Training:
         """Take the signal of the first host of a worker of several machines: the others may come."""
         self.leasing.gathers(leader)
 
-    def has_turn(self, turn: Turn) -> None:
+    async def has_turn(self, turn: Turn) -> None:
         """Take the signal that it is this run's turn to gather hosts."""
         if self.leasing.turns is not None:
-            self.leasing.turns.given = turn
+            await self.leasing.turns.given(turn)
 
     def progress(self, report: ProgressReport) -> None:
         """Take a host's report on the job, unless it is of another lease or of an earlier step than is known."""

@@ -311,8 +311,10 @@ def verify(
     from service.sealing.signing import checked, read_key
     from shared.errors import CorruptArtifact, InvalidInput
     from shared.provenance import Envelope, PublicKey
+    from shared.storage.paths import published_version
 
-    version = _view(client, name).id
+    view, tenant = _view(client, name), client.ask("GET", "/whoami")["tenant"]
+    version, place = view.id, published_version(tenant, f"{view.kind}s", view.name, view.version)
     envelope = client.get(f"/models/{version}/provenance", Envelope)
     try:
         keys = client.get("/provenance/keys", tuple[PublicKey, ...]) if key is None else _keys_in(key)
@@ -321,6 +323,8 @@ def verify(
         raise Stop(f"--key: {error}" if key else str(error)) from None
     except CorruptArtifact as error:
         raise Stop(f"{version}: {error}") from None
+    if not statement.is_of(place):
+        raise Stop(f"{version} of tenant {tenant}: the statement was signed for another version")
     with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
         entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
         differing = statement.differing(entries)
@@ -330,7 +334,8 @@ def verify(
     document = {"name": version, "signed_by": envelope.signatures[0].keyid, "statement": statement.model_dump()}
     document |= {} if retrained is None else {"retrained": vars(retrained) | {"equal": retrained.is_equal}}
     code = FAILED if retrained is not None and not retrained.is_equal else DONE
-    return CommandAnswer(document, partial(_show_statement, version, statement, key is not None, retrained), code)
+    shown = f"{version} of tenant {tenant}"
+    return CommandAnswer(document, partial(_show_statement, shown, statement, key is not None, retrained), code)
 
 
 def _keys_in(path: Path) -> "list[PublicKey]":

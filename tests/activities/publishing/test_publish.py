@@ -128,7 +128,7 @@ def test_a_version_has_a_signed_statement_of_its_job_beside_it(settings, store, 
     statement = checked(envelope, [signer.public_key])
     found = models.find("default", "harbour")
     key = published_version("default", "adapters", "harbour", 1)
-    assert statement.differing(read_manifest(store, key, published.sha256).files) == []
+    assert statement.differing(read_manifest(store, key, published.sha256).files) == [] and statement.is_of(key)
     details, built = statement.predicate.run_details, statement.predicate.build_definition
     assert {each.name: each.digest.sha256 for each in details.byproducts} == {
         "job": hashlib.sha256(job).hexdigest(),

@@ -1,5 +1,6 @@
 """Collections that are killed at every operation of the store, and runs that come at every operation of one."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +13,15 @@ from activities.host_context import HostContext
 from activities.records.checkpoints import find_newest
 from activities.records.run_records import BeginRequest, RunRecords
 from activities.retention.collect import collect
+from shared.fence import Fence
 from shared.limits import RetentionSettings
 from shared.runs.start import result_sha256
+from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import RunKeys, tokenized
-from shared.storage.store import LocalStore, ObjectInfo
-from shared.storage.uses import CLAIM_S, CLAIMS, BeingDeleted, claim, claiming, use
+from shared.storage.paths import RunKeys, model_import, tokenized
+from shared.storage.store import LocalStore, ObjectInfo, uri_of
+from shared.storage.uses import CLAIM_S, CLAIMS, BeingDeleted, claim, claiming, mark, use
 from tests.activities.retention.stored_runs import DAY_S, STEPS, Writer, damaged, fill, key_of, sizes
 from tests.depth import IS_DEEP, drawn
 
@@ -175,6 +178,28 @@ def test_a_run_that_comes_at_any_moment_has_what_it_uses_and_it_stays(tmp_path: 
         assert find_artifact(writer.store, UNIT) is not None, number
         assert not damaged(LocalStore(tmp_path / str(number))), number
     assert set(outcomes) == {True, False}
+
+
+def test_a_run_that_came_and_published_during_a_collection_keeps_its_model(tmp_path: Path) -> None:
+    """It began after all was counted, and has ended before the collection comes to the model that it trained."""
+    writer, model = Writer(LocalStore(tmp_path)), model_import(key_of(1))
+    writer.artifact(model, weights=b"w")
+    writer.put(RunKeys("sft-old").record, "{}")
+    writer.put(mark(model, "sft-old", "e"), b"")
+    writer.put(RunKeys("sft-old").result, RunStatus(run_id="sft-old", state="failed", ended_at=0.0).model_dump_json())
+
+    def come(done: int) -> None:
+        if done == 0:  # the first claim
+            use(writer.store, model, "sft-new", "e")
+            writer.put(RunKeys("sft-new").record, "{}")
+            plan = {"plan": {"model": {"uri": uri_of(writer.store, model), "sha256": "0" * 64}}}
+            writer.put(RunKeys("sft-new").job("000001", Fence(epoch=1)), json.dumps(plan))
+            end = RunStatus(run_id="sft-new", state="succeeded", adapter="file:///v1", ended_at=time.time())
+            writer.put(RunKeys("sft-new").result, end.model_dump_json())
+
+    report = collect(Watched(tmp_path, come), ALL, is_dry=False, now=time.time() + AHEAD_S)
+    assert find_artifact(writer.store, model) is not None and report.num_withdrawn == 1
+    assert not [row for row in collect(writer.store, ALL, is_dry=True).freed if row.what == "models"]
 
 
 def _resume(host: HostContext, ended: str | None) -> str:

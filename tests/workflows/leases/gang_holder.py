@@ -65,6 +65,6 @@ class GangHolder:
         self._leasing.gathers(leader)
 
     @workflow.signal
-    def gang_turn(self, turn: Turn) -> None:
+    async def gang_turn(self, turn: Turn) -> None:
         assert self._leasing.turns is not None
-        self._leasing.turns.given = turn
+        await self._leasing.turns.given(turn)

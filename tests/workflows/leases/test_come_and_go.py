@@ -16,6 +16,7 @@ from activities.hosts.lease import LeaseRecord
 from service.launching import Launching, waiting
 from shared.jobs.events import Step
 from shared.runs.start import RunTiming
+from shared.storage.checkpoints import is_job
 from shared.storage.host_states import read_states
 from shared.storage.paths import RunKeys
 from tests.depth import drawn
@@ -177,6 +178,49 @@ async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal
         status = await asyncio.wait_for(handle.result(), 120)
         assert status.workers_lost == 0 and steps(stack, handle.id) == [1, 2, 3]
         assert stack.weights(status) == adapter_bytes(7, 3)
+
+
+async def _at_once(stack: Stack, run_id: str) -> bool:
+    return True
+
+
+async def _is_leased(stack: Stack, run_id: str) -> bool:
+    return bool(await asyncio.to_thread(leases, stack, run_id))
+
+
+async def _has_a_job(stack: Stack, run_id: str) -> bool:
+    return any(is_job(info.key) for info in stack.store.list(f"{RunKeys(run_id).logs}/"))
+
+
+async def _is_in_its_middle(stack: Stack, run_id: str) -> bool:
+    return await is_at(stack, run_id, NUM_STEPS // 2)
+
+
+async def _has_done_its_steps(stack: Stack, run_id: str) -> bool:
+    return await is_at(stack, run_id, NUM_STEPS)
+
+
+PHASES = (_at_once, _is_leased, _has_a_job, _is_in_its_middle, _has_done_its_steps)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("phase", drawn(PHASES, 2))
+async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
+    phase: Callable[[Stack, str], Awaitable[bool]], temporal_address: str, tmp_path: Path
+) -> None:
+    """Before its lease, as its worker starts, before its first step, among its steps, and after its last one."""
+    async with started(temporal_address, tmp_path) as stack:
+        first = stack.spawn_gpu_host(STEP_S, tmp_path / "first")
+        handle = await stack.start(steps=NUM_STEPS, checkpoint_every=1000)
+        await eventually(lambda: phase(stack, handle.id), "the phase", 120)
+        (tmp_path / "first" / "notice").touch()
+        await stack.add_gpu_host(root=tmp_path / "second")
+        status = await asyncio.wait_for(handle.result(), 120)
+        await asyncio.to_thread(first.join, 60)
+        assert first.exitcode == 0
+        assert (status.state, status.workers_lost) == ("succeeded", 0)
+        assert steps(stack, handle.id) == [*range(1, NUM_STEPS + 1)], "none twice, none left out"
+        assert stack.weights(status) == adapter_bytes(7, NUM_STEPS)
 
 
 async def test_a_host_that_was_started_for_nothing_leaves_by_itself(temporal_address: str, tmp_path: Path) -> None:

@@ -4,9 +4,14 @@ import asyncio
 import random
 import shutil
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import WorkflowFailureError, WorkflowHandle
+from temporalio.service import RPCError
 
 from activities.hosts.worker_process import end_processes
 from longshore.fields import Artifact
@@ -20,7 +25,9 @@ from tests.workflows.leases.gang_holder import GangHolder, Holding
 from tests.workflows.stack import Stack, eventually, has_checkpoint, started
 from tests.workflows.stand_in import StandInCommand
 from tests.workflows.stand_in_worker import adapter_bytes
-from workflows.leases.gang_turns import GangTurnsWorkflow
+from workflows import policies
+from workflows.leases import gang_turns
+from workflows.leases.gang_turns import GangTurnsWorkflow, Turn
 
 TWO = Layout(dp=2, nodes=2)
 NUM_HOSTS, NUM_GANGS, NUM_TRIALS = 6, 20, 200 if IS_DEEP else 1
@@ -62,6 +69,84 @@ async def test_a_host_is_not_avoided_where_there_are_not_as_many_others(temporal
         assert status.state == "succeeded" and status.workers_lost == 1
 
 
+@asynccontextmanager
+async def holders(temporal_address: str, root: Path) -> AsyncIterator[Stack]:
+    """A control host that runs `GangHolder`."""
+    async with started(temporal_address, root, has_control=False, worker_idle_s=0) as stack:
+        workflows = [GangHolder, GangTurnsWorkflow]
+        async with control_workers(stack.client, stack.settings.control_queue, [], workflows):
+            yield stack
+
+
+async def hold(stack: Stack, nodes: int = 2, seconds: float = 0.0) -> WorkflowHandle:
+    """Start a workflow that is to have a worker of so many machines for so many seconds."""
+    nothing = Artifact(uri="file:///nothing", sha256="0" * 64)
+    key = WorkerKey(model=nothing, layout=Layout(dp=nodes, nodes=nodes), dtype="float32")
+    run_id, shape = f"gang-{uuid.uuid4().hex[:8]}", stack.settings.shape
+    holding = Holding(run_id=run_id, shape=shape, key=key, timing=TIMING, seconds=seconds)
+    return await stack.client.start_workflow(
+        GangHolder.run, holding, id=run_id, task_queue=stack.settings.control_queue
+    )
+
+
+def line(stack: Stack) -> WorkflowHandle:
+    """The workflow that gives turns."""
+    return stack.client.get_workflow_handle(f"gangs-{policies.lease_queue(stack.settings.shape)}")
+
+
+async def has(handle: WorkflowHandle, event: str) -> bool:
+    try:
+        return any(
+            [getattr(EventType, f"EVENT_TYPE_{event}") == e.event_type async for e in handle.fetch_history_events()]
+        )
+    except RPCError:  # it is not there, or not yet
+        return False
+
+
+async def test_a_run_stands_in_line_again_when_the_line_is_lost(
+    temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has terminated the workflow that gives turns, with all that stood in it."""
+    monkeypatch.setattr(gang_turns, "_ASK_AGAIN_S", 0.5)
+    async with holders(temporal_address, tmp_path) as stack:
+        first = await hold(stack)
+        await eventually(lambda: has(first, "ACTIVITY_TASK_SCHEDULED"), "its turn")
+        second = await hold(stack)
+        await eventually(lambda: has(second, "EXTERNAL_WORKFLOW_EXECUTION_SIGNALED"), "that it stands in line")
+        await line(stack).terminate()
+        await first.terminate()
+        await eventually(lambda: has(second, "ACTIVITY_TASK_SCHEDULED"), "its turn")
+        await second.terminate()
+
+
+async def test_a_turn_that_a_run_does_not_wait_for_is_over_at_once(temporal_address: str, tmp_path: Path) -> None:
+    """Its wish was withdrawn before it had arrived."""
+    async with holders(temporal_address, tmp_path) as stack:
+        first = await hold(stack)
+        await eventually(lambda: has(first, "ACTIVITY_TASK_SCHEDULED"), "its turn")
+        second = await hold(stack)
+        late = Turn(workflow_id=second.id, turn_id="late", patience_s=3600)
+        third = await hold(stack)
+        await line(stack).signal(GangTurnsWorkflow.ask, late)
+        fourth = await hold(stack)
+        for handle in (first, second, third):
+            await eventually(lambda handle=handle: has(handle, "ACTIVITY_TASK_SCHEDULED"), "its turn")
+            await handle.cancel()
+        await eventually(lambda: has(fourth, "ACTIVITY_TASK_SCHEDULED"), "its turn")
+        await fourth.cancel()
+
+
+async def test_a_run_that_is_cancelled_as_it_stands_in_line_ends_no_line(temporal_address: str, tmp_path: Path) -> None:
+    async with holders(temporal_address, tmp_path) as stack:
+        for delay_s in (0.01, 0.02, 0.03, 0.04, 0.05):
+            handle = await hold(stack)
+            await asyncio.sleep(delay_s)
+            await handle.cancel()
+            with suppress(WorkflowFailureError):
+                await handle.result()
+            assert not await has(line(stack), "WORKFLOW_EXECUTION_CANCEL_REQUESTED"), delay_s
+
+
 class Fleet:
     """Hosts of a stack, each as on a machine of its own, whose workers do no jobs."""
 
@@ -92,28 +177,22 @@ async def test_gangs_never_wait_for_each_other(temporal_address: str, tmp_path: 
     """In random order, with hosts that die: each has all of its hosts at some time. Their patience has no end here, so
     two that each held half of what both need would wait until the test is given up.
     """
-    nothing = Artifact(uri="file:///nothing", sha256="0" * 64)
-    async with started(temporal_address, tmp_path, has_control=False, worker_idle_s=0) as stack:
-        queue = stack.settings.control_queue
-        async with control_workers(stack.client, queue, [], [GangHolder, GangTurnsWorkflow]):
-            fleet = Fleet(stack, tmp_path)
-            num_leases = 0
-            for trial in range(NUM_TRIALS):
-                chance = random.Random(SEED + trial)
+    async with holders(temporal_address, tmp_path) as stack:
+        fleet = Fleet(stack, tmp_path)
+        num_leases = 0
+        for trial in range(NUM_TRIALS):
+            chance = random.Random(SEED + trial)
 
-                async def hold(number: int, chance: random.Random = chance) -> int:
-                    nodes = chance.choice((1, 2, 2, 3, 4))
-                    key = WorkerKey(model=nothing, layout=Layout(dp=nodes, nodes=nodes), dtype="float32")
-                    run_id = f"gang-{number}-{uuid.uuid4().hex[:8]}"
-                    shape, seconds = stack.settings.shape, chance.uniform(0.0, 0.3)
-                    holding = Holding(run_id=run_id, shape=shape, key=key, timing=TIMING, seconds=seconds)
-                    await asyncio.sleep(chance.uniform(0, 2))
-                    return await stack.client.execute_workflow(GangHolder.run, holding, id=run_id, task_queue=queue)
+            async def one(chance: random.Random = chance) -> int:
+                nodes, seconds = chance.choice((1, 2, 2, 3, 4)), chance.uniform(0.0, 0.3)
+                await asyncio.sleep(chance.uniform(0, 2))
+                num: int = await (await hold(stack, nodes, seconds)).result()
+                return num
 
-                held = [asyncio.create_task(hold(number)) for number in range(NUM_GANGS)]
-                for _ in range(2):
-                    await asyncio.sleep(chance.uniform(0.5, 3))
-                    await asyncio.to_thread(fleet.kill_one, chance)
-                num_leases += sum(await asyncio.wait_for(asyncio.gather(*held), 300))
-                print(f"trial {trial}: {num_leases} leases so far", flush=True)
-            assert num_leases >= NUM_TRIALS * NUM_GANGS
+            held = [asyncio.create_task(one()) for _ in range(NUM_GANGS)]
+            for _ in range(2):
+                await asyncio.sleep(chance.uniform(0.5, 3))
+                await asyncio.to_thread(fleet.kill_one, chance)
+            num_leases += sum(await asyncio.wait_for(asyncio.gather(*held), 300))
+            print(f"trial {trial}: {num_leases} leases so far", flush=True)
+        assert num_leases >= NUM_TRIALS * NUM_GANGS
