@@ -22,7 +22,7 @@ from shared.models.end_tokens import GENERATION, with_end_ids
 from shared.provenance import Envelope, Statement, started_of, statement_of
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import FileEntry, read_manifest, read_record
+from shared.storage.artifacts import FileEntry, manifest_of, read_record
 from shared.storage.paths import MANIFEST, RunKeys, published, published_version, version_claim
 from shared.storage.store import ObjectStore, open_uri
 
@@ -88,8 +88,7 @@ class Publish:
         with beating():
             version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
             key = published_version(request.tenant, kind, name, version)
-            artifact = self._host.made_once(key, "publish", partial(self._fill, request))
-            self._state_origin(key, artifact, partial(self._made_from, request, key))
+            artifact = self._made(key, partial(self._fill, request), partial(self._made_from, request, key))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     @activity.defn(name="publish_best")
@@ -103,19 +102,26 @@ class Publish:
             version = claim_version(self._host.store, request.tenant, request.kind, request.name, claim)
             key = published_version(request.tenant, request.kind, request.name, version)
             stage = self._host.stage
-            artifact = self._host.made_once(
-                key, "publish", lambda folder: _copy(stage(request.artifact), folder, lambda name: True)
-            )
             made_from = partial(statement_of, place=key, run_id=request.run_id, settings={}, copied=request.artifact)
-            self._state_origin(key, artifact, made_from)
+            artifact = self._made(
+                key, lambda folder: _copy(stage(request.artifact), folder, lambda name: True), made_from
+            )
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
-    def _state_origin(self, key: str, artifact: Artifact, made_from: MakeStatement) -> None:
-        """Sign what a version was made from, unless it has been done."""
-        if self._sign is not None:
-            files = read_manifest(self._host.store, key, artifact.sha256).files
-            envelope = self._sign(made_from(files))
-            self._host.store.put_if_absent(f"{key}/{provenance.NAME}", envelope.model_dump_json().encode())
+    def _made(self, key: str, make: Callable[[Path], object], made_from: MakeStatement) -> Artifact:
+        """Make a version, and then sign what it was made from. Nothing is done where the statement stands.
+
+        Without one a version is made anew, whatever lies there: else whoever writes to the store could have that signed.
+        """
+        statement = f"{key}/{provenance.NAME}"
+        if self._sign is None or self._host.store.head(statement) is not None:
+            return self._host.made_once(key, "publish", make)
+        self._host.use(key)
+        with self._host.scratch("publish") as folder:
+            make(folder)
+            files, artifact = manifest_of(folder).files, self._host.keep(key, folder)
+        self._host.store.put_if_absent(statement, self._sign(made_from(files)).model_dump_json().encode())
+        return artifact
 
     def _made_from(self, request: PublishRequest, key: str, files: Sequence[FileEntry]) -> Statement:
         """Make the statement of a checkpoint's version, with the job that made it and how that began if on record."""

@@ -144,6 +144,18 @@ def test_a_version_has_a_signed_statement_of_its_job_beside_it(settings, store, 
     assert not list(store.list(f"{key}/"))
 
 
+def test_what_somebody_laid_at_the_next_version_is_not_signed(settings, store, tmp_path: Path) -> None:
+    request, signer = request_for(store, tmp_path), Signer(settings)
+    key = published_version("default", "adapters", "harbour", 1)
+    theirs = artifact(store, tmp_path / "theirs", key, adapter_model_safetensors="theirs")
+    published = Publish(HostContext(settings), signer.sign).publish(request)
+    statement = checked(PublishedModels(store).provenance("default", "harbour:v1"), [signer.public_key])
+    assert published.sha256 != theirs.sha256
+    assert statement.differing(read_manifest(store, key, published.sha256).files) == []
+    own = request_for(store, tmp_path, run_id="r2", name="elsewhere")
+    assert Publish(HostContext(settings)).publish(own).sha256 == published.sha256
+
+
 def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(settings, store, tmp_path: Path) -> None:
     first = request_for(store, tmp_path)
     publish = Publish(HostContext(settings)).publish
