@@ -41,6 +41,7 @@ from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.child_environment import STACK_MARK
 from shared.runs.dataset_runs import SFTRun
+from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource
 
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
@@ -145,6 +146,7 @@ def _work(folder: Path, connection: Connection) -> dict[str, float]:
     ids = [client.submit(long, "adapters").run_id, client.submit(full, "every weight").run_id]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     ids.append(json.loads(done.stdout)["run_id"])
+    look = PreviewRequest(source=source, model_uri=model)
     gone = DatasetSource(uri=(folder / "not there.jsonl").as_uri())
     failing = long.model_copy(update={"dataset": gone})
     ids.append(client.submit(failing, "no data").run_id)
@@ -164,7 +166,7 @@ def _work(folder: Path, connection: Connection) -> dict[str, float]:
         try:
             held_until = time.monotonic() + 20
             while time.monotonic() < held_until:
-                stranger.post("/api/v1/preview", json={"model": model, "dataset": {"uri": data.as_uri()}})
+                stranger.post("/api/v1/preview", json=look.model_dump(mode="json"))
         finally:
             temporal.resume()
     time.sleep(20)
