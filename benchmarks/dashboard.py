@@ -146,8 +146,8 @@ def draw(
         figure.text(*place(row["gridPos"], 0.4, 0.8), row["title"], fontsize=10, weight="bold", color="#333")
     for panel, lines in drawn:
         at = panel["gridPos"]
-        left, bottom = place(at, 1.0, at["h"] - 2.6)
-        axes = figure.add_axes((left, bottom, (at["w"] - 1.6) / _COLUMNS, (at["h"] - 3.6) / grid))
+        left, bottom = place(at, 1.2, at["h"] - 2.4)
+        axes = figure.add_axes((left, bottom, (at["w"] - 2.2) / _COLUMNS, (at["h"] - 3.3) / grid))
         axes.set_title(panel["title"], loc="left", fontsize=8.5, weight="bold")
         if panel["type"] == "bargauge":
             _draw_bars(axes, lines)
@@ -167,11 +167,13 @@ def _draw_bars(axes: Any, lines: Sequence[Line]) -> None:
     bars = axes.barh([line.legend for line in lines], last, height=0.5)
     axes.bar_label(bars, [_in_unit(value, line.unit) for value, line in zip(last, lines, strict=True)], padding=3)
     axes.set_xlim(0, 1.2 * max(last))
-    axes.xaxis.set_major_formatter(lambda value, _: _in_unit(value, lines[0].unit))
+    axes.set_xticks([])
 
 
 def _draw_lines(axes: Any, lines: Sequence[Line], unit: str) -> None:
     """Draw lines by their unit on the left or, where it is not the panel's, on the right; the highest have a legend."""
+    from matplotlib.ticker import MultipleLocator
+
     right = axes.twinx() if any(line.unit != unit for line in lines) else None
     drawn = []
     for number, line in enumerate(lines):
@@ -181,7 +183,11 @@ def _draw_lines(axes: Any, lines: Sequence[Line], unit: str) -> None:
     for side, its_unit in ((axes, unit), (right, next((line.unit for line in lines if line.unit != unit), unit))):
         if side is not None:
             side.set_ylim(bottom=0)
-            side.margins(x=0)
+            side.set_xlim(0, (len(lines[0].values) - 1) * EVERY_S / 60)
+            if its_unit == "bytes":
+                side.yaxis.set_major_locator(MultipleLocator(50 * 2**20))
+            elif its_unit == "s" and (top := side.get_ylim()[1]) > 120:
+                side.yaxis.set_major_locator(MultipleLocator(60 * math.ceil(top / 300)))
             side.yaxis.set_major_formatter(lambda value, _, unit=its_unit: _in_unit(value, unit))
             side.tick_params(labelsize=7, length=2)
             side.spines["top"].set_visible(False)
@@ -216,12 +222,12 @@ def _in_unit(value: float, unit: str) -> str:
         case "s" if 0 < value < 1:
             return f"{value * 1000:.3g} ms"
         case "s":
-            return f"{value / 60:.3g} min" if value >= 120 else f"{value:.3g} s"
+            return f"{value / 60:g} min" if value >= 60 and value % 60 == 0 else f"{value:.3g} s"
         case "percentunit":
             return f"{value * 100:.3g} %"
         case "bytes":
             return f"{value / 2**20:.0f} MiB" if value < 2**30 else f"{value / 2**30:.2f} GiB"
-    end = {"Bps": "B/s", "reqps": " req/s", "short": ""}[unit]
+    end = {"Bps": "B/s", "reqps": "req/s", "short": ""}[unit]
     for factor, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.3g} {sign}{end}"

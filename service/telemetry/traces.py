@@ -5,6 +5,7 @@ the worker's events (activities/telemetry.py). Temporal's interceptor makes a wo
 and skips those of replays; ids travel in headers, which no workflow reads.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,17 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
         def __init__(self, next: WorkflowInboundInterceptor) -> None:
             super().__init__(next)
             self.text_map_propagator = TraceContextTextMapPropagator()
+
+        def _load_workflow_context_carrier(self) -> Any:
+            """Return the trace in which the workflow was started, else one of its own: a schedule starts it in none.
+
+            Its id is the same in each replay, wherever the workflow goes on.
+            """
+            carrier = super()._load_workflow_context_carrier()
+            if carrier is None:
+                ids = hashlib.sha256(workflow.info().run_id.encode()).hexdigest()
+                carrier = self._workflow_context_carrier = {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
+            return carrier
 
     class WithoutBaggage(TracingInterceptor):
         def __init__(self) -> None:
