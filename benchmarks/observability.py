@@ -23,23 +23,21 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
 import httpx
-import psutil
 
 from benchmarks import dashboard
 from benchmarks.control_plane import LONGSHORE, stack
 from benchmarks.machine import provenance, tell, until
 from benchmarks.spans import Receiver, of_run, picture, receiver
-from benchmarks.stack_processes import processor_s
+from benchmarks.stack_processes import processes, processor_s
 from examples.tiny_model import make_tiny_model
 from longshore.training import Full, Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.child_environment import STACK_MARK
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource
@@ -114,32 +112,32 @@ def draw_dashboard(folder: Path, picture_file: Path) -> None:
     """Draw what the dashboard shows of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
     ports = {instance: PORTS + place for place, instance in enumerate(("web", "control", "gpu", "sampler"))}
     settings = {"LONGSHORE_METRICS__PORT": str(PORTS), "LONGSHORE_WORKER_IDLE_S": "10"}
-    drawn, refused = [], []
+    command, drawn, refused = _rl_command(folder, steps=8), [], []
     with (
         stack(folder / "stack", **settings) as connection,
         dashboard.prometheus(folder / "prometheus", ports) as asked,
     ):
         begin = time.time()
-        marks = _work(folder, connection)
+        marks = _work(folder, connection, command)
         end = time.time()
         for panel in dashboard.panels(WINDOW):
             try:
                 drawn.append((panel, dashboard.lines_of(panel, asked, begin, end)))
             except dashboard.Refused as error:
                 refused.append(str(error))
-    title = f"Longshore's dashboard, drawn of what Prometheus answers to its queries; rates over {WINDOW}"
+    title = f"Longshore's dashboard, drawn from Prometheus' answers to its queries; rates over {WINDOW}"
     dashboard.draw(drawn, title, {what: second - begin for what, second in marks.items()}, picture_file)
     if refused:
         raise dashboard.Refused("; ".join(refused))
 
 
-def _work(folder: Path, connection: Connection) -> dict[str, float]:
+def _work(folder: Path, connection: Connection, command: list[str]) -> dict[str, float]:
     """Have runs train and sample, lose their workers, fail; have requests refused. Returns when something was done."""
     root, client, marks = folder / "stack", _client(connection), {"an RL run and two SFT runs": time.time()}
-    command, data = _rl_command(folder, steps=8), folder / "rows.jsonl"
+    data = folder / "rows.jsonl"
     rows = [{"messages": [{"role": role, "content": "the tide " * 30} for role in ("user", "assistant")]}] * 64
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"steps": 60, "batch_size": 16, "max_tokens": 256}
+    sizes = {"steps": 150, "batch_size": 16, "max_tokens": 256, "checkpoint_every": 50}
     model, source = (folder / "model").as_uri(), DatasetSource(uri=data.as_uri())
     long, full = (SFTRun(model=model, dataset=source, trainable=trained, **sizes) for trained in (Lora(rank=4), Full()))
     environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
@@ -151,17 +149,19 @@ def _work(folder: Path, connection: Connection) -> dict[str, float]:
     failing = long.model_copy(update={"dataset": gone})
     ids.append(client.submit(failing, "no data").run_id)
     with httpx.Client(base_url=connection.api_url, timeout=60) as stranger:
-        until(lambda: any(client.run(each).step > 2 for each in ids[:3]), "a run's third step", 900, 1.0)
+        until(lambda: client.run(ids[0]).phase == "training", "training", 900, 0.5)
+        time.sleep(10)
         marks["workers are killed; requests of what is not there, and without a key"] = time.time()
-        for process in _processes(root, "megatron_worker"):
-            process.kill()
+        for role, process in processes(root):
+            if role == "worker":
+                process.kill()
         for path in ("/api/v1/runs", "/api/v1/nothing"):
             stranger.get(path)
         stranger.headers["authorization"] = f"Bearer {connection.api_key}"
         stranger.get("/api/v1/runs/none")
         until(lambda: all(client.run(each).state != "running" for each in ids), "the runs' ends", 1800, 1.0)
         marks["Temporal is held for 20 s"] = time.time()
-        (temporal,) = _processes(root, "start-dev")
+        (temporal,) = (process for role, process in processes(root) if role == "temporal")
         temporal.suspend()
         try:
             held_until = time.monotonic() + 20
@@ -171,17 +171,6 @@ def _work(folder: Path, connection: Connection) -> dict[str, float]:
             temporal.resume()
     time.sleep(20)
     return marks
-
-
-def _processes(root: Path, word: str) -> list[psutil.Process]:
-    """Return a stack's processes that have a word in their command lines."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            if word in command and (str(root) in command or process.environ().get(STACK_MARK) == str(root)):
-                found.append(process)
-    return found
 
 
 def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:

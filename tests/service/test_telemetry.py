@@ -160,7 +160,11 @@ async def test_what_a_schedule_starts_is_one_trace(temporal_address: str) -> Non
     spans = kept.get_finished_spans()
     assert sum(span.name == "RunActivity:work" for span in spans) == 4
     assert len({span.context.trace_id for span in spans if span.context}) == 1
-    assert any(span.attributes and span.attributes.get("temporalWorkflowID") == queue for span in spans)
+    (root,) = [span for span in spans if span.parent is None]
+    assert root.name == "RunWorkflow:Nested" and root.attributes and root.attributes["temporalWorkflowID"] == queue
+    assert {span.parent.span_id for span in spans if span.parent} <= {
+        span.context.span_id for span in spans if span.context
+    }
 
 
 def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
