@@ -34,6 +34,6 @@ def test_every_alert_is_tested() -> None:
 def test_prometheus_understands_every_query_of_the_dashboard(tmp_path: Path) -> None:
     """As expressions of rules: `promtool` reads those."""
     rules = [{"record": "a:query", "expr": each.replace("$window", "5m")} for each in expressions().values()]
-    assert len(rules) > 30 and not [rule for rule in rules if "$" in rule["expr"]]
+    assert len(rules) > 30
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     promtool("check", "rules", tmp_path / "rules.yaml")
