@@ -144,7 +144,7 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
     return WithoutBaggage()
 
 
-def _own_trace(execution: str) -> dict[str, str]:
+def _own_trace(execution: str) -> dict[str, Any]:
     """Return the header of a workflow's own trace, the same in each replay, wherever the workflow goes on."""
     ids = hashlib.sha256(execution.encode()).hexdigest()
     return {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
