@@ -45,6 +45,11 @@ SYNC_PROBLEMS = Counter("longshore_weight_sync_problems", "Samplers that a sync 
 PROOFS = Counter(
     "longshore_sampler_proofs", "Comparisons of a sampler's log-probabilities with the trainer's", ["outcome"]
 )
+# From the beginning at 0: Prometheus takes a series' first value for no increase, and one of these may be an alarm.
+for _outcome in ("succeeded", "failed", "cancelled", "lost"):
+    JOBS.labels(_outcome)
+for _outcome in ("proved", "refuted", "unavailable"):
+    PROOFS.labels(_outcome)
 _SPANS = {
     Saved: "save checkpoint",
     Evaluated: "evaluate",

@@ -2,7 +2,11 @@
 
     python -m benchmarks.observability trace --svg docs/images/rl_step_trace.svg
     python -m benchmarks.observability overhead [--pairs 6] [--steps 150] [--out FILE]
+    python -m pip install --target LIBRARIES matplotlib
+    PYTHONPATH=LIBRARIES python -m benchmarks.observability dashboard --png docs/images/dashboard.png
 
+`dashboard` has a Prometheus (Debian's) read a stack's metrics while runs train, sample, fail and lose their workers,
+asks it each query of the Grafana dashboard, and draws the panels; a query that is refused or finds nothing is an error.
 `trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
 two stacks, one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT
 run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
@@ -23,19 +27,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
+import httpx
+
+from benchmarks import dashboard
 from benchmarks.control_plane import LONGSHORE, stack
-from benchmarks.machine import provenance, tell
+from benchmarks.machine import provenance, tell, until
 from benchmarks.spans import Receiver, of_run, picture, receiver
-from benchmarks.stack_processes import processor_s
+from benchmarks.stack_processes import processes, processor_s
 from examples.tiny_model import make_tiny_model
-from longshore.training import Lora
+from longshore.training import Full, Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
 from shared.runs.dataset_runs import SFTRun
+from shared.runs.previews import PreviewRequest
 from shared.runs.sources import DatasetSource
 
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700
+WINDOW = "15s"  # of rates: the picture has minutes, and Prometheus reads each second
 # A span in between says nothing that its child does not say.
 HIDDEN = ("StartActivity:", "SignalWorkflow:", "HandleSignal:")
 GRADER = {
@@ -59,27 +68,21 @@ def main() -> None:
     overhead.add_argument("--pairs", type=int, default=6)
     overhead.add_argument("--steps", type=int, default=150)
     overhead.add_argument("--out", type=Path)
+    drawn = parts.add_parser("dashboard")
+    drawn.add_argument("--png", type=Path, required=True)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.part == "trace":
             given.svg.write_text(draw_step(Path(folder)))
+        elif given.part == "dashboard":
+            draw_dashboard(Path(folder), given.png)
         else:
             tell(measure(Path(folder), given.pairs, given.steps) | provenance(), given.out)
 
 
 def draw_step(folder: Path) -> str:
     """Return the picture of the second of two runs of one step each: worker and sampler are warm then."""
-    model, prompts = (
-        make_tiny_model(folder / "model", ["name a ship of the harbour. the evening tide."] * 8),
-        folder / "p",
-    )
-    rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(8))
-    prompts.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [
-        *(LONGSHORE, "submit", "rl", "--json", "--model", str(model), "--prompts", str(prompts.with_suffix(".jsonl"))),
-        *("--grader", json.dumps(GRADER), "--steps", "1", "--prompts-per-step", "8", "--group-size", "8"),
-        *("--max-completion-tokens", "64", "--loss", "reinforce", "--lora-rank", "4", "--max-tokens", "128", "--wait"),
-    ]
+    command = [*_rl_command(folder, steps=1), "--wait"]
     with receiver() as received, stack(folder / "stack", **WARM, **_traced(received)):
         environment = {**os.environ, "LONGSHORE_ROOT": str(folder / "stack"), **_traced(received)}
         for seed in ("1", "2"):
@@ -88,6 +91,86 @@ def draw_step(folder: Path) -> str:
         time.sleep(3)  # the lease's span is sent when the host has let go of it
         spans = [span for span in of_run(received.spans(), run_id) if not span.name.startswith("GET ")]
     return picture(spans, "An RL run of one step: 64 answers of a tiny model, on warm processes of one machine", HIDDEN)
+
+
+def _rl_command(folder: Path, steps: int) -> list[str]:
+    """Return the command that submits an RL run of 64 answers a step."""
+    model, prompts = (
+        make_tiny_model(folder / "model", ["name a ship of the harbour. the evening tide."] * 8),
+        folder / "p",
+    )
+    rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(8))
+    prompts.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *(LONGSHORE, "submit", "rl", "--json", "--model", str(model), "--prompts", str(prompts.with_suffix(".jsonl"))),
+        *("--grader", json.dumps(GRADER), "--steps", str(steps), "--prompts-per-step", "8", "--group-size", "8"),
+        *("--max-completion-tokens", "64", "--loss", "reinforce", "--lora-rank", "4", "--max-tokens", "128"),
+    ]
+
+
+def draw_dashboard(folder: Path, picture_file: Path) -> None:
+    """Draw what the dashboard shows of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
+    ports = {instance: PORTS + place for place, instance in enumerate(("web", "control", "gpu", "sampler"))}
+    settings = {"LONGSHORE_METRICS__PORT": str(PORTS), "LONGSHORE_WORKER_IDLE_S": "10"}
+    command, drawn, refused = _rl_command(folder, steps=8), [], []
+    with (
+        stack(folder / "stack", **settings) as connection,
+        dashboard.prometheus(folder / "prometheus", ports) as asked,
+    ):
+        begin = time.time()
+        marks = _work(folder, connection, command)
+        end = time.time()
+        for panel in dashboard.panels(WINDOW):
+            try:
+                drawn.append((panel, dashboard.lines_of(panel, asked, begin, end)))
+            except dashboard.Refused as error:
+                refused.append(str(error))
+    title = f"Longshore's dashboard, drawn from Prometheus' answers to its queries; rates over {WINDOW}"
+    dashboard.draw(drawn, title, {what: second - begin for what, second in marks.items()}, picture_file)
+    if refused:
+        raise dashboard.Refused("; ".join(refused))
+
+
+def _work(folder: Path, connection: Connection, command: list[str]) -> dict[str, float]:
+    """Have runs train and sample, lose their workers, fail; have requests refused. Returns when something was done."""
+    root, client, marks = folder / "stack", _client(connection), {"an RL run and two SFT runs": time.time()}
+    data = folder / "rows.jsonl"
+    rows = [{"messages": [{"role": role, "content": "the tide " * 30} for role in ("user", "assistant")]}] * 64
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"steps": 150, "batch_size": 16, "max_tokens": 256, "checkpoint_every": 50}
+    model, source = (folder / "model").as_uri(), DatasetSource(uri=data.as_uri())
+    long, full = (SFTRun(model=model, dataset=source, trainable=trained, **sizes) for trained in (Lora(rank=4), Full()))
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
+    ids = [client.submit(long, "adapters").run_id, client.submit(full, "every weight").run_id]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    ids.append(json.loads(done.stdout)["run_id"])
+    look = PreviewRequest(source=source, model_uri=model)
+    gone = DatasetSource(uri=(folder / "not there.jsonl").as_uri())
+    failing = long.model_copy(update={"dataset": gone})
+    ids.append(client.submit(failing, "no data").run_id)
+    with httpx.Client(base_url=connection.api_url, timeout=60) as stranger:
+        until(lambda: client.run(ids[0]).phase == "training", "training", 900, 0.5)
+        time.sleep(10)
+        marks["workers are killed; requests of what is not there, and without a key"] = time.time()
+        for role, process in processes(root):
+            if role == "worker":
+                process.kill()
+        for path in ("/api/v1/runs", "/api/v1/nothing"):
+            stranger.get(path)
+        stranger.headers["authorization"] = f"Bearer {connection.api_key}"
+        stranger.get("/api/v1/runs/none")
+        until(lambda: all(client.run(each).state != "running" for each in ids), "the runs' ends", 1800, 1.0)
+        marks["Temporal is held for 20 s"] = time.time()
+        (temporal,) = (process for role, process in processes(root) if role == "temporal")
+        temporal.suspend()
+        try:
+            held_until = time.monotonic() + 20
+            while time.monotonic() < held_until:
+                stranger.post("/api/v1/preview", json=look.model_dump(mode="json"))
+        finally:
+            temporal.resume()
+    time.sleep(20)
+    return marks
 
 
 def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:

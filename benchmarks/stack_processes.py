@@ -7,8 +7,8 @@ import asyncio
 import math
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,21 @@ def processor_s(root: Path) -> dict[str, float]:
 def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, float]:
     """Of each process of the stack, by what it is."""
     found: dict[str, list[float]] = {}
+    for role, process in processes(root):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            found.setdefault(role, []).append(value(process))
+    return {role: math.fsum(values) for role, values in sorted(found.items())}
+
+
+def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Yield a stack's processes, each with what it is."""
     for process in psutil.process_iter():
         try:
             command = [word for word in process.cmdline() if word]  # a renamed process has empty ones behind
             if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
-                found.setdefault(_role(command), []).append(value(process))
+                yield _role(command), process
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    return {role: math.fsum(values) for role, values in sorted(found.items())}
 
 
 def _role(command: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Gauges of the whole installation, which each web service shows alike: queues, runs, tenants' GPU seconds."""
 
+from typing import get_args
+
 from prometheus_client import Gauge
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -8,10 +10,14 @@ from service.accounts.tenants import used_gpu_seconds
 from service.database.engine import Database
 from service.database.tables import RunRow
 from service.temporal import Temporal
+from shared.runs.status import State
 from shared.settings import Settings
 
 _MOST_TENANTS = 20
 _OTHERS = "(others)"
+_NONE_ENDED = {
+    state: 0 for state in get_args(State) if state != "running"
+}  # Prometheus sees no change in a first value
 QUEUE_DEPTH = Gauge("longshore_queue_depth", "Activities that wait for a host: of a shape, leases", ["role", "shape"])
 QUEUE_AGE = Gauge("longshore_queue_age_seconds", "Since the oldest of them was asked for", ["role", "shape"])
 RUNS = Gauge("longshore_runs", "Runs that go on, by phase", ["phase"])
@@ -35,7 +41,7 @@ class InstallationGauges:
         """Raises TemporalUnavailable, DatabaseUnavailable: the rest stays as it was."""
         states, phases, tenants = await self._database.reading(_counts)
         _set(RUNS, phases)
-        _set(ENDED_RUNS, states)
+        _set(ENDED_RUNS, list((_NONE_ENDED | dict(states)).items()))
         most, rest = tenants[:_MOST_TENANTS], tenants[_MOST_TENANTS:]
         _set(TENANT_GPU_SECONDS, [*most, (_OTHERS, sum(seconds for _, seconds in rest))])
         settings = self._settings

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, Unpack
 
+from opentelemetry import trace
 from pydantic import Field, ValidationError
 from temporalio.client import Client
 from temporalio.common import WorkflowIDReusePolicy
@@ -95,6 +96,7 @@ class Runs:
         if idempotency_key:
             run_id = await self.claim(asking.tenant, idempotency_key, run_id, asked or run)
         audit.touched(run_id)
+        trace.get_current_span().set_attribute("longshore.run", run_id)  # whose workflow may start later, elsewhere
         record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
         try:
             # A repeated key may be of a run that ended long ago, and that Temporal has forgotten.

@@ -22,7 +22,7 @@ from temporalio.runtime import (
 
 _BUFFER = 100_000
 _DRAIN_S = 5.0  # where nobody asks; the SDK drops what its buffer has no room for
-_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0, 3600.0, float("inf"))
+_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0, float("inf"))
 _runtime: Runtime | None = None
 
 Labels = tuple[tuple[str, str], ...]

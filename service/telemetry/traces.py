@@ -5,13 +5,16 @@ the worker's events (activities/telemetry.py). Temporal's interceptor makes a wo
 and skips those of replays; ids travel in headers, which no workflow reads.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from temporalio import activity, workflow
 from temporalio.client import Interceptor
@@ -112,6 +115,13 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
             super().__init__(next)
             self.text_map_propagator = TraceContextTextMapPropagator()
 
+        def _load_workflow_context_carrier(self) -> Any:
+            """Return the trace in which the workflow was started, else one of its own: a schedule starts it in none."""
+            carrier = super()._load_workflow_context_carrier()
+            if carrier is None:
+                carrier = self._workflow_context_carrier = _own_trace(workflow.info().run_id)
+            return carrier
+
     class WithoutBaggage(TracingInterceptor):
         def __init__(self) -> None:
             super().__init__(tracer)
@@ -121,7 +131,39 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
             super().workflow_interceptor_class(input)
             return InWorkflow
 
+        def _completed_workflow_span(self, params: Any) -> Any:
+            is_first = params.name.startswith("RunWorkflow:")
+            if not is_first or params.context != _own_trace(params.attributes["temporalRunID"]):
+                return super()._completed_workflow_span(params)
+            root = copy(self.tracer)
+            root.id_generator = _ids(context_of(params.context[_TRACE_PARENT]))  # type: ignore[attr-defined]
+            span = root.start_span(params.name, Context(), params.kind, params.attributes, start_time=params.time_ns)
+            span.end(params.time_ns)
+            return params.context
+
     return WithoutBaggage()
+
+
+def _own_trace(execution: str) -> dict[str, Any]:
+    """Return the header of a workflow's own trace, the same in each replay, wherever the workflow goes on."""
+    ids = hashlib.sha256(execution.encode()).hexdigest()
+    return {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
+
+
+def _ids(context: Context) -> Any:
+    """Return what gives a span the ids of a context, as if it were the one that the header names."""
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    named = trace.get_current_span(context).get_span_context()
+
+    class Named(IdGenerator):
+        def generate_span_id(self) -> int:
+            return named.span_id
+
+        def generate_trace_id(self) -> int:
+            return named.trace_id
+
+    return Named()
 
 
 def _exporter() -> Any:

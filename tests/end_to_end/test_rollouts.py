@@ -76,6 +76,8 @@ def test_one_trace_leads_from_the_request_to_each_optimizer_step(traces: Receive
     activity = ["RunActivity:run_job", "StartActivity:run_job", *start]
     assert paths.count(["optimizer step", "job", *activity]) == ROLLOUT_STEPS
     assert {path[-1] for path in paths} == {start[-1]} and ["RunWorkflow:RLWorkflow", *start] in paths
+    # Both of the trace's ends are found by the run's id.
+    assert {span.attributes.get("longshore.run") for span in spans if span.name in (start[-1], "job")} == {run_id}
     processes = {span.name: span.process for span in spans}
     assert processes["job"] == "longshore-gpu" and processes["RunActivity:sample"] == "longshore-sampler"
     steps = [span for span in spans if span.name == "optimizer step"]

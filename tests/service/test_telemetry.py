@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import REGISTRY
 from sqlalchemy.orm import Session
 from starlette.types import Receive, Scope, Send
-from temporalio import activity
+from temporalio import activity, workflow
+from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.telemetry import HostStart, JobSeen
@@ -124,6 +125,48 @@ def test_a_span_is_sent_without_what_is_not_listed() -> None:
     )
 
 
+@workflow.defn(sandboxed=False)  # its module imports much
+class Nested:
+    """Two activities, and itself once as a child."""
+
+    @workflow.run
+    async def run(self, is_outer: bool) -> None:
+        for _ in range(2):
+            await workflow.execute_activity("work", start_to_close_timeout=timedelta(seconds=60))
+        if is_outer:
+            await workflow.execute_child_workflow(Nested.run, False)
+
+
+async def test_what_a_schedule_starts_is_one_trace(temporal_address: str) -> None:
+    """No caller names a trace. Nothing is kept of the workflow between its tasks: as if each ran on another host."""
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+
+    @activity.defn
+    async def work() -> None:
+        pass
+
+    client, queue = await Client.connect(temporal_address), uuid.uuid4().hex
+    interceptors = [traces.temporal_interceptor(provider.get_tracer("test"))]
+    async with Worker(
+        client,
+        task_queue=queue,
+        workflows=[Nested],
+        activities=[work],
+        interceptors=interceptors,
+        max_cached_workflows=0,
+    ):
+        await client.execute_workflow(Nested.run, True, id=queue, task_queue=queue)
+    spans = kept.get_finished_spans()
+    assert sum(span.name == "RunActivity:work" for span in spans) == 4
+    assert len({span.context.trace_id for span in spans if span.context}) == 1
+    (root,) = [span for span in spans if span.parent is None]
+    assert root.name == "RunWorkflow:Nested" and root.attributes and root.attributes["temporalWorkflowID"] == queue
+    assert {span.parent.span_id for span in spans if span.parent} <= {
+        span.context.span_id for span in spans if span.context
+    }
+
+
 def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     traces.start_tracing("test")
@@ -176,4 +219,9 @@ async def test_of_many_tenants_those_that_used_most_have_a_series(temporal_addre
     assert sum(found.values()) == sum(range(200))
     assert REGISTRY.get_sample_value("longshore_queue_depth", {"role": "gpu", "shape": settings.shape}) == 0.0
     assert REGISTRY.get_sample_value("longshore_runs", {"phase": "queued"}) == 200.0
+    # Of a series that begins with its first event, Prometheus tells no increase.
+    for state in ("paused", "succeeded", "failed", "cancelled"):
+        assert REGISTRY.get_sample_value("longshore_ended_runs", {"state": state}) == 0.0
+    assert REGISTRY.get_sample_value("longshore_sampler_proofs_total", {"outcome": "refuted"}) == 0.0
+    assert REGISTRY.get_sample_value("longshore_jobs_total", {"outcome": "lost"}) is not None
     database.close()
