@@ -37,6 +37,7 @@ _COMMAND_S = 60.0
 # then counts as waiting.
 _OLD_S = 10.0
 _GLANCE_S = 1.0
+_LONGEST_REST_S = 300.0
 _TYPES = (TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW)
 _log = logging.getLogger("longshore.launching")
 
@@ -131,6 +132,8 @@ class Launching:
         self._client, self._store, self._role, self._most = client, store, role, most
         self._shape, self._num_warm = settings.shape, settings.warm_hosts
         self._num_waiting = 0  # at the last look
+        self._silent: set[str] = set()  # those that were launched and have said nothing in the store yet
+        self._num_dead, self._rests_until = 0, 0.0
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
         # As a whole: other hosts' names may begin alike, as the name of their shape may.
@@ -143,15 +146,35 @@ class Launching:
         at_work = await asyncio.to_thread(self._at_work)
         self._num_waiting = num_waiting = await waiting(self._client, self._queue)
         num = num_missing(num_waiting, launched, at_work, self._most, self._num_warm)
+        if num and self._rests(launched):
+            return 0
         for _ in range(num):
             name = f"{self._prefix}{uuid.uuid4().hex[:12]}"
             _log.info("%d leases wait in %s, %d hosts: starting %s", num_waiting, self._queue, len(launched), name)
             await asyncio.to_thread(launcher.launch, name)
+            self._silent.add(name)
         return num
+
+    def _rests(self, launched: frozenset[str]) -> bool:
+        """Return True for a while after hosts have ended before they said anything: others would, too. The longer, the
+        more there were in a row.
+        """
+        if dead := self._silent - launched:
+            self._silent -= dead
+            self._num_dead += 1
+            rest_s = min(_LONGEST_REST_S, 5.0 * 2**self._num_dead)
+            self._rests_until = time.monotonic() + rest_s
+            _log.warning(
+                "%s ended before saying anything; the next is started in %g s", ", ".join(sorted(dead)), rest_s
+            )
+        return time.monotonic() < self._rests_until
 
     def _at_work(self) -> frozenset[str]:
         """Return the names of the hosts that hold a lease, for so long that it cannot count as waiting."""
         before, states = time.time() - _OLD_S, read_states(self._store, self._shape)
+        if heard := self._silent & {state.launch for state in states if state.launch}:
+            self._silent -= heard
+            self._num_dead = 0
         held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
         return frozenset(state.launch for state in held if state.launch)
 

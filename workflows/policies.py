@@ -21,6 +21,8 @@ FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "dis
 CROWDED = "crowded"
 # The kind of a lease of several hosts that were not free together.
 NOT_GATHERED = "not_gathered"
+MAX_GATHERINGS = 500
+"""Turns that a run may have in vain to lease several hosts; it can be resumed then."""
 # Kinds that fail one train step of an RL run but not the run: other groups may be trainable.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 

@@ -111,7 +111,7 @@ class Publish:
     def _made(self, key: str, make: Callable[[Path], object], made_from: MakeStatement) -> Artifact:
         """Make a version, and then sign what it was made from. Nothing is done where the statement stands.
 
-        Without one a version is made anew, whatever lies there: else whoever writes to the store could have that signed.
+        Without one a version is made anew, whatever lies there: whoever writes to the store could have that signed.
         """
         statement = f"{key}/{provenance.NAME}"
         if self._sign is None or self._host.store.head(statement) is not None:

@@ -60,6 +60,31 @@ async def test_a_warm_pool_is_there_before_anything_waits_and_is_filled_again(
     assert len(started.read_text().split()) == 3
 
 
+async def test_hosts_that_die_as_they_start_are_started_ever_less_often(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = tmp_path / "started"
+    started.touch()
+    hosts = CommandHosts(f"sh -c 'echo $LONGSHORE_LAUNCH >> {started}'", "true")
+    loop, now = await launching(settings.model_copy(update={"warm_hosts": 1})), time.monotonic()
+    monkeypatch.setattr("service.launching.time.monotonic", lambda: now)
+
+    async def until_the_next() -> float:
+        nonlocal now
+        began = now
+        while not await loop.look(hosts):
+            now += 1
+        return now - began
+
+    assert [await until_the_next() for _ in range(4)] == [0, 10, 20, 40]
+    assert "ended before saying anything; the next is started in 40 s" in caplog.text
+    last = started.read_text().split()[-1]
+    state = HostState(role="gpu", shape=settings.shape, name="a", queue="a", seen_at=time.time(), launch=last)
+    write_state(open_store(settings.store, settings.s3), state)
+    assert await loop.look(hosts) == 1, "it was up: what it died of is another matter"
+    assert await until_the_next() == 10
+
+
 async def test_what_comes_between_two_looks_is_seen_at_once(settings: Settings, tmp_path: Path) -> None:
     started, looked, stopped = tmp_path / "started", tmp_path / "looked", asyncio.Event()
     started.touch()

@@ -76,6 +76,7 @@ async def test_a_run_has_a_job_of_slurm_and_another_when_that_is_told_to_leave(
         await eventually(lambda: is_at(stack, handle.id, left_at + 5), "steps in another job", 240)
         [second] = jobs()
         assert second != first
+        assert [path.name for path in (tmp_path / "machines").iterdir()] == [second], "a job's folder goes with it"
         await handle.cancel()
         await eventually(lambda: not jobs(), "the end of jobs without a lease", 120)
         stopped.set()

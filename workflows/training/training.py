@@ -167,7 +167,7 @@ class Training:
 
     async def _do(self, plan: AnyPlan) -> JobResult:
         losses: list[Lost] = []
-        num_crowded = num_avoided = 0
+        num_crowded = num_avoided = num_ungathered = 0
         self._found = None
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
@@ -197,6 +197,11 @@ class Training:
                     continue
                 if loss.kind in (AVOIDED, policies.NOT_GATHERED):
                     num_avoided += loss.kind == AVOIDED
+                    num_ungathered += loss.kind == policies.NOT_GATHERED
+                    if num_ungathered >= policies.MAX_GATHERINGS:  # each is some 40 events of the run's history
+                        raise RunFailed(
+                            Problem(kind="worker_lost", message=f"{loss}, {num_ungathered} times")
+                        ) from loss
                     await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
                     continue
                 losses.append(loss)
