@@ -138,6 +138,8 @@ def test_pods_have_no_more_rights_than_they_use(values: Path | None) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert "memory" in container["resources"]["limits"] and "readinessProbe" in container
+        amounts = [each for of in container["resources"].values() for each in of.values()]
+        assert all(isinstance(each, str) for each in amounts), "KEDA would make strings of numbers, and own them"
         secrets = {each["secretRef"]["name"] for each in container["envFrom"] if "secretRef" in each}
         of_the_service = secrets & {"longshore-api", "longshore-database"}
         assert bool(of_the_service) == (app == "longshore-service")

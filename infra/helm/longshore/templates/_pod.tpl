@@ -108,7 +108,8 @@ containers:
       successThreshold: 3
       {{- end }}
     {{- end }}
-    resources: {{ toJson $own.resources }}
+    {{- /* Amounts as strings: KEDA writes numbers so, and owns them from then on, at which `helm upgrade` fails. */}}
+    resources: {{ regexReplaceAll ":([0-9.]+)([,}])" (toJson $own.resources) ":\"${1}\"${2}" }}
     volumeMounts:
       - {name: state, mountPath: /var/lib/longshore}
       - {name: tmp, mountPath: /tmp}
