@@ -5,12 +5,14 @@ and Prometheus' operator have none here: the fields that are used are listed bel
 """
 
 import itertools
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -136,6 +138,8 @@ def test_pods_have_no_more_rights_than_they_use(values: Path | None) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert "memory" in container["resources"]["limits"] and "readinessProbe" in container
+        amounts = [each for of in container["resources"].values() for each in of.values()]
+        assert all(isinstance(each, str) for each in amounts), "KEDA would make strings of numbers, and own them"
         secrets = {each["secretRef"]["name"] for each in container["envFrom"] if "secretRef" in each}
         of_the_service = secrets & {"longshore-api", "longshore-database"}
         assert bool(of_the_service) == (app == "longshore-service")
@@ -357,3 +361,41 @@ def test_ports_of_metrics_are_closed_to_all_but_those_who_are_named() -> None:
 def test_jobs_of_kueue_wait_in_its_queue() -> None:
     for job in of_kind(documents(CHART / "examples" / "keda-temporal-cloud.yaml"), "ScaledJob"):
         assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}, "KEDA hands labels on to its jobs"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """kubectl in a namespace of its own, which warns of what is not `restricted`. Nothing in it is ever started."""
+    if not (kubeconfig := os.environ.get("LONGSHORE_TEST_KUBECONFIG")):
+        pytest.skip("LONGSHORE_TEST_KUBECONFIG names no cluster")
+    helm("version")
+    folder, _ = tools()
+
+    def kubectl(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [folder / "kubectl", "--kubeconfig", kubeconfig, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+    namespace = f"longshore-test-{os.getpid()}"
+    labels = {"pod-security.kubernetes.io/warn": "restricted"}
+    made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": labels}}
+    done = kubectl("create", "--filename", "-", input=yaml.safe_dump(made))
+    assert done.returncode == 0, done.stderr
+    yield partial(kubectl, "--namespace", namespace)
+    kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_a_cluster_accepts_every_object(values: Path | None, cluster) -> None:
+    """By its own schemas, definitions and admission, without a warning; of a ScaledJob also the job that it makes."""
+    rows = [line.split() for line in cluster("api-resources", "--no-headers").stdout.splitlines()]
+    known = {(row[-1], row[-3]) for row in rows}
+    found = documents(values)
+    for job in of_kind(found, "ScaledJob"):
+        named = {"name": job["metadata"]["name"]}
+        found.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": named, "spec": job["spec"]["jobTargetRef"]})
+    asked = [each for each in found if (each["kind"], each["apiVersion"]) in known]
+    if missing := sorted({each["kind"] for each in found if each not in asked}):
+        print("the cluster has no definitions of, so that they were not tried:", missing)
+    options = ["--server-side", "--dry-run=server", "--validate=strict", "--warnings-as-errors"]
+    done = cluster("apply", *options, "--filename", "-", input=yaml.safe_dump_all(asked))
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(asked), done.stderr

@@ -84,11 +84,19 @@ containers:
       {{- end }}
     {{- end }}
     {{- if eq .role "service" }}
+    # On a busy node it took 22 s until it answered, and up to 6 s for an answer: by default it would be ended after 30 s,
+    # and be taken out of its Service whenever three answers take more than 1 s.
+    startupProbe:
+      httpGet: {path: /healthz, port: http}
+      periodSeconds: 5
+      failureThreshold: 60
     livenessProbe:
       httpGet: {path: /healthz, port: http}
+      timeoutSeconds: 10
     readinessProbe:
       httpGet: {path: /readyz, port: http}
-      periodSeconds: 5
+      periodSeconds: 10
+      timeoutSeconds: 10
     {{- else }}
     {{- $told := "polls" }}
     {{- if and $leases $v.keda.enabled }}{{ $told = "leased" }}
@@ -102,7 +110,8 @@ containers:
       successThreshold: 3
       {{- end }}
     {{- end }}
-    resources: {{ toJson $own.resources }}
+    {{- /* Amounts as strings: KEDA writes numbers so, and owns them from then on, at which `helm upgrade` fails. */}}
+    resources: {{ regexReplaceAll ":([0-9.]+)([,}])" (toJson $own.resources) ":\"${1}\"${2}" }}
     volumeMounts:
       - {name: state, mountPath: /var/lib/longshore}
       - {name: tmp, mountPath: /tmp}
