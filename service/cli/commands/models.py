@@ -324,7 +324,8 @@ def verify(
     except CorruptArtifact as error:
         raise Stop(f"{version}: {error}") from None
     if not statement.is_of(place):
-        raise Stop(f"{version} of tenant {tenant}: the statement was signed for another version")
+        rule = "the statement was signed for another version, or by a release that named none in it"
+        raise Stop(f"{version} of tenant {tenant}: {rule}")
     with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
         entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
         differing = statement.differing(entries)

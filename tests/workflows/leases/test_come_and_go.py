@@ -193,13 +193,14 @@ async def _has_a_job(stack: Stack, run_id: str) -> bool:
 
 
 async def _is_in_its_middle(stack: Stack, run_id: str) -> bool:
-    return await is_at(stack, run_id, NUM_STEPS // 2)
+    return await is_at(stack, run_id, LONG // 2)
 
 
 async def _has_done_its_steps(stack: Stack, run_id: str) -> bool:
-    return await is_at(stack, run_id, NUM_STEPS)
+    return await is_at(stack, run_id, LONG)
 
 
+LONG = 100  # steps: the job goes on for longer than a host takes to see a notice
 PHASES = (_at_once, _is_leased, _has_a_job, _is_in_its_middle, _has_done_its_steps)
 
 
@@ -211,7 +212,7 @@ async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
     """Before its lease, as its worker starts, before its first step, among its steps, and after its last one."""
     async with started(temporal_address, tmp_path) as stack:
         first = stack.spawn_gpu_host(STEP_S, tmp_path / "first")
-        handle = await stack.start(steps=NUM_STEPS, checkpoint_every=1000)
+        handle = await stack.start(steps=LONG, checkpoint_every=1000)
         await eventually(lambda: phase(stack, handle.id), "the phase", 120)
         (tmp_path / "first" / "notice").touch()
         await stack.add_gpu_host(root=tmp_path / "second")
@@ -219,8 +220,8 @@ async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
         await asyncio.to_thread(first.join, 60)
         assert first.exitcode == 0
         assert (status.state, status.workers_lost) == ("succeeded", 0)
-        assert steps(stack, handle.id) == [*range(1, NUM_STEPS + 1)], "none twice, none left out"
-        assert stack.weights(status) == adapter_bytes(7, NUM_STEPS)
+        assert steps(stack, handle.id) == [*range(1, LONG + 1)], "none twice, none left out"
+        assert stack.weights(status) == adapter_bytes(7, LONG)
 
 
 async def test_a_host_that_was_started_for_nothing_leaves_by_itself(temporal_address: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ securityContext:
   runAsUser: 1000
   runAsGroup: 1000
   fsGroup: 1000
-  seccompProfile: {type: RuntimeDefault}
+  seccompProfile: {{ toJson ($own.seccompProfile | default (dict "type" "RuntimeDefault")) }}
 containers:
   - name: {{ ternary "service" "host" (eq .role "service") }}
     image: {{ ternary $v.image.worker $v.image.service $leases }}
