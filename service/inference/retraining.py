@@ -3,6 +3,7 @@
 For operators: it opens the installation's store with the settings of the environment, and needs the worker's packages.
 """
 
+import hashlib
 import random
 import subprocess
 import sys
@@ -53,14 +54,22 @@ class Retrained:
         return self.found_sha256 == self.recorded_sha256
 
 
-def stretches(store: ObjectStore, run_id: str) -> list[Stretch]:
-    """Return what can be done again of a run: jobs whose inputs are still in the store, between their checkpoints."""
+def stretches(store: ObjectStore, run_id: str, signed_job: str | None = None) -> list[Stretch]:
+    """Return what can be done again of a run: jobs whose inputs are still in the store, between their checkpoints.
+
+    `signed_job`: the SHA-256 of a job that is to be among them. Raises InvalidInput: it is not, so that this is the
+    archive of something else.
+    """
     saved = stored_checkpoints(store, run_id)
-    found = []
+    found, hashes = [], set[str]()
     for info in list(store.list(f"{RunKeys(run_id).logs}/")):
         if is_job(info.key):
-            job = Job.model_validate_json(store.get_bytes(info.key))
+            data = store.get_bytes(info.key)
+            hashes.add(hashlib.sha256(data).hexdigest())
+            job = Job.model_validate_json(data)
             found += [each for each in _of_job(store, job, saved) if _has_inputs(store, each.job)]
+    if found and signed_job is not None and signed_job not in hashes:
+        raise InvalidInput(f"no job of {run_id} in the store is the one that the statement names", "the steps")
     return found
 
 

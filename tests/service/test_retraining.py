@@ -1,10 +1,14 @@
 """Which steps of a run can be done again: of each job between its own checkpoints, as far as its inputs are there."""
 
+import hashlib
 from pathlib import Path
+
+import pytest
 
 from longshore.fields import Artifact
 from longshore.training import Lora
 from service.inference.retraining import stretches
+from shared.errors import InvalidInput
 from shared.fence import Fence
 from shared.jobs.job import Job, JobPlan, PackedData, Schedule
 from shared.storage.artifacts import seal, upload_artifact
@@ -50,5 +54,9 @@ def test_jobs_of_one_lease_have_stretches_between_their_own_checkpoints(tmp_path
 
     each = [("000001", 0, 1), ("000001", 1, 2), ("000002", 2, 3), ("000002", 3, 4)]
     assert found() == [(*place, made[place[2]].sha256) for place in each]
+    signed = hashlib.sha256(store.get_bytes(KEYS.job("000002", FENCE))).hexdigest()
+    assert len(stretches(store, "rl-1", signed)) == 4
+    with pytest.raises(InvalidInput, match="no job of rl-1 in the store is the one that the statement names"):
+        stretches(store, "rl-1", "0" * 64)
     store.delete(f"{KEYS.checkpoint(FENCE, 2)}/manifest.json")  # without it neither job can be done as it was
     assert [place[:3] for place in found()] == [("000001", 0, 1), ("000002", 3, 4)]

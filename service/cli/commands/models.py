@@ -356,11 +356,13 @@ def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retra
     from shared.settings import Settings
     from shared.storage.store import open_store
 
-    settings, run_id = Settings(), statement.predicate.run_details.metadata.invocation_id
+    settings, details = Settings(), statement.predicate.run_details
+    run_id = details.metadata.invocation_id
+    signed_job = next((each.digest.sha256 for each in details.byproducts if each.name == "job"), None)
     store = open_store(settings.store, settings.s3)
     (folder / "retrained").mkdir()
     try:
-        chosen = choose(stretches(store, run_id), run_id, seed)
+        chosen = choose(stretches(store, run_id, signed_job), run_id, seed)
         say(f"{chosen} are done again")
         return retrain(chosen, store, folder / "retrained")
     except LongshoreError as error:
