@@ -5,6 +5,7 @@ Tests of one stack belong into one process, so that the stack is started once.
 """
 
 import os
+import random
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.costs import recorded
-from tests.depth import drawn
+from tests.costs import DEAR_S, recorded
+from tests.depth import IS_DEEP, SEED, drawn
 
 # Folders whose tests share a stack or a service. Rollouts and what a client drives are a quarter of the first one: by
 # themselves, on a stack of their own, so that the others do not end long after everything else.
@@ -98,7 +99,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite."""
+    """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite.
+
+    LONGSHORE_TEST_SHARE: the part of the tests of dear files that is run, drawn by the seed.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and any(value is drawn for value in vars(item.module).values()):
             item.add_marker("drawn")  # `make test-deep` runs it, where its file draws all
@@ -112,4 +116,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         config.hook.pytest_deselected(items=[item for item in items if not is_mine(item.nodeid)])
         items[:] = [item for item in items if is_mine(item.nodeid)]
+    if (share := float(os.environ.get("LONGSHORE_TEST_SHARE") or 1)) < 1 and not IS_DEEP:
+        dear = {file for file, cost_s in recorded().items() if cost_s >= DEAR_S}
+
+        def is_drawn(test: str) -> bool:
+            return test.partition("::")[0] not in dear or random.Random(f"{SEED} of {test}").random() < share
+
+        config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item.nodeid)])
+        items[:] = [item for item in items if is_drawn(item.nodeid)]
     items.sort(key=lambda item: -costs[group(item.nodeid)])

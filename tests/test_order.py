@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,29 @@ def test_parts_of_the_suite_are_all_of_it_once_and_take_about_as_long(tmp_path: 
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
         subprocess.run(command, env=environment, cwd=ROOT, capture_output=True)
     assert sorted(line.split()[0] for line in (tmp_path / "order").read_text().splitlines()) == sorted(names)
+
+
+@pytest.mark.parametrize(("share", "deep", "nums"), [("0.5", "", range(4, 6)), ("1.0", "", [6]), ("0.5", "1", [6])])
+def test_of_dear_files_a_part_is_drawn_where_the_cpu_is_slow(
+    tmp_path: Path, share: str, deep: str, nums: Sequence[int]
+) -> None:
+    costs_of = f'{{"test_a.py": {costs.DEAR_S}, "test_b.py": {costs.DEAR_S - 1}}}'
+    (tmp_path / "conftest.py").write_text(CONFTEST + f"order.recorded = lambda: {costs_of}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    for name in ("test_a", "test_b"):
+        (tmp_path / f"{name}.py").write_text(TESTS.format(name=name, depth=0))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    told = {"LONGSHORE_TEST_SHARE": share, "LONGSHORE_TEST_DEEP": deep, "LONGSHORE_TEST_SEED": "3"}
+    done = subprocess.run(command, env=os.environ | XDIST_ALONE | told, cwd=ROOT, capture_output=True, text=True)
+    [num] = re.findall(r"(\d+) passed", done.stdout)
+    assert int(num) in nums, done.stdout
+    assert (f"{6 - int(num)} deselected" in done.stdout) == (int(num) < 6)
+
+
+def test_a_cpu_as_fast_as_most_runs_all_and_a_slow_one_what_it_has_the_time_for() -> None:
+    recorded = {"dear.py": 2000.0, "cheap.py": 5.0, **{f"{number}.py": 7.0 for number in range(100)}}
+    assert costs.share(recorded, 0.012) == costs.share(recorded, 0.02) == 1.0
+    assert 0.4 < costs.share(recorded, 0.0275) < 0.6 and costs.share(recorded, 1.0) == 0.25
 
 
 DRAWS = """
