@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import statistics
 import subprocess
@@ -108,8 +109,7 @@ def _models(folder: Path, wanted: Sequence[str], skipped: dict[str, str]) -> dic
         made["tiny"] = make_tiny_model(folder / "tiny", CORPUS)
     if "real" in wanted:
         try:
-            (folder / "real").symlink_to(make_real_model())
-            made["real"] = folder / "real"
+            made["real"] = shutil.copytree(make_real_model(), folder / "real")
         except Unreachable as error:
             skipped["real"] = str(error)
     if "big" in wanted:
