@@ -96,15 +96,16 @@ class HostContext:
         """Upload a scratch folder as the artifact under `key`."""
         return upload_files(self.store, key, folder, manifest_of(folder))
 
-    def made_once(self, key: str, purpose: str, make: Callable[[Path], object]) -> Artifact:
+    def made_once(self, key: str, purpose: str, make: Callable[[Path], object], anew: bool = False) -> Artifact:
         """The artifact under a key, made in a scratch folder where the store has none. It stays while its run goes on.
 
         Args:
             key: derived from everything that `make` depends on.
             make: fills the folder that it is given. What it raises is raised, and nothing is kept.
+            anew: make it whatever the store has there.
         """
         self.use(key)
-        if done := find_artifact(self.store, key):
+        if not anew and (done := find_artifact(self.store, key)):
             return done
         with self.scratch(purpose) as folder:
             make(folder)

@@ -29,7 +29,7 @@ from service.temporal import connect_temporal, described
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
-from shared.storage.host_states import LeasingRole, read_states
+from shared.storage.host_states import HostState, LeasingRole, read_states
 from shared.storage.store import ObjectStore, open_store
 
 _COMMAND_S = 60.0
@@ -143,7 +143,11 @@ class Launching:
         """Start the hosts that are missing now. Returns their number."""
         launched = frozenset(filter(self._own.fullmatch, await asyncio.to_thread(launcher.launched)))
         # Waiting leases come last: a host that takes one meanwhile still counts as on its way.
-        at_work = await asyncio.to_thread(self._at_work)
+        states = await asyncio.to_thread(read_states, self._store, self._shape)
+        at_work = self._at_work(states)
+        if heard := self._silent & {state.launch for state in states if state.launch}:
+            self._silent -= heard
+            self._num_dead = 0
         self._num_waiting = num_waiting = await waiting(self._client, self._queue)
         num = num_missing(num_waiting, launched, at_work, self._most, self._num_warm)
         if num and self._rests(launched):
@@ -169,12 +173,9 @@ class Launching:
             )
         return time.monotonic() < self._rests_until
 
-    def _at_work(self) -> frozenset[str]:
+    def _at_work(self, states: Sequence[HostState]) -> frozenset[str]:
         """Return the names of the hosts that hold a lease, for so long that it cannot count as waiting."""
-        before, states = time.time() - _OLD_S, read_states(self._store, self._shape)
-        if heard := self._silent & {state.launch for state in states if state.launch}:
-            self._silent -= heard
-            self._num_dead = 0
+        before = time.time() - _OLD_S
         held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
         return frozenset(state.launch for state in held if state.launch)
 

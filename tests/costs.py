@@ -167,7 +167,7 @@ def main() -> None:
     if command == "reap":
         sys.exit(reap(arguments))
     if command == "share":
-        print(share(recorded(), speed_s()))
+        print(f"{share(recorded(), speed_s()):g}")
         return
     [cache] = arguments
     by_file = Counter(json.loads(Path(cache, "v", KEY).read_text()))

@@ -8,7 +8,7 @@ import os
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from xdist.remote import Producer
@@ -114,14 +114,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         def is_mine(test: str) -> bool:  # what nobody has recorded goes by its name, the same at every collection
             return shared_out.get(name := group(test), zlib.crc32(name.encode()) % num + 1) == part
 
-        config.hook.pytest_deselected(items=[item for item in items if not is_mine(item.nodeid)])
-        items[:] = [item for item in items if is_mine(item.nodeid)]
+        _keep(config, items, is_mine)
     if (share := float(os.environ.get("LONGSHORE_TEST_SHARE") or 1)) < 1 and not IS_DEEP:
         dear = {file for file, cost_s in recorded().items() if cost_s >= DEAR_S}
 
         def is_drawn(test: str) -> bool:
             return test.partition("::")[0] not in dear or random.Random(f"{SEED} of {test}").random() < share
 
-        config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item.nodeid)])
-        items[:] = [item for item in items if is_drawn(item.nodeid)]
+        _keep(config, items, is_drawn)
     items.sort(key=lambda item: -costs[group(item.nodeid)])
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], is_kept: Callable[[str], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item.nodeid)])
+    items[:] = [item for item in items if is_kept(item.nodeid)]

@@ -13,7 +13,7 @@ unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same mo
 export LONGSHORE_TEST_SEED="${LONGSHORE_TEST_SEED:-$(date +%s)}"
 # A slow CPU has no time for all before CI's is over; 1 in LONGSHORE_TEST_SHARE runs all the same.
 export LONGSHORE_TEST_SHARE="${LONGSHORE_TEST_SHARE:-$(.venv/bin/python -m tests.costs share || echo 1)}"
-[ "$LONGSHORE_TEST_SHARE" = 1.0 ] || [ "$LONGSHORE_TEST_SHARE" = 1 ] || [ -n "${LONGSHORE_TEST_DEEP:-}" ] ||
+[ "$LONGSHORE_TEST_SHARE" = 1 ] || [ -n "${LONGSHORE_TEST_DEEP:-}" ] ||
     echo "!! a slow CPU: of files that take long $LONGSHORE_TEST_SHARE of the tests are drawn, by seed $LONGSHORE_TEST_SEED"
 cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 last_failed="$cache/v/cache/lastfailed"

@@ -22,7 +22,7 @@ from shared.models.end_tokens import GENERATION, with_end_ids
 from shared.provenance import Envelope, Statement, started_of, statement_of
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import FileEntry, manifest_of, read_record
+from shared.storage.artifacts import FileEntry, read_manifest, read_record
 from shared.storage.paths import MANIFEST, RunKeys, published, published_version, version_claim
 from shared.storage.store import ObjectStore, open_uri
 
@@ -116,10 +116,8 @@ class Publish:
         statement = f"{key}/{provenance.NAME}"
         if self._sign is None or self._host.store.head(statement) is not None:
             return self._host.made_once(key, "publish", make)
-        self._host.use(key)
-        with self._host.scratch("publish") as folder:
-            make(folder)
-            files, artifact = manifest_of(folder).files, self._host.keep(key, folder)
+        artifact = self._host.made_once(key, "publish", make, anew=True)
+        files = read_manifest(self._host.store, key, artifact.sha256).files
         self._host.store.put_if_absent(statement, self._sign(made_from(files)).model_dump_json().encode())
         return artifact
 

@@ -324,8 +324,7 @@ def verify(
     except CorruptArtifact as error:
         raise Stop(f"{version}: {error}") from None
     if not statement.is_of(place):
-        rule = "the statement was signed for another version, or by a release that named none in it"
-        raise Stop(f"{version} of tenant {tenant}: {rule}")
+        raise Stop(f"{version} of tenant {tenant}: the statement was signed for another version, or names none")
     with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
         entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
         differing = statement.differing(entries)
