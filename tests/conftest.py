@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 
@@ -31,6 +32,9 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Temporal servers collect their garbage less often: a fifth less of their time, for some more memory.
 os.environ.setdefault("GOGC", "200")
+# A request that says nothing of its own has 5 seconds in httpx, which a busy machine does not always keep.
+for _sent_by in (httpx.Client.__init__, httpx.AsyncClient.__init__, httpx.request, httpx.get, httpx.post):
+    _sent_by.__kwdefaults__["timeout"] = httpx.Timeout(60)
 # No test may reach a real account: of W&B, of the hub, of AWS, or of the developer's own Longshore.
 os.environ.update(
     HF_HUB_OFFLINE="1", WANDB_MODE="offline", AWS_EC2_METADATA_DISABLED="true", TOKENIZERS_PARALLELISM="true"

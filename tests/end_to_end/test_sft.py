@@ -9,10 +9,11 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
+from service.inference.retraining import choose, stretches
 from service.sealing.signing import Signer
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import published_version, version_claim
+from shared.storage.paths import MANIFEST, published_version, version_claim
 from shared.storage.store import ObjectStore, open_store
 from tests import hub_server
 from tests.activities.test_end_tokens import make_base
@@ -162,8 +163,14 @@ def test_a_published_adapter_is_verified_and_steps_done_again_give_its_bits(
     [job] = [
         each.key for each in store.list(f"runs/{undisturbed.json['run_id']}/logs/") if each.key.endswith("job.json")
     ]
+    retrained = ("verify", name, "--retrain", "--seed", "1")
     with changed(store, job, b'"learning_rate": 0.01', b'"learning_rate": 0.02'):
-        other = stack.cli("verify", name, "--retrain", "--seed", "1", check=False)
+        another = stack.cli(*retrained, check=False)
+    assert another.code == 100 and "is the one that the statement names" in another.stderr, another
+    made = choose(stretches(store, undisturbed.json["run_id"]), undisturbed.json["run_id"], seed=1).made
+    manifest = f"{made.uri.removeprefix(f'{store.uri}/')}/{MANIFEST}"
+    with changed(store, manifest, b'"schema_version": 1', b'"schema_version":1'):
+        other = stack.cli(*retrained, check=False)
     assert other.code == 100 and "OTHER BITS" in other.stdout, other
 
 

@@ -63,7 +63,9 @@ def sft(service: tinker.ServiceClient, model: str, argument: str) -> Told:
         step.result()
     path = client.save_weights_external("final").result().path
     urls = client_rest(service).get_external_weights_urls(path).result().urls
-    files = {name: httpx.get(url, trust_env=False).raise_for_status().content.hex() for name, url in urls.items()}
+    files = {
+        name: httpx.get(url, trust_env=False, timeout=60).raise_for_status().content.hex() for name, url in urls.items()
+    }
     forward = client.forward(data_of(batches(1)[0]), "cross_entropy").result()
     return {
         "losses": losses,
@@ -187,7 +189,7 @@ def target_modules(service: Any, model: str) -> list[str]:
     client = ready(service.create_lora_training_client(model, rank=2, train_mlp=False, train_unembed=False))
     path = client.save_weights_external("attention").result().path
     urls = client_rest(service).get_external_weights_urls(path).result().urls
-    config = httpx.get(urls["adapter_config.json"], trust_env=False).raise_for_status().json()
+    config = httpx.get(urls["adapter_config.json"], trust_env=False, timeout=60).raise_for_status().json()
     return sorted(config["target_modules"])
 
 
@@ -266,7 +268,7 @@ def rest(service: Any, client: Any, state: str) -> Told:
     }
     if hasattr(asked, "get_checkpoint_archive_url"):
         url = asked.get_checkpoint_archive_url(client.model_id, listed[0].checkpoint_id).result().url
-        content = httpx.get(url, trust_env=False).raise_for_status().content
+        content = httpx.get(url, trust_env=False, timeout=60).raise_for_status().content
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             told["archive"] = sorted(archive.getnames())
     asked.delete_checkpoint_from_tinker_path(state).result()
@@ -316,7 +318,7 @@ def loop(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     return {
         "steps": told,
         "samples": samples,
-        "adapter": httpx.get(urls["adapter_model.safetensors"], trust_env=False).content.hex(),
+        "adapter": httpx.get(urls["adapter_model.safetensors"], trust_env=False, timeout=60).content.hex(),
     }
 
 

@@ -68,7 +68,7 @@ class Answer:
 Cli = Callable[..., Answer]
 
 
-def longshore(*arguments: str, env: dict[str, str], cwd: Path | None = None, timeout_s: float = 60) -> Answer:
+def longshore(*arguments: str, env: dict[str, str], cwd: Path | None = None, timeout_s: float = 300) -> Answer:
     """Run the command as a user does, with nothing on its stdin."""
     done = subprocess.run(
         [LONGSHORE, *arguments],

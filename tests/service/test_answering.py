@@ -150,7 +150,7 @@ async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_pa
         draft, seen = PartialAnswer(), list[tuple[str, ...]]()
         answering = asyncio.create_task(asked(settings, at, draft=draft))
         for _ in range(3):
-            await asyncio.wait_for(draft.changed.wait(), 60)
+            await asyncio.wait_for(draft.changed.wait(), 300)
             draft.changed.clear()
             seen.append(draft.texts)
             heard.release()

@@ -94,7 +94,7 @@ async def test_what_comes_between_two_looks_is_seen_at_once(settings: Settings, 
     looking = asyncio.create_task((await launching(settings)).look_each(3600, hosts, stopped))
     await eventually(looked.exists, "a look")
     await ask_for_a_lease(settings)
-    await eventually(lambda: bool(started.read_text()), "a host, long before the next look", 120)
+    await eventually(lambda: bool(started.read_text()), "a host, long before the next look")
     stopped.set()
     await looking
     assert len(started.read_text().split()) == 1
@@ -164,7 +164,7 @@ async def test_what_fails_is_said_and_tried_again(
     tried, stopped = tmp_path / "tried", asyncio.Event()
     hosts = CommandHosts(f"sh -c 'echo x >> {tried}; test $(wc -l < {tried}) -gt 2 || exit 3'", "true")
     looking = asyncio.create_task((await launching(settings, most=1)).look_each(0.05, hosts, stopped))
-    await eventually(lambda: tried.exists() and len(tried.read_text().split()) >= 3, "a third try", 120)
+    await eventually(lambda: tried.exists() and len(tried.read_text().split()) >= 3, "a third try")
     stopped.set()
     await looking
     assert "no hosts can be started now" in caplog.text and "exit status 3" in caplog.text
@@ -202,4 +202,4 @@ async def test_a_host_of_this_machine_comes_and_is_known_until_it_ends(
     assert hosts.launched() == {"one"}
     await eventually(polls.exists, "a host", 300)
     os.kill(hosts._hosts["one"].pid, signal.SIGTERM)
-    await eventually(lambda: not hosts.launched(), "its end", 120)
+    await eventually(lambda: not hosts.launched(), "its end")

@@ -91,7 +91,7 @@ async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(clien
     gives it back at once, and goes on asking."""
     host, left = Leases(client, tmp_path), asyncio.Event()
     async with LeasePolling(host.standing, host.worker, IdleExit(IDLE_S, left.set)):
-        await eventually(host.polls, "its poll is at Temporal", 120)
+        await eventually(host.polls, "its poll is at Temporal")
         host.standing.may_be = True
         await asyncio.wait_for(left.wait(), 120)
     assert host.held[:1] == [False] and await host.was_given_back(), "nothing was started for it"
@@ -101,7 +101,7 @@ async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(clien
 async def test_a_lease_that_is_given_as_a_host_is_told_to_leave_is_given_back(client: Client, tmp_path: Path) -> None:
     host = Leases(client, tmp_path)
     async with LeasePolling(host.standing, host.worker):
-        await eventually(host.polls, "its poll is at Temporal", 120)
+        await eventually(host.polls, "its poll is at Temporal")
     assert host.held == [False]
     assert await host.was_given_back(), "Temporal need not wait for its end"
 
@@ -120,7 +120,7 @@ async def _give(address: str, queue: str) -> None:
     async def is_given() -> bool:
         return (await lease.describe()).run_state == PendingActivityState.STARTED
 
-    await eventually(is_given, "the lease is given", 60)
+    await eventually(is_given, "the lease is given")
 
 
 async def test_a_host_is_idle_from_when_it_asks(client: Client, tmp_path: Path) -> None:

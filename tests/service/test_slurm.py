@@ -43,7 +43,7 @@ def jobs() -> dict[str, str]:
 async def test_a_run_has_a_job_of_slurm_and_another_when_that_is_told_to_leave(
     slurm: None, temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await eventually(lambda: "idle" in said("sinfo", "--noheader", "--format=%T"), "a node", 60)
+    await eventually(lambda: "idle" in said("sinfo", "--noheader", "--format=%T"), "a node")
     python = tmp_path / "python"  # the script's own command line, with stand-in workers in place of a device
     code = "import sys; from tests.workflows.stand_in_host import main; sys.argv = ['0.05', '2']; main()"
     python.write_text(
@@ -71,14 +71,14 @@ async def test_a_run_has_a_job_of_slurm_and_another_when_that_is_told_to_leave(
         await eventually(lambda: is_at(stack, handle.id, 5), "step 5", 240)
         [first] = jobs()
         assert said("scancel", "--batch", "--signal=TERM", first) == ""
-        await eventually(lambda: first not in jobs(), "its end", 120)
+        await eventually(lambda: first not in jobs(), "its end")
         left_at = max(await asyncio.to_thread(steps, stack, handle.id))
         await eventually(lambda: is_at(stack, handle.id, left_at + 5), "steps in another job", 240)
         [second] = jobs()
         assert second != first
         assert [path.name for path in (tmp_path / "machines").iterdir()] == [second], "a job's folder goes with it"
         await handle.cancel()
-        await eventually(lambda: not jobs(), "the end of jobs without a lease", 120)
+        await eventually(lambda: not jobs(), "the end of jobs without a lease")
         stopped.set()
         await looking
         status = await stack.result(handle.id)

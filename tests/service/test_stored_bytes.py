@@ -119,7 +119,7 @@ async def test_a_slow_store_keeps_no_database_waiting(databases: list[Database],
         # Both the process that waits for its store, and another.
         change = update(TenantRow).where(TenantRow.tenant == "acme").values(title="changed")
         for database in databases[:2]:
-            await asyncio.wait_for(database.writing(lambda session: session.execute(change) and None), 20)
+            await asyncio.wait_for(database.writing(lambda session: session.execute(change) and None), 100)
         assert not writer.done()
     finally:
         store.may_answer.set()

@@ -126,7 +126,7 @@ async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Aut
         {"temporal_tls_name": None},
     ):
         with pytest.raises(RuntimeError):
-            await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 60)
+            await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 300)
 
 
 @pytest.mark.parametrize("tls_address", whose := ["the host's", "the server's"], indirect=True, ids=whose)
@@ -154,7 +154,7 @@ async def test_an_api_key_goes_over_tls_alone(tmp_path: Path, temporal_address: 
     settings = Settings(root=tmp_path, temporal_address=temporal_address)
     assert await connect_once(settings)
     with pytest.raises(RuntimeError):
-        await asyncio.wait_for(connect_once(settings.model_copy(update={"temporal_api_key": SecretStr("key")})), 60)
+        await asyncio.wait_for(connect_once(settings.model_copy(update={"temporal_api_key": SecretStr("key")})), 300)
 
 
 async def test_files_of_tls_that_are_missing_are_named(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ async def started(temporal_address: str, root: Path, has_control: bool = True, *
         yield stack
 
 
-async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 30.0):
+async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 300.0):
     """Poll until the condition holds; its truthy answer is returned."""
     for _ in range(int(timeout_s / 0.05)):
         answer = condition()

@@ -95,7 +95,7 @@ def read_events(
     return [item.event for item in found], cursor
 
 
-def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 20.0) -> T:
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 300.0) -> T:
     """Poll until the condition holds; its truthy answer is returned."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

@@ -302,7 +302,7 @@ async def test_a_worker_that_keeps_the_device_leaves_it_with_its_lease(stack: RL
     await handle.execute_update(RLWorkflow.finish)
     await handle.result()
     paths = HostPaths(stack.settings.root_path).worker(worker_id)
-    await eventually(paths.offloaded.exists, "the worker has left the device", 60)
+    await eventually(paths.offloaded.exists, "the worker has left the device")
     assert stack.worker_ids() == [worker_id]
 
 

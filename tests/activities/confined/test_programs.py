@@ -79,8 +79,8 @@ def test_what_a_program_imports_can_be_imported_before_it_is_started(
     programs.prepare([sys.executable, "-P", "-m", "no_program_of_ours"])
     assert programs._server._process is None
     programs.prepare([sys.executable, "-P", "-m", "megatron_worker"])
-    wait_until(lambda: has_imported() or None, "the import", 60)
-    wait_until(lambda: not fork_server().children() or None, "nothing that runs", 60)
+    wait_until(lambda: has_imported() or None, "the import")
+    wait_until(lambda: not fork_server().children() or None, "nothing that runs")
     worker = Worker(host / "one", "--no-such-option")
     assert worker.is_forked() and worker.program.wait(60) == 2
 
@@ -89,17 +89,17 @@ def test_what_a_program_imports_can_be_imported_before_it_is_started(
 def test_one_rank_or_the_launcher_is_lost_and_all_end(host: Path, victim: int) -> None:
     worker = Worker(host / "two", num_ranks=2)
     assert worker.is_forked()
-    wait_until(lambda: len(worker.processes()) == 3 or None, "launcher and ranks", 60)
+    wait_until(lambda: len(worker.processes()) == 3 or None, "launcher and ranks")
     sorted(worker.processes(), key=lambda process: process.pid)[victim].kill()
     assert worker.program.wait(60) == (-signal.SIGKILL if victim == 0 else 128 + signal.SIGKILL)
-    wait_until(lambda: not worker.processes() or None, "the end of all", 60)
+    wait_until(lambda: not worker.processes() or None, "the end of all")
 
 
 def test_the_fork_server_is_killed_its_programs_end_and_the_next_has_another(host: Path) -> None:
     worker, lost = Worker(host / "one"), fork_server()
     lost.kill()
     assert worker.program.wait(60) == -signal.SIGKILL
-    wait_until(lambda: not worker.processes() or None, "its end", 60)
+    wait_until(lambda: not worker.processes() or None, "its end")
     again = Worker(host / "again")
     assert again.is_forked() and again.program.poll() is None and fork_server() != lost
 

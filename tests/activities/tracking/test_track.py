@@ -283,7 +283,7 @@ def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
                 goes_on_from=result_sha256(store, "sft-13"),
             )
             assert ActivityEnvironment().run(record.begin, asked).status == ended
-            return await asyncio.wait_for(following, 60)
+            return await asyncio.wait_for(following, 300)
         finally:
             await activity.close()
 

@@ -86,7 +86,7 @@ async def refused(client: Client, id: str) -> None:
     """The workflow has failed at once, of not being sealed, and has done nothing."""
     handle = client.get_workflow_handle(id)
     with pytest.raises(WorkflowFailureError) as failed:
-        await asyncio.wait_for(handle.result(), 60)
+        await asyncio.wait_for(handle.result(), 300)
     assert UNSEALED in repr(failed.value.cause.__dict__), failed.value.cause
     assert not any(is_of_an_activity(event) for event in await events_of(handle))
 
@@ -256,7 +256,7 @@ async def test_a_running_run_trains_nothing_that_its_client_did_not_send(
 ) -> None:
     handle = stranger.get_workflow_handle(waiting_run)
     with pytest.raises((WorkflowUpdateFailedError, RPCError)):
-        await asyncio.wait_for(handle.execute_update("train_step", StepRequest(key="mine", groups="file:///x")), 60)
+        await asyncio.wait_for(handle.execute_update("train_step", StepRequest(key="mine", groups="file:///x")), 300)
     await handle.signal("progress", {"phase": "training", "step": 7})
     await stranger.workflow_service.signal_workflow_execution(
         SignalWorkflowExecutionRequest(

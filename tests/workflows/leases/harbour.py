@@ -105,7 +105,7 @@ async def started(temporal_address: str, model: Path, folder: Path) -> AsyncIter
         await asyncio.gather(*hosts)
 
 
-async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 60) -> Any:
+async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 300) -> Any:
     """Poll until what is seen is enough."""
     for _ in range(int(timeout_s / 0.05)):
         seen = look()

@@ -103,14 +103,14 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
                 for place in range(num_runs)
             ]
             at = chance.randint(1, NUM_STEPS - 2)
-            await eventually(lambda: is_at(stack, handles[0].id, at), "a step", 120)
+            await eventually(lambda: is_at(stack, handles[0].id, at), "a step")
             # Its first lease's host, or another one, which may be on its way, busy or idle.
             name = chance.choice(sorted(launcher.launched()))
             launcher.hosts[name].terminate()
             statuses = [await asyncio.wait_for(handle.result(), 120) for handle in handles]
             # What Temporal says is up to 5 s old: a lease that was taken as late may start one more host, for nothing.
-            await eventually(lambda: at_rest(stack, launcher), "zero hosts, and nothing that waits", 120)
-        await eventually(lambda: not launcher.launched(), "one that was about to start leaves", 120)
+            await eventually(lambda: at_rest(stack, launcher), "zero hosts, and nothing that waits")
+        await eventually(lambda: not launcher.launched(), "one that was about to start leaves")
         for place, status in enumerate(statuses):
             assert stack.weights(status) == adapter_bytes(trial + place, NUM_STEPS)
             assert status.workers_lost == 0
@@ -143,7 +143,7 @@ async def test_a_lease_that_comes_as_an_idle_host_leaves_is_not_lost(temporal_ad
             if not launcher.launched():
                 launcher.launch(uuid.uuid4().hex)
             keeping = asyncio.create_task(_keep_one(launcher, second))
-            status = await asyncio.wait_for(second.result(), 60)
+            status = await asyncio.wait_for(second.result(), 300)
             assert status.workers_lost == 0, "no lease was given to a host that had stopped listening"
             await keeping
         assert left > 1, "no host left in all of this: the test tries nothing"
@@ -170,7 +170,7 @@ async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal
         long_s = 3 * (given := RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=2)).heartbeat_timeout_s
         host = stack.spawn_gpu_host(long_s)
         handle = await stack.start(steps=3, checkpoint_every=1000, timing=given)
-        await eventually(lambda: is_at(stack, handle.id, 1), "a step", 120)
+        await eventually(lambda: is_at(stack, handle.id, 1), "a step")
         (stack.settings.root_path / "notice").touch()
         await asyncio.to_thread(host.join, 120)
         assert host.exitcode == 0
@@ -213,7 +213,7 @@ async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
     async with started(temporal_address, tmp_path) as stack:
         first = stack.spawn_gpu_host(STEP_S, tmp_path / "first")
         handle = await stack.start(steps=LONG, checkpoint_every=1000)
-        await eventually(lambda: phase(stack, handle.id), "the phase", 120)
+        await eventually(lambda: phase(stack, handle.id), "the phase")
         (tmp_path / "first" / "notice").touch()
         await stack.add_gpu_host(root=tmp_path / "second")
         status = await asyncio.wait_for(handle.result(), 120)
@@ -236,7 +236,7 @@ async def test_a_host_that_was_started_for_nothing_leaves_by_itself(temporal_add
         assert await eventually(lambda: waiting(stack.client, queue), "what waits") == 1, "the scaler lies"
         async with launching(stack, launcher, most=3):
             await eventually(lambda: launcher.hosts, "a host")
-            await eventually(lambda: not launcher.launched(), "that leaves", 60)
+            await eventually(lambda: not launcher.launched(), "that leaves")
         assert len(launcher.hosts) == 1 and not leases(stack, handle.id)
         assert await never(lambda: waiting(stack.client, queue)), "the host has taken it off the queue"
 

@@ -42,7 +42,7 @@ async def test_two_hosts_are_one_worker_and_are_lost_and_leased_together(tempora
         await eventually(lambda: has_checkpoint(handle), "a checkpoint")
         hosts[1].kill()
         await stack.add_gpu_host(root=tmp_path / "machine-3")
-        status = await asyncio.wait_for(handle.result(), 60)
+        status = await asyncio.wait_for(handle.result(), 300)
         assert status.state == "succeeded" and status.workers_lost == 1
         assert stack.weights(status) == adapter_bytes(7, 200)
 
@@ -94,6 +94,13 @@ def line(stack: Stack) -> WorkflowHandle:
     return stack.client.get_workflow_handle(f"gangs-{policies.lease_queue(stack.settings.shape)}")
 
 
+async def stands_in_line(stack: Stack) -> WorkflowHandle:
+    """Start one that waits behind those that did so before: it is in the line when this returns."""
+    handle = await hold(stack)
+    await eventually(lambda: has(handle, "EXTERNAL_WORKFLOW_EXECUTION_SIGNALED"), "that it stands in line")
+    return handle
+
+
 async def has(handle: WorkflowHandle, event: str) -> bool:
     try:
         return any(
@@ -111,8 +118,7 @@ async def test_a_run_stands_in_line_again_when_the_line_is_lost(
     async with holders(temporal_address, tmp_path) as stack:
         first = await hold(stack)
         await eventually(lambda: has(first, "ACTIVITY_TASK_SCHEDULED"), "its turn")
-        second = await hold(stack)
-        await eventually(lambda: has(second, "EXTERNAL_WORKFLOW_EXECUTION_SIGNALED"), "that it stands in line")
+        second = await stands_in_line(stack)
         await line(stack).terminate()
         await first.terminate()
         await eventually(lambda: has(second, "ACTIVITY_TASK_SCHEDULED"), "its turn")
@@ -124,11 +130,11 @@ async def test_a_turn_that_a_run_does_not_wait_for_is_over_at_once(temporal_addr
     async with holders(temporal_address, tmp_path) as stack:
         first = await hold(stack)
         await eventually(lambda: has(first, "ACTIVITY_TASK_SCHEDULED"), "its turn")
-        second = await hold(stack)
+        second = await stands_in_line(stack)
         late = Turn(workflow_id=second.id, turn_id="late", patience_s=3600)
-        third = await hold(stack)
+        third = await stands_in_line(stack)
         await line(stack).signal(GangTurnsWorkflow.ask, late)
-        fourth = await hold(stack)
+        fourth = await stands_in_line(stack)
         for handle in (first, second, third):
             await eventually(lambda handle=handle: has(handle, "ACTIVITY_TASK_SCHEDULED"), "its turn")
             await handle.cancel()

@@ -103,9 +103,9 @@ def test_the_list_follows_without_anybody_asking(theirs) -> None:
     def listed(**query: str) -> list[dict[str, Any]]:
         return [run for run in theirs.get("/runs", params=query).json()["runs"] if run["run_id"] == run_id]
 
-    wait_until(lambda: [run for run in listed() if run["phase"] == "training"], "the row shows the phase", 60)
+    wait_until(lambda: [run for run in listed() if run["phase"] == "training"], "the row shows the phase")
     theirs.post(f"/runs/{run_id}/cancel")
-    wait_until(lambda: listed(state="cancelled"), "the row shows the end", 60)
+    wait_until(lambda: listed(state="cancelled"), "the row shows the end")
 
 
 # The database is lost.
@@ -134,7 +134,7 @@ def test_a_lost_database_is_built_again_from_the_store(service: Service, api, th
         time.sleep(1.2)
         return found if found == everything() else None
 
-    before = wait_until(steady, "nothing moves", 60)
+    before = wait_until(steady, "nothing moves")
     environment = service.environment | {
         "LONGSHORE_ROOT": str(service.settings.root_path),
         "LONGSHORE_DATABASE_URL": service.settings.database_url.get_secret_value(),
@@ -156,7 +156,7 @@ def test_a_lost_database_is_built_again_from_the_store(service: Service, api, th
     said = longshore("db", "rebuild", env=environment)
     assert said.code == 0 and "keys: " in said.stdout, said
     assert re.search(r"read from the store: .*\d+ keys.*\d+ runs", said.stderr), said
-    wait_until(lambda: theirs.get(f"/runs/{waiting}").json()["phase"] == "training", "the watch sees the run", 60)
+    wait_until(lambda: theirs.get(f"/runs/{waiting}").json()["phase"] == "training", "the watch sees the run")
     assert wait_until(steady, "nothing moves", 60) == before
     with service.http(dead["key"]) as client:
         assert client.get("/runs").status_code == 401

@@ -154,7 +154,7 @@ class Stack:
         return await self.database.reading(lambda session: session.scalar(select(func.count(OutboxRow.id))))
 
 
-async def eventually(look: Callable[[], Awaitable], what: str, timeout_s: float = 20):
+async def eventually(look: Callable[[], Awaitable], what: str, timeout_s: float = 300):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if found := await look():
