@@ -27,7 +27,6 @@ from service.apis.art import models as art_models
 from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
-from service.apis.listening import config
 from service.apis.native import automation as automation_api
 from service.apis.native import codec as codec_api
 from service.apis.native import data as data_api
@@ -54,6 +53,7 @@ from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
 from service.files.files import uploads_folder
+from service.host_http.listening import BoundedListener, config
 from service.host_http.metrics import observed
 from service.rebuild import rebuild
 from service.telemetry.requests import SeenRequests, request_ids
@@ -298,7 +298,7 @@ def main() -> None:
     with observed("web", settings, request_ids):
         server = _server(settings, hosts, arguments.host, arguments.port)
         with suppress(KeyboardInterrupt):
-            server.run()
+            server.run([BoundedListener(server.config.bind_socket())])
     if not server.started:
         sys.exit(STARTUP_FAILURE)
 
@@ -311,7 +311,7 @@ def _server(settings: Settings, allowed_hosts: Sequence[str] | None, host: str, 
     gc.freeze()
     private_folder(settings.root_path)
     decoding.prepare_children()
-    return uvicorn.Server(config(app, settings, host=host, port=port, timeout_graceful_shutdown=3))
+    return uvicorn.Server(config(app, settings.trusted_proxies, host=host, port=port, timeout_graceful_shutdown=3))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen
-from service.host_http.server import listen_at
+from service.host_http.listening import listen_at, place_of
 from service.host_http.trust import Trust
 from service.sealing.keys import sync_key
 from shared.jobs.leases import GangLeader
@@ -36,7 +36,6 @@ from shared.storage.paths import HostPaths, WorkerPaths
 _HELLO_S, _HELLO_BYTES = 10.0, 1024
 _BEAT_S, _SILENT_S = 1.0, 20.0
 _LIVES, _LEAVES = b".", b"l"
-_MOST_CONNECTIONS = 8192
 _PIECE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -67,9 +66,9 @@ class Gangs:
             try:
                 meeting.do(meeting.lead(listen_privately(path, num_nodes), None))
                 if address is not None:
-                    listener, named = listen_at(address)
+                    listener = listen_at(address)
                     meeting.do(meeting.lead(listener, Trust.of(self._settings).server_context()))
-                    meeting.at = HostAddress(socket=str(path), address=named)
+                    meeting.at = HostAddress(socket=str(path), address=place_of(listener))
                 yield meeting
             finally:
                 path.unlink(missing_ok=True)
@@ -128,7 +127,6 @@ class GangMeeting:
         self._token = token
         self._nodes = frozenset(range(1, num_nodes))
         self._present: set[int] = set()
-        self._num_open = 0
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -187,13 +185,12 @@ class GangMeeting:
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, if it has the token."""
-        self._num_open += 1
         try:
             async with asyncio.timeout(_HELLO_S):
                 line = await reader.readuntil(b"\n")
             hello = _Hello.model_validate_json(line[:_HELLO_BYTES])
             is_known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-            if not is_known or hello.node not in self._nodes or self._num_open > _MOST_CONNECTIONS:
+            if not is_known or hello.node not in self._nodes:
                 return
             if hello.rank:
                 await join_streams((reader, writer), await asyncio.open_connection("127.0.0.1", await self._port()))
@@ -205,7 +202,6 @@ class GangMeeting:
         except asyncio.CancelledError:  # by `_end`, as above
             pass
         finally:
-            self._num_open -= 1
             writer.close()
 
     async def _port(self) -> int:

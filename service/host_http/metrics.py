@@ -1,7 +1,6 @@
 """What operators see of a process: its log, its traces, and its metrics at a port of its own, which no tenant asks."""
 
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from service.host_http.listening import listen_at
 from service.host_http.server import served
 from service.telemetry.sdk_metrics import start_sdk_metrics
 from service.telemetry.traces import current_ids, start_tracing, stop_tracing
@@ -46,15 +46,14 @@ def _metrics_served(settings: Settings) -> Iterator[None]:
     if port is None:
         yield
         return
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
-        listener = socket.create_server((str(address), port), family=family)
+        listener = listen_at(address, port, _AT_ONCE)
     except OSError as error:
         raise SystemExit(f"LONGSHORE_METRICS__PORT: cannot listen at port {port} of {address}: {error}") from None
     disable_created_metrics()  # a series more for each
     REGISTRY.register(sdk := start_sdk_metrics())
     try:
-        with served(Starlette(routes=[Route("/metrics", _metrics)]), listener, at_once=_AT_ONCE):
+        with served(Starlette(routes=[Route("/metrics", _metrics)]), listener):
             _log.info("metrics at port %d of %s", port, address)
             yield
     finally:

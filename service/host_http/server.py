@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
-from pydantic import IPvAnyAddress
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from service.host_http.listening import config, listen_at, place_of
 from service.host_http.trust import Trust
 from shared.settings import Settings
 from shared.storage.files import listen_privately, private_folder
@@ -39,32 +39,18 @@ def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator
         if address is None:
             yield HostAddress(socket=str(path))
             return
-        listener, named = listen_at(address)
+        listener = listen_at(address)
         with served(app, listener, Trust.of(settings)):
-            yield HostAddress(socket=str(path), address=named)
-
-
-def listen_at(address: IPvAnyAddress) -> tuple[socket.socket, str]:
-    """Listen at a free port of an address of this machine; returns the listener, and `host:port`. Raises OSError."""
-    is_v6 = address.version == 6
-    listener = socket.create_server((str(address), 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET)
-    return listener, f"{f'[{address}]' if is_v6 else address}:{listener.getsockname()[1]}"
+            yield HostAddress(socket=str(path), address=place_of(listener))
 
 
 @contextmanager
-def served(
-    app: Starlette, listener: socket.socket, trust: Trust | None = None, at_once: int | None = None
-) -> Iterator[None]:
-    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work.
-
-    `at_once`: connections; more are refused.
-    """
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S, limit_concurrency=at_once
-    )
-    config.load()
-    config.ssl = trust.server_context() if trust is not None else None
-    server = uvicorn.Server(config)
+def served(app: Starlette, listener: socket.socket, trust: Trust | None = None) -> Iterator[None]:
+    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work."""
+    settings = config(app, timeout_graceful_shutdown=_GRACE_S)
+    settings.load()
+    settings.ssl = trust.server_context() if trust is not None else None
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([listener],), name="answers", daemon=True)
     thread.start()
     try:

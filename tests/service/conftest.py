@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from activities.records.run_records import RunRecords
 from activities.retention.collect import CollectGarbage
 from activities.sources.download import Download
 from activities.tokenizing.preview import PreviewDataset
-from service.apis.listening import config
 from service.app import create_app
 from service.cli.main import main
 from service.database.engine import open_database
+from service.host_http.listening import config, listen_at, place_of
 from service.host_workers import control_workers
 from service.rebuild import rebuild
 from service.runs.views.run_view import RunView
@@ -143,12 +143,10 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 300) 
 @contextmanager
 def serving(settings: Settings, port: int = 0) -> Iterator[Service]:
     """uvicorn in a thread."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener = listen_at(ip_address("127.0.0.1"), port)
+    url = f"http://{place_of(listener)}"
     app = create_app(settings.model_copy(update={"api_key": KEY}))
-    server = uvicorn.Server(config(app, settings, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(config(app, settings.trusted_proxies, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

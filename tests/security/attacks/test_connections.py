@@ -7,13 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
-from service.apis import edge, listening
+from service.apis import edge
+from service.host_http import listening
+from service.host_http.server import served
+from service.host_http.trust import Trust
 from shared.limits import RateLimitSettings
 from shared.settings import Settings
 from tests.security.belongings import Belongings
@@ -76,6 +85,57 @@ def _hung_up(service: Service, before: bytes) -> bytes:
             except OSError:
                 return found or b"closed"
     pytest.fail(f"the connection is open after {_PATIENCE_S:g} s; it was answered {found[:200]!r}")
+
+
+@contextmanager
+def listened(most: int, trust: Trust | None = None) -> Iterator[int]:
+    """Serve as hosts do, so many connections at most; yields the port."""
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("here"))])
+    listener = listening.listen_at(ip_address("127.0.0.1"), most=most)
+    port = listener.getsockname()[1]
+    with served(app, listener, trust):
+        yield port
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.settimeout(_SOON_S / 2)
+    try:
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_who_only_connects_takes_a_share_of_the_connections_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    """Neither a request nor, where TLS is spoken, a handshake: what a process has open stays bounded."""
+    trust = Trust.of(Settings(root=tmp_path, seal_key=SecretStr("k" * 64))) if tls else None
+    monkeypatch.setattr(listening, "HEADERS_S", 3600)
+    with listened(3, trust) as port, ExitStack() as opened:
+        connect = lambda: opened.enter_context(socket.create_connection(("127.0.0.1", port)))  # noqa: E731
+        silent = [connect() for _ in range(3)]
+        late = [connect() for _ in range(20)]
+        assert not any(map(_is_open, late)) and all(map(_is_open, silent))
+        silent.pop().close()
+        wait_until(lambda: _is_open(connect()), "one more")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_only_connects_keeps_nobody_from_a_host_or_its_metrics_for_long() -> None:
+    with listened(3) as port, ExitStack() as opened:
+
+        def answers() -> bool:
+            with suppress(httpx.HTTPError):
+                return httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).is_success
+            return False
+
+        assert answers()
+        for _ in range(3):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+        wait_until(answers, "an answer")
 
 
 def test_a_stream_ends_with_its_key(service: Service, belongings: Belongings, owner: httpx.Client) -> None:

@@ -1,0 +1,116 @@
+"""How processes listen where strangers may come: so many connections at most, a deadline for a request's headers."""
+
+import asyncio
+import resource
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import h11
+import uvicorn
+from pydantic import IPvAnyAddress, IPvAnyNetwork
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADERS_S = 20.0
+"""Seconds from the first byte of a request, or from the connection, to the end of its headers."""
+
+
+class BoundedListener(socket.socket):
+    """A listening socket, of another that is closed by this. Connections beyond `most` are hung up on as they come.
+
+    `most` is half of the files that this process may open, at the most: who only connects, and says nothing, not even
+    by TLS, must not keep a process from its files. asyncio and uvicorn have no such bound.
+    """
+
+    def __init__(self, listener: socket.socket, most: int | None = None) -> None:
+        super().__init__(fileno=listener.detach())
+        may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        share = may_open // 2 if may_open > 0 else 1 << 16  # no limit is -1
+        self._most = share if most is None else min(most, share)
+        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises BlockingIOError: nobody has come, or one too many, who is gone."""
+        connection, address = super().accept()
+        if len(self._accepted) >= self._most:  # of which some are closed, and only not collected yet
+            self._accepted = weakref.WeakSet(each for each in self._accepted if each.fileno() >= 0)
+        if len(self._accepted) >= self._most:
+            connection.close()
+            raise BlockingIOError
+        self._accepted.add(connection)
+        return connection, address
+
+
+def listen_at(address: IPvAnyAddress, port: int = 0, most: int | None = None) -> BoundedListener:
+    """Listen at an address of this machine, at a free port unless one is named. Raises OSError."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    return BoundedListener(socket.create_server((str(address), port), family=family), most)
+
+
+def place_of(listener: socket.socket) -> str:
+    """Return `host:port`."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+class BoundedH11(H11Protocol):
+    """uvicorn's HTTP/1.1 with a deadline for headers; uvicorn's own timeout ends with the first byte of a request.
+
+    The time for a body is limited in service/apis/edge.py.
+    """
+
+    _owed: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Start the deadline when a request begins. Further bytes do not prolong it."""
+        if not self._client_owes:
+            self._disarm()
+        elif self._owed is None and not self.transport.is_closing():
+            self._owed = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    @property
+    def _client_owes(self) -> bool:
+        """True while the client has begun a request, and the service waits for the rest of its headers or body."""
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
+
+    def _disarm(self) -> None:
+        if self._owed is not None:
+            self._owed.cancel()
+            self._owed = None
+
+
+def config(app: ASGIApp, trusted_proxies: Sequence[IPvAnyNetwork] = (), **options: Any) -> uvicorn.Config:
+    """uvicorn's settings. `options`: uvicorn's own, such as `host` and `port`."""
+    return uvicorn.Config(
+        app,
+        http=BoundedH11,  # not httptools, which uvicorn prefers if it is installed: it does not limit headers
+        loop="asyncio",  # not uvloop: it does not ask a socket's own `accept`
+        ws="none",
+        # X-Forwarded-For can be forged, so only named proxies are trusted.
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=[str(network) for network in trusted_proxies],
+        access_log=False,  # the edge logs, with request ids
+        log_config=None,
+        server_header=False,
+        **options,
+    )
