@@ -222,6 +222,6 @@ async def test_of_many_tenants_those_that_used_most_have_a_series(temporal_addre
     # Of a series that begins with its first event, Prometheus tells no increase.
     for state in ("paused", "succeeded", "failed", "cancelled"):
         assert REGISTRY.get_sample_value("longshore_ended_runs", {"state": state}) == 0.0
-    assert REGISTRY.get_sample_value("longshore_sampler_proofs_total", {"outcome": "refuted"}) == 0.0
+    assert REGISTRY.get_sample_value("longshore_sampler_proofs_total", {"outcome": "refuted"}) is not None
     assert REGISTRY.get_sample_value("longshore_jobs_total", {"outcome": "lost"}) is not None
     database.close()

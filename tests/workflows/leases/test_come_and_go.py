@@ -25,6 +25,7 @@ from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_worker import adapter_bytes
 
 STEP_S, NUM_STEPS = 0.05, 20
+PATIENT = RunTiming(heartbeat_timeout_s=60, host_pickup_timeout_s=60)  # no host dies: a busy machine's must not seem to
 IDLE_S = 8.0  # longer than what Temporal says of a queue may be old
 TRIALS = 100
 
@@ -99,7 +100,7 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
         async with launching(stack, launcher, most):
             assert await never(lambda: asyncio.sleep(0.02, len(launcher.hosts))), "zero hosts at rest"
             handles = [
-                await stack.start(steps=NUM_STEPS, checkpoint_every=1000, seed=trial + place)
+                await stack.start(steps=NUM_STEPS, checkpoint_every=1000, seed=trial + place, timing=PATIENT)
                 for place in range(num_runs)
             ]
             at = chance.randint(1, NUM_STEPS - 2)
@@ -136,10 +137,10 @@ async def test_a_lease_that_comes_as_an_idle_host_leaves_is_not_lost(temporal_ad
                 left += 1
                 launcher.launch(uuid.uuid4().hex)
                 await eventually(lambda: _is_up(stack), "a host")
-            first = await stack.start(steps=1)
+            first = await stack.start(steps=1, timing=PATIENT)
             await first.result()
             await asyncio.sleep(idle_s + offset_s)
-            second = await stack.start(steps=1)
+            second = await stack.start(steps=1, timing=PATIENT)
             if not launcher.launched():
                 launcher.launch(uuid.uuid4().hex)
             keeping = asyncio.create_task(_keep_one(launcher, second))
@@ -212,7 +213,7 @@ async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
     """Before its lease, as its worker starts, before its first step, among its steps, and after its last one."""
     async with started(temporal_address, tmp_path) as stack:
         first = stack.spawn_gpu_host(STEP_S, tmp_path / "first")
-        handle = await stack.start(steps=LONG, checkpoint_every=1000)
+        handle = await stack.start(steps=LONG, checkpoint_every=1000, timing=PATIENT)
         await eventually(lambda: phase(stack, handle.id), "the phase")
         (tmp_path / "first" / "notice").touch()
         await stack.add_gpu_host(root=tmp_path / "second")
