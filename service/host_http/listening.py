@@ -1,4 +1,4 @@
-"""How processes listen where strangers may come: so many connections at most, a deadline for a request's headers."""
+"""Listening sockets that strangers reach: a bound on open connections, and a deadline for the headers of a request."""
 
 import asyncio
 import resource
@@ -18,23 +18,23 @@ HEADERS_S = 20.0
 
 
 class BoundedListener(socket.socket):
-    """A listening socket, of another that is closed by this. Connections beyond `most` are hung up on as they come.
+    """A listening socket that closes each new connection while `most` others are open. It takes over `listener`.
 
-    `most` is half of the files that this process may open, at the most: who only connects, and says nothing, not even
-    by TLS, must not keep a process from its files. asyncio and uvicorn have no such bound.
+    `most` is at most a third of the files that this process may open. Clients that connect and send nothing, not even
+    a TLS handshake, could otherwise use up all of its file descriptors: asyncio and uvicorn have no such bound.
     """
 
     def __init__(self, listener: socket.socket, most: int | None = None) -> None:
         super().__init__(fileno=listener.detach())
         may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        share = may_open // 2 if may_open > 0 else 1 << 16  # no limit is -1
+        share = may_open // 3 if may_open > 0 else 1 << 16  # no limit is -1
         self._most = share if most is None else min(most, share)
         self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError: nobody has come, or one too many, who is gone."""
+        """Raises BlockingIOError: no connection is waiting, or the one that was had to be closed."""
         connection, address = super().accept()
-        if len(self._accepted) >= self._most:  # of which some are closed, and only not collected yet
+        if len(self._accepted) >= self._most:  # closed ones count until they are collected
             self._accepted = weakref.WeakSet(each for each in self._accepted if each.fileno() >= 0)
         if len(self._accepted) >= self._most:
             connection.close()
