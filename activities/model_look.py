@@ -44,7 +44,7 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 
 
 class ModelLook(Frozen):
-    """What is known of a folder.
+    """What was found out about a model's folder.
 
     `targets`: how many linears of each name an adapter can be beside. `conversations`: for what rows may hold, None, or
     why the chat template refuses it. `problems`: why a run would be refused, each with its file and rule.

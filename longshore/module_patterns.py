@@ -30,7 +30,7 @@ _PLACES = (op.AT_BEGINNING, op.AT_END, op.AT_BOUNDARY)
 
 @dataclass
 class Effort:
-    """What matching may still cost, in looks at a part of a pattern: a microsecond or less each."""
+    """The budget that is left for matching, in looks at a part of a pattern, of a microsecond or less each."""
 
     left: int = 2_000_000
 
@@ -128,7 +128,7 @@ def _after(kind: Any, value: Any, places: int, name: _Name) -> int:
 
 
 def _after_repeats(least: int, most: int, parts: Sequence[tuple[Any, Any]], places: int, name: _Name) -> int:
-    """Of more repeats than the name has characters one is empty: they lead nowhere else."""
+    """Return the places after the repeats. More than one a character of the name match nothing new: some are empty."""
     bound = len(name.text) + 1
     for _ in range(min(least, bound)):
         places = _after_all(parts, places, name)

@@ -49,7 +49,7 @@ Passes = Generator[Awaited | None, None, Outcome]
 
 
 class Program(ABC):
-    """What a job does with its slot."""
+    """What a job does with its slot: the steps of a plan (planned.py), or a session's commands (session.py)."""
 
     def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Iterator[None]:
         """Do what must be done before a checkpoint is loaded, which may replace the base.

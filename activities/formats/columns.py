@@ -26,7 +26,7 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What rows have and nobody reads: columns, by name; and keys of messages, with the number of rows of each."""
+    """What nobody reads of the rows: names of columns, and keys of messages with the number of rows of each."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)

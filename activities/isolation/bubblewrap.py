@@ -36,7 +36,7 @@ _OF_ROOT = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 @dataclass(frozen=True)
 class BubblewrapStart:
-    """What a program in bubblewrap gets.
+    """What a program is given inside bubblewrap's sandbox.
 
     Attributes:
         packages: folders of packages that it imports. Nothing else is importable but the standard library.

@@ -34,7 +34,7 @@ class Drawn(Frozen):
 
 
 class GroupSamplesRequest(Drawn):
-    """What was drawn first, and what was drawn again of some groups, which counts in the place of it.
+    """The samples drawn first, and those drawn again for some groups, which replace the first ones of these groups.
 
     `tells_equal`: which groups have equal grades is answered. `shuffle_seed`: rewards change places within each group,
     or with `shuffles_steps` among all samples, so that they say nothing of the truth: a control experiment.

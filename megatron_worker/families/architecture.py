@@ -39,7 +39,7 @@ class Attention:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """What is made of the input, by Hugging Face's names: queries, keys and values."""
+        """The linears that project the input to queries, keys and values, by Hugging Face's names."""
         return "q_proj", "k_proj", "v_proj"
 
     @property
@@ -109,7 +109,7 @@ class DeltaNet:
 
     @property
     def made_sizes(self) -> tuple[int, int, int, int]:
-        """What is made of the input: the convolution's channels, gates, and for each value head a step and a decay."""
+        """Output sizes of the input projection: the convolution's channels, gates, a step and a decay a value head."""
         return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
 
 
@@ -141,7 +141,7 @@ class Mamba2:
 
     @property
     def made_sizes(self) -> tuple[int, int, int, int, int]:
-        """What is made of the input: gates, the convolution's channels, and a step for each head."""
+        """Output sizes of the input projection: gates, the convolution's channels, and a step a head."""
         return self.num_values, *self.mixed_sizes, self.num_heads
 
 
@@ -298,7 +298,7 @@ class Architecture:
 
     @property
     def has_sinks(self) -> bool:
-        """Some layers of attention have."""
+        """True if some layers of attention have sinks."""
         return any(isinstance(mixer, Attention) and mixer.has_sinks for mixer in self.mixers)
 
     def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
@@ -308,11 +308,11 @@ class Architecture:
 
     @property
     def conv_width(self) -> int | None:
-        """Of the convolutions of recurrent layers, which are all alike. None: there are none."""
+        """The width of the recurrent layers' convolutions, which is the same in all; None without such layers."""
         widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, DeltaNet | Mamba2))
         return next(widths, None)
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer; all that have any have as many."""
+        """The number of experts of each layer that has experts; 0 if none has."""
         return next((mlp.num_experts for mlp in self.mlps if isinstance(mlp, Mixture)), 0)

@@ -119,7 +119,7 @@ class StackedExperts(torch.nn.Module):
 
 
 class SharedGate(torch.nn.Module):
-    """How much each token takes of the shared expert: [s, 1]."""
+    """The gate of the shared expert: a factor for each token, [s, 1]."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()

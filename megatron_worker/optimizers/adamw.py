@@ -19,7 +19,7 @@ _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are u
 
 @dataclass(frozen=True)
 class Rates:
-    """What a step does to some weights. `by_muon`: it is Muon's (optimizers/muon.py)."""
+    """The rates of a step for some weights. `by_muon`: Muon updates them (optimizers/muon.py), else AdamW."""
 
     learning_rate: float
     weight_decay: float

@@ -167,7 +167,7 @@ class Decoder:
 
     @property
     def adaptable(self) -> list[FusedLinear]:
-        """What adapters can be beside."""
+        """The linears that an adapter can have factors for."""
         return [*self.linears, self._output, self._table]
 
     def new_cache(self, num_slots: int) -> Cache:

@@ -33,7 +33,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is added to a sequence's logits, as vLLM does it: of tokens of a sequence's own, not of its prompt."""
+    """What is added to a sequence's logits, as in vLLM. Penalties are for tokens that were drawn, not the prompt's."""
 
     bias: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
@@ -58,8 +58,8 @@ NO_PENALTIES = Penalties()
 
 @dataclass
 class PromptScores:
-    """Of each token of a prompt but the first: its logprob in nats, its rank (how many are at least as likely), and
-    the likeliest tokens in its place with their logprobs, at temperature 1.
+    """Scores of a prompt's tokens but the first: each one's logprob in nats, its rank (how many are at least as
+    likely), and the likeliest tokens in its place with their logprobs, at temperature 1.
     """
 
     logprobs: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ def likeliest(logprob_CV: Tensor, num: int) -> list[list[tuple[int, float]]]:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which unlikely tokens are left out, of each row. In vLLM's order: min_p, top_k, top_p, each of what was left.
+    """Which unlikely tokens each row leaves out: by min_p, of the rest by top_k, of the rest by top_p, as vLLM does.
 
     Attributes:
         min_p_B: float32 in [0, 1]: those below this share of the likeliest one's probability (arXiv:2407.01082).

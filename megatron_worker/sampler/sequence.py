@@ -69,8 +69,8 @@ class Ending:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample: its request, and its drawn tokens. Logprobs are in nats, and `drawn_by` says which weights drew it,
-    one for each token.
+    """One sample: its request and its drawn tokens. For each token there is a logprob, in nats, and in `drawn_by` the
+    weights that drew it.
 
     `num_prompt_top`: the prompt is scored, with so many of the likeliest tokens beside each. `draws_nothing`: it ends
     with its prompt. `scalars`: a reward model's, at the prompt's last token. `tells_routes`: `routes` takes the experts

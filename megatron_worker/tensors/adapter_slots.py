@@ -144,7 +144,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     @property
     def masks(self) -> Masks:
-        """Those of the active slot's dropout; the base has none."""
+        """The dropout masks of the active slot; the base has no dropout."""
         return Masks(0.0, 0) if self.active is None else self.adapters[self.active].masks
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class Masks:
-    """What an adapter's masks follow from. `moment`: the step, and the bin in it; None: nothing is dropped."""
+    """An adapter's dropout masks follow from this. `moment`: the step and the bin in it; None: nothing is dropped."""
 
     rate: float
     seed: int

@@ -165,7 +165,7 @@ class SlotTraining(Generic[OptimizerT]):
 
     @property
     def saved(self) -> list[tuple[State, OptimizerT, list[TensorSlice]]]:
-        """What `optimizer/` has: both moments, and masters of what is not in `weights/` as it is updated."""
+        """The tensors in `optimizer/`: both moments, and masters of what `weights/` has rounded or not at all."""
         states: tuple[State, ...] = ("exp_avg", "exp_avg_sq", *(("master",) if self.keeps_masters else ()))
         found = [(state, *part) for state in states for part in self.everything]
         return found if self.own is None or self.keeps_masters else [*found, ("master", *self.own)]

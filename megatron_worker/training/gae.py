@@ -33,7 +33,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of each move: its advantage; what its state's value is to be; the discounted rewards that came (float64, [M])."""
+    """For each move its advantage, the target of its state's value, and the discounted sum of the rewards that came."""
 
     advantage_M: NDArray[np.float64]
     return_M: NDArray[np.float64]

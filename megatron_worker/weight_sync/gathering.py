@@ -50,7 +50,7 @@ class LastSent:
 
 
 class OwnBlocks:
-    """What this rank holds: a block is drawn when its first rows are asked for, and the last one is let go."""
+    """This rank's blocks, one at a time: asking for a block's first rows makes it, and frees the one before."""
 
     def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
         self._outgoing, self._sent = outgoing, sent

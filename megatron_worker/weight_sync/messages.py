@@ -82,7 +82,7 @@ class RemoteBuffers(Frozen):
 
 
 class Connect(Frozen):
-    """What a sampler needs beside the announcement. Of shared_memory, descriptors follow with a zero byte."""
+    """What a sampler needs beside the announcement. For shared_memory file descriptors follow with a zero byte."""
 
     group: GroupPlace | None = None
     handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)
@@ -94,7 +94,7 @@ class Commit(Frozen):
 
 
 class SyncMessage(Frozen):
-    """One message of the trainer, but for the first: exactly one of these."""
+    """A message of the trainer after its first: exactly one of these fields is set."""
 
     connect: Connect | None = None
     bucket: Bucket | None = None

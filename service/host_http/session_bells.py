@@ -24,7 +24,7 @@ _LOST = (httpx.HTTPError, OSError, StoreUnavailable, HostUnreachable)
 
 
 class _Listening:
-    """What a host tells of one session's results. All before `next` are in the store. `is_over`: it tells no more.
+    """What a host has told of one session's results. Those before `next` are stored; `is_over`: no more will be told.
 
     `results`: the newest small ones, by number.
     """

@@ -67,7 +67,7 @@ class RouteShape(Frozen):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a token's route: one or two bytes an expert, [L, K]."""
+        """The dtype of a token's route: one or two bytes for each expert, [L, K]."""
         return np.dtype(("<u1" if self.num_experts <= 256 else "<u2", (self.num_layers, self.per_token)))
 
 

@@ -116,7 +116,7 @@ class MixtureConfig(DenseConfig):
 
     @property
     def shared_ffn_size(self) -> int:
-        """Of an expert that every token goes to; 0: there is none."""
+        """The inner size of an expert that every token goes to; 0 without one."""
         return 0
 
     @property

@@ -109,7 +109,7 @@ class _Config(BaseModel):
 
     @property
     def per(self) -> Literal["token", "sequence"] | None:
-        """What a head that it keeps whole gives a scalar of; None: it keeps none, or something else."""
+        """What the adapter's head gives a scalar for; None: `modules_to_save` has no head, or something else."""
         saved = self.modules_to_save
         is_head = isinstance(saved, list) and "score" in saved and all(name in _HEADS for name in saved)
         return _PER.get(self.task_type) if is_head else None

@@ -71,7 +71,7 @@ class ModelShape(Frozen):
 
     @property
     def is_generic(self) -> bool:
-        """Which linears there are is not known."""
+        """True if it is not known which linears the model has."""
         return not self.sizes
 
     @property

@@ -26,7 +26,7 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What layers take of a bin beside the residual stream; `kept`: keys and values of layers that others take."""
+    """The inputs of layers beside the residual stream, for one bin; `kept`: keys and values that later layers share."""
 
     plan: BinPlan
     per_layer_sLP: Tensor | None
@@ -39,7 +39,7 @@ def _linear(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> torch.nn.L
 
 
 class PerLayerEmbedding(torch.nn.Module):
-    """What all layers take of a token, from its id and from its embedding."""
+    """Per-layer embeddings: an input of each layer for each token, from the token's id and its embedding."""
 
     def __init__(self, a: Architecture, mesh: Mesh, config: TransformerConfig, norm: type[torch.nn.Module]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PerLayerEmbedding(torch.nn.Module):
         self._scale = float(torch.tensor(size**0.5, dtype=config.params_dtype))
 
     def forward(self, token_id_t: Tensor, embedding_s1H: Tensor) -> Tensor:
-        """Return what each layer takes: [s, L, P]."""
+        """Return the input of each layer: [s, L, P]."""
         by_id_tX = self.table(token_id_t[None])[0] * self._scale
         by_id_sX = own_rows(by_id_tX, self._mesh.tp) if self._mesh.layout.sp else by_id_tX
         projected_sX = self.projection(embedding_s1H[:, 0]) * embedding_s1H.shape[-1] ** -0.5

@@ -29,7 +29,7 @@ class AnyPrompt(Protocol):
 
 
 class AnyCache(Protocol):
-    """What the slots of a lane have read. It takes prompts of its own decoder alone."""
+    """The cache of a lane's slots, such as keys and values. It takes only prompts that its own decoder read."""
 
     @property
     def num_bytes(self) -> int: ...

@@ -112,7 +112,7 @@ class SyncGroup:
 
 
 class _Member:
-    """What both ends have in common: the group that they are in, if it stands."""
+    """What both ends have in common: the group that they have joined, None before and after."""
 
     _group: SyncGroup | None = None
 

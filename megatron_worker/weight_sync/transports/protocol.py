@@ -39,7 +39,7 @@ class Outbound(Protocol):
 
 
 class Messages(Protocol):
-    """What a sampler's connection has brought, as its transport sees it."""
+    """A sampler's connection to the trainer, as its transport sees it."""
 
     connection: SyncConnection
 
@@ -69,7 +69,7 @@ class Inbound(Protocol):
 
 
 class LocalOutbound:
-    """What transports have in common whose buffers both ends see: a message says that one is full."""
+    """The trainer's end of transports whose buffers both ends can access: a message says that a buffer is full."""
 
     buffers: Sequence[Tensor] = ()
     _receivers: Receivers

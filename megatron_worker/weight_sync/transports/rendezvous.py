@@ -71,7 +71,7 @@ class RemoteValues:
 
 
 class MemberStore(dist.Store):
-    """What torch's groups ask of a store, of one of the above. An error ends the forming of the group."""
+    """The store that torch forms a group with, on top of `Values` or `RemoteValues`. An error ends the forming."""
 
     def __init__(self, values: Values | RemoteValues) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class _Asked(_Captured):
 
 
 class _Exchange(_Captured):
-    """One of an API that is not chat completions."""
+    """An exchange of another API than chat completions."""
 
     request: _Asked
 
@@ -51,7 +51,7 @@ class _ChatExchange(_Captured):
 
     @property
     def histories(self) -> list[dict[str, Any]]:
-        """One for each choice. A choice that was put together of streamed pieces has lost its id: the answer has it."""
+        """A history for each choice. One assembled from a stream has lost its `answer_id`: the response's id."""
         asked, answer_id = self.request, self.response.id
         choices = [{"answer_id": answer_id, **choice} for choice in self.response.choices]
         return [{"messages": [*asked.messages, choice], "tools": asked.tools} for choice in choices]

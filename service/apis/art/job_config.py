@@ -116,7 +116,7 @@ class ExperimentalConfig(SentModel):
 
     @property
     def _old(self) -> dict[str, Any]:
-        """What the loss's ratios are against, and the bound of the weight that corrects for the sampler.
+        """The policy that the loss's ratios compare with, and the bound of the weight that corrects for the sampler.
 
         Raises InvalidInput: a bound without the trainer's own log-probabilities.
         """

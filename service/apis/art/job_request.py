@@ -77,7 +77,7 @@ def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> 
 
 
 def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -> SFTRun:
-    """One pass over a dataset.
+    """Return the run of one pass over a dataset.
 
     `adapter`: URI of the adapter that the run goes on from.
 
@@ -105,7 +105,7 @@ def _sizes(model: ArtModel, packed: int | None) -> dict[str, int]:
 
 
 def _rates(config: SftConfig) -> dict[str, Any]:
-    """One pass at one rate; or a step for each of a list of rates."""
+    """Return the fields of one pass at one learning rate, or of a step for each of a list of rates."""
     match config.learning_rate:
         case tuple() as rates:
             return {"steps": len(rates), "learning_rate": max(rates, default=0.0), "learning_rates": rates}

@@ -150,14 +150,14 @@ def _of_a_run(operation: str, given: Mapping[str, Any], asking: Principal) -> di
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an artifact of a request's tenant goes to."""
+    """Where the artifacts of a request's tenant are uploaded to."""
 
     backend: Backend
     tenant: str
     request: Request
 
     def address(self, artifact_id: str, file_name: str) -> dict[str, Any]:
-        """Where a file is sent to. The client sends no key to such addresses but where it is told to: its own."""
+        """Return where a file is uploaded to. The client sends its own key there only because told to."""
         key = self.request.headers.get("authorization", "")
         base = str(self.request.base_url).rstrip("/")
         return {
